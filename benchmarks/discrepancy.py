@@ -3,8 +3,9 @@
     python benchmarks/discrepancy.py
 
 prints E||W - W_bar||^2 / ||W||^2 before any client trains, for ten clients of keep ratio 0.1 or 0.2 and for the papers'
-mix (six of 0.2, four of 0.4), and draws the figure of the page on strategies. The values come from exact formulas,
-without sampling. The trained spectrum is that of an MLP's middle layer after 300 steps on scikit-learn's digits.
+mix (six of 0.2, four of 0.4), and draws the figure of the page on strategies. The last table is that of the mix if its
+clients have 2 to 30 examples. The values come from exact formulas, without sampling. The trained spectrum is that of an
+MLP's middle layer after 300 steps on scikit-learn's digits.
 """
 
 import argparse
@@ -27,7 +28,11 @@ from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.report.printed import legend_above, printed
 from lightning_spectral.report.style import PRINTED, look
 
+Weights = list[list[float]]
+
 COHORT = 10
+EQUAL: Weights = [[1.0] * 6, [1.0] * 4]  # examples of the mix's clients, by keep ratio
+UNEQUAL: Weights = [[2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [16.0, 20.0, 25.0, 30.0]]
 STRATEGIES: dict[str, ls.sharding.ShardingStrategy] = {
     "TopN": ls.TopN(),
     "PriSM": ls.PriSM(),
@@ -80,12 +85,15 @@ def coordinated(strategy: ls.sharding.ShardingStrategy, s: Tensor, keep_ratio: f
     return float(coordinated_discrepancy(s, probs, coordinated_multipliers(probs, COHORT), COHORT) / (s**2).sum())
 
 
-def mixed(strategy: ls.sharding.ShardingStrategy, s: Tensor) -> float:
-    sizes = [6, 4]
-    groups = strategy.for_groups(s, [num_terms_for(len(s), r) for r in (0.2, 0.4)], [float(size) for size in sizes])
-    probs = torch.cat([pi.repeat(size, 1) for (pi, _), size in zip(groups, sizes, strict=True)])
-    multipliers = torch.cat([omega.repeat(size, 1) for (_, omega), size in zip(groups, sizes, strict=True)])
-    return float(cohort_discrepancy(s, probs, multipliers, torch.full((COHORT,), 1 / COHORT)) / (s**2).sum())
+def mixed(
+    strategy: ls.sharding.ShardingStrategy, s: Tensor, weights: Weights = EQUAL, planned: Weights | None = None
+) -> float:
+    """Return the discrepancy of the papers' mix, planned for the clients' weights unless others are given."""
+    groups = strategy.for_groups(s, [num_terms_for(len(s), r) for r in (0.2, 0.4)], planned or weights)
+    rows = [group for group, own in zip(groups, weights, strict=True) for _ in own]
+    probs, multipliers = (torch.stack(column) for column in zip(*rows, strict=True))
+    flat = torch.tensor([weight for own in weights for weight in own], dtype=torch.float64)
+    return float(cohort_discrepancy(s, probs, multipliers, flat / flat.sum()) / (s**2).sum())
 
 
 def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
@@ -102,6 +110,18 @@ def rows(all_spectra: dict[str, Tensor]) -> dict[str, dict[str, list[float]]]:
     recipes |= {name: ls.Collective(cohort=cohort) for name, cohort in MIXED.items()}  # type: ignore[arg-type]
     tables["6 clients of 0.2, 4 of 0.4"] = {n: [mixed(x, s) for s in all_spectra.values()] for n, x in recipes.items()}
     return tables
+
+
+def unequal_rows(all_spectra: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Return the same for the papers' mix of clients with 2 to 30 examples, by method."""
+    table = {}
+    for name, cohort in MIXED.items():
+        strategy = ls.Collective(cohort=cohort)  # type: ignore[arg-type]
+        table[name] = [mixed(strategy, s, UNEQUAL) for s in all_spectra.values()]
+        if cohort != "group":
+            ignored = [mixed(strategy, s, UNEQUAL, planned=EQUAL) for s in all_spectra.values()]
+            table[f"{name}, planned as if equal"] = ignored
+    return table
 
 
 def plot(tables: dict[str, dict[str, list[float]]], names: list[str], path: Path) -> None:
@@ -130,7 +150,7 @@ def main(show: Callable[[str], None] = print) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     all_spectra = spectra()
     tables = rows(all_spectra)
-    for title, table in tables.items():
+    for title, table in {**tables, "the mix, 2 to 30 examples": unequal_rows(all_spectra)}.items():
         body = [(name, *(f"{value:.4f}" for value in values)) for name, values in table.items()]
         show("\n".join(aligned([(title, *all_spectra), *body])) + "\n")
     plot(tables, list(all_spectra), path)

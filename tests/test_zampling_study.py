@@ -68,12 +68,35 @@ def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_m
     assert study.rates.row(optimizer, 10.0, large).split(" | ")[3] == ""
 
 
+@pytest.mark.parametrize(
+    ("lr", "patience", "steps"),
+    [(0.0, 0, 10 * 6), (0.0, 3, 10 * (1 + 3)), (1e-7, 3, 10 * (1 + 3)), (0.01, 3, 10 * 6)],
+    ids=["none", "no progress", "less than delta", "progress"],
+)
+def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(
+    study: Any, monkeypatch: pytest.MonkeyPatch, lr: float, patience: int, steps: int
+) -> None:
+    """Ten clients with one batch each, and six local epochs."""
+    toy, calls = toy_task(study, monkeypatch), []
+
+    class Counting(study.tasks.Classifier):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any) -> Any:
+            calls.append(self.waited)
+            return super().training_step(batch)
+
+    model = ls.FederatedModule(Counting(toy.net(), lr, patience=patience), clients_per_round=10, local_epochs=6)
+    study.federated.quiet_trainer(1, [], 1).fit(model, study.tasks.deal(toy))
+    assert len(calls) == steps
+    assert max(calls) < max(patience, 1)
+
+
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize(
     ("setup", "compression", "down", "up"),
     [
         ("FedAvg", 0, 4 * 7850, 4 * 7850),
         ("FedPM", 1, 4 * 7850, 982),  # ceil(7850 / 8)
+        ("FedPM, posterior mean", 1, 4 * 7850, 982),
         ("He start", 8, 4 * 982, 123),
         ("2 bits down", 8, 246, 123),
     ],
@@ -93,13 +116,15 @@ def test_the_report_has_a_row_for_each_compression_and_each_other_setting(study:
     spec = study.plans.Spec
     study.plans.OUTPUT.mkdir(parents=True)
     main = (spec("published", 32), spec("published", 32, seed=1), spec("He start", 8), spec("He start", 8, seed=1))
-    for one in (*main, spec("2 bits down", 32, num_rounds=20), next(study.plans.fedpm())):
+    fed_pm = [one for one in study.plans.posteriors() if one.setup == "FedPM"]
+    for one in (*main, spec("2 bits down", 32, num_rounds=20), next(study.plans.fedpm()), *fed_pm):
         outcome = {"accuracy": [0.5, 0.9], "sampled": [0.8, 0.9], "down": 4 * 8332, "up": 1042}
         one.path.write_text(json.dumps({**asdict(one), **outcome}))
     study.report.main()
     text = Path("docs/zampling_tables.md").read_text()
     assert "| 32 | 40 | 2 | 1023.5 | 32.0 | 90.00 ± 0.00 | 85.00 ± 0.00 | 0.93 |" in text
     assert "| He start | 8 | 40 | 0.1 | 1.0 | 0.0 | 1 |  | 2 | 90.00 ± 0.00 | 85.00 ± 0.00 |" in text
+    assert text.count(f"| FedPM | 1 | {len(fed_pm)} | 33,328 | 1,042 |") == 1
     assert "| 2 bits down | 32 | 1 | 33,328 | 1,042 | 32.0 | 1023.5 | 90.00 | 85.00 |" in text
     row = "| continuous, coordinated | 32 | 1 | 33,328 | 1,042 | 232.0 | 7421.3 | 90.00 | 85.00 |"
     assert row in Path("docs/zampling_conv4.md").read_text()

@@ -29,22 +29,26 @@ class GroupPlan:
         inclusion_probs: Shape ``(N,)``, float64, on the CPU.
         multipliers: Shape ``(N,)``, float64, on the CPU.
         design: Fitted once; every client's draw comes from it.
-        num_clients: Number of clients of the group.
-        cohort_size: Number of clients that the strategy was given: the same, or Kish's effective number.
+        weights: The weights of the group's clients in the average over the cohort, which sum to one over all groups,
+            shape ``(C,)``, float64.
         dealt: The terms of each unit, by its key, for a design that draws for the whole group at once.
     """
 
     inclusion_probs: Tensor
     multipliers: Tensor
     design: FittedDesign
-    num_clients: int
-    cohort_size: float
+    weights: Tensor
     dealt: Mapping[tuple[int, str], Tensor] | None = None
 
     @property
     def num_terms(self) -> int:
         """Number n of terms that a client of the group holds."""
         return round(float(self.inclusion_probs.sum()))
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients of the group."""
+        return len(self.weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,6 @@ def plan_draws(
     cohort: Cohort,
     *,
     granularity: int = 1,
-    weigh_clients: bool = False,
 ) -> dict[str, TermDraws]:
     """Plan every group's draws of several matrices, whose designs are fitted together.
 
@@ -113,23 +116,19 @@ def plan_draws(
         design: Draws terms; ``None`` for the strategy's own.
         cohort: The clients that take part.
         granularity: Numbers of terms are rounded up to a multiple of this.
-        weigh_clients: Whether the strategy is given Kish's effective number of a group's clients, not their number.
     """
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
-    sizes = {
-        ratio: cohort.effective_size(units) if weigh_clients else float(len(units))
-        for ratio, units in cohort.groups.items()
-    }
+    weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
     drafts: list[_Draft] = []
     for name, s in spectra.items():
         num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
-        answers = strategy.for_groups(s, list(num_terms.values()), [sizes[ratio] for ratio in num_terms])
+        answers = strategy.for_groups(s, list(num_terms.values()), weights)
         for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
             chosen = design if design is not None else strategy.own_design(s, n)
             drafts.append(_Draft(name, ratio, *answer, chosen))
     plans: dict[str, dict[float, GroupPlan]] = {name: {} for name in spectra}
     for draft, fitted in zip(drafts, _fit(drafts), strict=True):
-        plans[draft.name][draft.keep_ratio] = draft.plan(fitted, cohort, sizes[draft.keep_ratio])
+        plans[draft.name][draft.keep_ratio] = draft.plan(fitted, cohort)
     return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}
 
 
@@ -142,7 +141,7 @@ class _Draft(NamedTuple):
     multipliers: Tensor
     design: Design
 
-    def plan(self, fitted: FittedDesign, cohort: Cohort, size: float) -> GroupPlan:
+    def plan(self, fitted: FittedDesign, cohort: Cohort) -> GroupPlan:
         units, probs = cohort.groups[self.keep_ratio], self.inclusion_probs
         dealt = None
         if self.design.draws_cohort:
@@ -150,7 +149,7 @@ class _Draft(NamedTuple):
             generator = derived_generator(cohort.seed, "terms of a group", *ids)
             dealt = dict(zip((unit.key for unit in units), fitted.draw(len(units), generator), strict=True))
         multipliers = self.design.multipliers(probs, self.multipliers, len(units))
-        return GroupPlan(probs, multipliers, fitted, len(units), size, dealt)
+        return GroupPlan(probs, multipliers, fitted, cohort.weights_of(units), dealt)
 
 
 def _fit(drafts: Sequence[_Draft]) -> list[FittedDesign]:

@@ -9,6 +9,7 @@ from itertools import chain
 from math import fsum
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from lightning_spectral.protocol.client_store import ClientStore
@@ -90,15 +91,13 @@ class Cohort:
         """
         return self._places[unit.key], len(self._places)
 
-    @staticmethod
-    def effective_size(units: Sequence[WorkUnit]) -> float:
-        r"""Kish's number of equally weighted clients that average as well, :math:`1/\sum_c a_c^2` with a = D / sum D.
+    def weights_of(self, units: Sequence[WorkUnit]) -> Tensor:
+        """Weights of units in an average over the cohort, shape ``(C,)``, float64; equal if no client has data.
 
         Example:
-            >>> Cohort.effective_size([WorkUnit(1, coefficient=30), WorkUnit(2, coefficient=10)])
-            1.6
+            >>> units = (WorkUnit(1, coefficient=30), WorkUnit(2, coefficient=10))
+            >>> Cohort(0, 0, {1.0: units}).weights_of(units)
+            tensor([0.7500, 0.2500], dtype=torch.float64)
         """
-        weights = [unit.coefficient for unit in units]
-        if not any(weights):
-            return float(len(weights))  # no client has data: all count equally
-        return sum(weights) ** 2 / sum(weight**2 for weight in weights)
+        whole = self.total or float(len(self._keep_ratios))
+        return torch.tensor([unit.coefficient if self.total else 1.0 for unit in units], dtype=torch.float64) / whole

@@ -32,13 +32,16 @@ class ShardingStrategy(ABC):
         """
 
     def for_groups(
-        self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
+        self, singular_values: Tensor, num_terms: Sequence[int], weights: Sequence[Sequence[float]]
     ) -> list[tuple[Tensor, Tensor]]:
-        """What :meth:`__call__` returns, for each group of a cohort; by default each group on its own.
+        """What :meth:`__call__` returns, for each group of a cohort; by default for each group's number of clients.
 
-        Each group has its own number of terms and its own number of clients, in ``sizes``.
+        Args:
+            singular_values: As for :meth:`__call__`.
+            num_terms: Number of terms of each group's clients.
+            weights: Weights of each group's clients in the average over the cohort, in any unit.
         """
-        return [self(singular_values, n, size) for n, size in zip(num_terms, sizes, strict=True)]
+        return [self(singular_values, n, float(len(own))) for n, own in zip(num_terms, weights, strict=True)]
 
     def drawn_multipliers(self, singular_values: Tensor, multipliers: Tensor, terms: Tensor) -> Tensor:
         """The multipliers of one client, shape ``(n,)``, float64; by default those of the terms that it drew."""

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from lightning_spectral.arguments import OneOf, check_fields
 from lightning_spectral.functional.figures.discrepancy import cohort_discrepancy
-from lightning_spectral.functional.sampling.cohorts import SLACK, effective_cohort_size, joint_multipliers
+from lightning_spectral.functional.sampling.cohorts import (
+    SLACK,
+    effective_cohort_size,
+    joint_multipliers,
+    kish_size,
+)
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
 from lightning_spectral.sharding.base import ShardingStrategy
 
@@ -25,12 +30,14 @@ class Collective(ShardingStrategy):
     Small terms may never be drawn; multipliers stay below C.
 
     Args:
-        cohort: How to treat a cohort of clients with different keep ratios.
+        cohort: How to treat a cohort of clients with different keep ratios or different weights in the average.
 
-            - ``"group"``: each group of equal clients separately, with its own number of clients. The paper's recipe.
+            - ``"group"``: each group of equal keep ratios separately, with its own number of clients, whatever their
+              weights. The paper's recipe.
             - ``"joint"``: each group with the total number of clients, then the multipliers that are best for the
-              average over all of them. Multipliers may exceed the number of clients, or be zero where other clients
-              hold the term for certain.
+              average over all of them. Clients of different weights count as Kish's number of equal ones,
+              :math:`1 / \sum_c a_c^2` in each group. Multipliers may exceed the number of clients, or be zero where
+              other clients hold the term for certain.
             - ``"best"``: layer by layer, whichever has the least discrepancy: either of these two, or the paper's
               probabilities with the best multipliers.
 
@@ -57,31 +64,36 @@ class Collective(ShardingStrategy):
         return probs, collective_multipliers(probs, cohort_size)
 
     def for_groups(
-        self, singular_values: Tensor, num_terms: Sequence[int], sizes: Sequence[float]
+        self, singular_values: Tensor, num_terms: Sequence[int], weights: Sequence[Sequence[float]]
     ) -> list[tuple[Tensor, Tensor]]:
-        apart = super().for_groups(singular_values, num_terms, sizes)
-        if self.cohort == "group" or len(apart) == 1:
+        apart = super().for_groups(singular_values, num_terms, weights)
+        if self.cohort == "group":
             return apart
-        together = super().for_groups(singular_values, num_terms, [sum(sizes)] * len(num_terms))
-        joint = _with_joint_multipliers(together, sizes)
+        if not any(map(any, weights)):  # no client has data: all count equally
+            weights = [[1.0] * len(own) for own in weights]
+        total = sum(kish_size(own) for own in weights if any(own))
+        joint = _with_joint_multipliers([self(singular_values, n, total) for n in num_terms], weights)
         if self.cohort == "joint":
             return joint
-        recipes = [apart, joint, _with_joint_multipliers(apart, sizes)]
-        return min(recipes, key=lambda groups: _discrepancy(singular_values, groups, sizes))
+        recipes = [apart, joint, _with_joint_multipliers(apart, weights)]
+        return min(recipes, key=lambda groups: _discrepancy(singular_values, groups, weights))
 
 
 def _with_joint_multipliers(
-    groups: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[float]
+    groups: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Sequence[float]]
 ) -> list[tuple[Tensor, Tensor]]:
     probs = torch.stack([group for group, _ in groups])
-    return list(zip(probs, joint_multipliers(probs, torch.tensor(sizes)), strict=True))
+    sizes, shares = torch.tensor([[kish_size(own), sum(own)] for own in weights], dtype=torch.float64).T
+    return list(zip(probs, joint_multipliers(probs, sizes, shares), strict=True))
 
 
-def _discrepancy(singular_values: Tensor, groups: Sequence[tuple[Tensor, Tensor]], sizes: Sequence[float]) -> float:
-    probs, multipliers = (torch.stack(column) for column in zip(*groups, strict=True))
-    client_group = torch.arange(len(sizes)).repeat_interleave(torch.tensor([round(size) for size in sizes]))
-    weights = torch.full((len(client_group),), 1 / len(client_group))
-    return float(cohort_discrepancy(singular_values, probs[client_group], multipliers[client_group], weights))
+def _discrepancy(
+    singular_values: Tensor, groups: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Sequence[float]]
+) -> float:
+    rows = [group for group, own in zip(groups, weights, strict=True) for _ in own]
+    probs, multipliers = (torch.stack(column) for column in zip(*rows, strict=True))
+    flat = torch.tensor([weight for own in weights for weight in own], dtype=torch.float64)
+    return float(cohort_discrepancy(singular_values, probs, multipliers, flat / flat.sum()))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
     python studies/zampling/federated.py table1     # hours on one core; continues where it stopped
     python studies/zampling/report.py
 
-Ten clients have 6,000 images each, drawn at random. All take part in each of 40 rounds, after which hardly any
-probability still changes; the paper has 100 rounds. It does not state the batch size or the number of local epochs
-("up to 100"); here they are 128 and one. ``--list`` prints the missing runs.
+Ten clients have 6,000 images each, drawn at random, and train on batches of 128, as in the paper. All take part in each
+of 40 rounds of one local epoch, after which hardly any probability still changes. The paper has 100 rounds of up to 100
+epochs with early stopping; ``stopped`` has two rounds of these. ``--list`` prints the missing runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 
-EVERY = 5  # rounds between two tests
+EVERY = 5  # rounds between two tests, in runs whose clients do not stop early
 
 
 def train(spec: Spec) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def train(spec: Spec) -> dict[str, Any]:
     torch.manual_seed(spec.seed)
     task = TASKS[spec.task]
     model = ls.FederatedModule(
-        Classifier(task.net(), spec.lr, spec.num_rounds if spec.decay else 0),
+        Classifier(task.net(), spec.lr, spec.num_rounds if spec.decay else 0, task.patience),
         algorithm=spec.algorithm,
         clients_per_round=NUM_CLIENTS,
         local_epochs=spec.local_epochs,
@@ -46,7 +46,7 @@ def train(spec: Spec) -> dict[str, Any]:
     data = deal(task, spec.seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     begun = time.perf_counter()
-    quiet_trainer(spec.num_rounds, [history, ledger], EVERY).fit(model, data)
+    quiet_trainer(spec.num_rounds, [history, ledger], 1 if task.patience else EVERY).fit(model, data)
     names = ("accuracy", "fl/loss", "fl/bit_entropy", "fl/bits_agreed", "fl/bit_disagreement")
     curves = {name: [row[name] for row in history.rows if name in row] for name in names}
     down, up = next(iter(ledger.bytes_per_client().values()))

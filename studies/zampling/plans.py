@@ -15,7 +15,7 @@ from records import read_runs
 import lightning_spectral as ls
 
 OUTPUT = Path("outputs/zampling")
-MAIN_TASK = "MNISTFC"
+MAIN_TASK, STOPPING, FEW_IMAGES = "MNISTFC", "MNISTFC, early stopping", "MNISTFC, 5,000 images"
 BEST = "continuous, gain 2, coordinated"
 
 SETUPS: dict[str, dict[str, Any]] = {
@@ -39,13 +39,19 @@ SETUPS: dict[str, dict[str, Any]] = {
     BEST: {"sampled": False, "gain": 2.0, "coordinated": True},
 }
 
+FEDPM: dict[str, ls.Zampling] = {
+    "FedPM": ls.Zampling.fed_pm(),
+    "FedPM, smoothing 1": replace(ls.Zampling.fed_pm(), smoothing=1.0),
+    "FedPM, posterior mean": ls.Zampling.fed_pm_posterior_mean(),
+}
+
 
 @dataclass(frozen=True)
 class Spec:
     """One run.
 
     Attributes:
-        setup: Name of the setup, ``"FedAvg"`` or ``"FedPM"``.
+        setup: Name of the setup or of a variant of FedPM, or ``"FedAvg"``.
         compression: Number of weights for each probability; 0 for federated averaging.
         lr: Learning rate of Adam.
         decay: Whether the learning rate falls to zero over the rounds, along a cosine.
@@ -73,8 +79,8 @@ class Spec:
         """The algorithm of the run."""
         if self.setup == "FedAvg":
             return ls.FedAvg()
-        if self.setup == "FedPM":
-            return ls.Zampling.fed_pm()
+        if self.setup in FEDPM:
+            return FEDPM[self.setup]
         return ls.Zampling(self.compression, **SETUPS[self.setup])
 
     @property
@@ -144,9 +150,22 @@ def fedpm() -> Iterator[Spec]:
         yield Spec("continuous, coordinated", compression, lr=0.03, **small)
     yield Spec("FedAvg", 0, lr=0.001, **small)
     yield Spec("FedPM", 1, **small)
+    yield Spec("FedPM, posterior mean", 1, **small)
 
 
-PLANS = {plan.__name__: plan for plan in (table1, choices, downlink, best, bits, seeds, fedpm)}
+def posteriors() -> Iterator[Spec]:
+    """FedPM and its relatives on the main network, with a twelfth of the images, three seeds."""
+    for seed, setup in product(range(3), FEDPM):
+        yield Spec(setup, 1, task=FEW_IMAGES, local_epochs=3, num_rounds=20, seed=seed)
+
+
+def stopped() -> Iterator[Spec]:
+    """The first rounds of Table 1 with the local training that the paper states: 100 epochs with early stopping."""
+    for compression in (32, 8):
+        yield Spec("published", compression, task=STOPPING, local_epochs=100, num_rounds=2)
+
+
+PLANS = {plan.__name__: plan for plan in (table1, choices, downlink, best, bits, seeds, fedpm, posteriors, stopped)}
 
 
 def results() -> list[dict[str, Any]]:

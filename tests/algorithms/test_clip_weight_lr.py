@@ -222,7 +222,6 @@ class TestPublished:
             "clip_tau": 2.0,
             "frobenius_decay": 0.0,
             "exclude": ["head"],
-            "weigh_clients": True,
         }
         paper = ls.SpectralSharding.published(ls.Unbiased(), {0.2: 0.6, 0.4: 0.4}, **options)
         expected = ls.SpectralSharding(

@@ -320,14 +320,53 @@ class TestRelatives:
         assert torch.equal(Q, Q.diagonal().diag())
         assert Q.diagonal().unique().numel() > 1000
 
-    def test_fed_pm_has_signed_constants_of_he_variance(self) -> None:
-        net = nn.Linear(40, 30)
-        Q = dense_matrix(ls.Zampling.fed_pm(), net, seed=0)
-        torch.testing.assert_close(Q.diagonal().abs(), torch.full((1230,), (4 / 40) ** 0.5).double())
+    def test_fed_pm_has_constants_of_e_and_normal_scores(self) -> None:
+        """As in its authors' code: c = e sqrt(1 / fan-in), for biases as well, and scores from N(0, 1)."""
+        net, algorithm = nn.Linear(40, 300), ls.Zampling.fed_pm()
+        diagonal = dense_matrix(algorithm, net, seed=0).diagonal()
+        torch.testing.assert_close(diagonal.abs(), torch.full((12300,), math.e * (1 / 40) ** 0.5).double())
+        assert abs(int((diagonal > 0).sum()) - 6150) < 5 * (12300 / 4) ** 0.5
+        probs = algorithm.new_state(net, seed=0).probs.detach().double()
+        scores = torch.logit(probs, eps=1e-7).sort().values
+        expected = torch.special.ndtri((torch.arange(12300).double() + 0.5) / 12300)
+        distance = float((torch.special.ndtr(scores) - torch.special.ndtr(expected)).abs().max())
+        assert distance < 1.95 / 12300**0.5  # Kolmogorov and Smirnov's bound at a level of 0.1 %
+        uniform = replace(algorithm, normal_scores=False).new_state(net, seed=0).probs.detach()
+        assert float(uniform.std()) > 1.2 * float(probs.std())
 
-    def test_fed_pm_averages_bits_with_one_more_zero_and_one_more_one(self, data: Any, fit: Fit) -> None:
-        probs = fit(seeded(LitNet, lr=STEEP), data, algorithm=ls.Zampling.fed_pm()).model.state.probs.detach()
+    def test_fed_pm_is_its_authors_code_written_out(self, data: Any, fit: Fit) -> None:
+        """The mode of a Beta posterior, whose prior Beta(1, 1) is reset each round; gradients are multiplied by p."""
+        algorithm, module = ls.Zampling.fed_pm(), seeded(LitNet, lr=STEEP)
+        Q = dense_matrix(algorithm, module, seed=0)
+        probs = torch.sigmoid(torch.randn(Q.shape[1], generator=derived_generator(0, "probabilities"))).double()
+        net = seeded(LitNet).net.double()
+        fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
+        for round_idx in range(2):
+            alpha, beta = torch.ones_like(probs), torch.ones_like(probs)
+            for client_id in range(4):
+                ids = (round_idx, client_id)
+                scores, generator = torch.logit(probs.clamp(0.01, 0.99)), derived_generator(0, "local bits", *ids)
+                download = Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)
+                for (x, y), _ in data.client_data(download).epoch(0):
+                    p = torch.sigmoid(scores)
+                    z = (torch.rand(len(p), generator=generator) < p).double().requires_grad_()
+                    logits = torch.func.functional_call(net, as_weights(net, Q @ z), x.double())
+                    nn.functional.cross_entropy(logits, y).backward()
+                    assert z.grad is not None
+                    scores = scores - STEEP * (z.grad * p) * p * (1 - p)
+                uniforms = torch.rand(len(scores), generator=derived_generator(0, "uploaded bits", *ids))
+                bits = (uniforms < torch.sigmoid(scores)).double()
+                alpha, beta = alpha + bits, beta + 1 - bits
+            probs = (alpha - 1) / (alpha + beta - 2)
+        assert float((fitted.model.state.probs.detach().double() - probs).abs().max()) <= 0.5 / GRID
+        assert 0 < float(((probs == 0) | (probs == 1)).double().mean()) < 1
+
+    def test_the_posterior_mean_has_one_more_zero_and_one_more_one(self, data: Any, fit: Fit) -> None:
+        algorithm = ls.Zampling.fed_pm_posterior_mean()
+        probs = fit(seeded(LitNet, lr=STEEP), data, algorithm=algorithm).model.state.probs.detach()
         assert bool(torch.isin(probs, torch.tensor([round(k / 6 * GRID) / GRID for k in range(1, 6)])).all())
+        Q = dense_matrix(algorithm, nn.Linear(40, 30), seed=0)
+        torch.testing.assert_close(Q.diagonal().abs(), torch.full((1230,), (4 / 40) ** 0.5).double())
 
 
 class TestWhatIsRefused:

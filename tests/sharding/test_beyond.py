@@ -4,71 +4,106 @@ import pytest
 import torch
 
 from lightning_spectral.functional import (
-    cohort_discrepancy,
     collective_inclusion_probs,
     joint_multipliers,
     manly_inclusion_probs,
     successive_inclusion_probs,
 )
-from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.functional.sampling.cohorts import kish_size
 from lightning_spectral.sharding import Collective, PriSM, Scaled, TopN, Unbiased
 
 SPECTRUM = 1 / torch.arange(1, 65).double()
-SIZES = [6.0, 4.0]
 NUM_TERMS = [13, 26]
+EQUAL = [[5.0] * 6, [5.0] * 4]
+UNEQUAL = [[2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [16.0, 20.0, 25.0, 30.0]]
 
 
-def error(groups: list[tuple[torch.Tensor, torch.Tensor]], s: torch.Tensor = SPECTRUM) -> float:
-    rows = [(pi, omega) for (pi, omega), size in zip(groups, SIZES, strict=True) for _ in range(int(size))]
-    probs, multipliers = (torch.stack(column) for column in zip(*rows, strict=True))
-    return float(cohort_discrepancy(s, probs, multipliers, torch.full((10,), 0.1)) / (s**2).sum())
+def error(
+    groups: list[tuple[torch.Tensor, torch.Tensor]],
+    s: torch.Tensor = SPECTRUM,
+    weights: list[list[float]] = EQUAL,
+) -> float:
+    """Relative error of the average, term by term and client by client."""
+    total, expected = sum(map(sum, weights)), 0.0
+    for i in range(len(s)):
+        mean = variance = 0.0
+        for (pi, omega), own in zip(groups, weights, strict=True):
+            p, m = float(pi[i]), float(omega[i])
+            mean += sum(weight / total * m * p for weight in own)
+            variance += sum((weight / total * m) ** 2 * p * (1 - p) for weight in own)
+        expected += float(s[i]) ** 2 * ((1 - mean) ** 2 + variance)
+    return expected / float((s**2).sum())
 
 
 def test_the_papers_recipe_plans_each_group_by_itself() -> None:
-    groups = Collective().for_groups(SPECTRUM, NUM_TERMS, SIZES)
-    for (pi, omega), n, size in zip(groups, NUM_TERMS, SIZES, strict=True):
-        alone = Collective()(SPECTRUM, n, size)
-        assert torch.equal(pi, alone[0])
-        assert torch.equal(omega, alone[1])
+    for weights in (EQUAL, UNEQUAL):
+        groups = Collective().for_groups(SPECTRUM, NUM_TERMS, weights)
+        for (pi, omega), n, size in zip(groups, NUM_TERMS, [6.0, 4.0], strict=True):
+            alone = Collective()(SPECTRUM, n, size)
+            assert torch.equal(pi, alone[0])
+            assert torch.equal(omega, alone[1])
 
 
 def test_joint_plans_with_the_total_and_the_best_multipliers() -> None:
-    groups = Collective(cohort="joint").for_groups(SPECTRUM, NUM_TERMS, SIZES)
+    groups = Collective(cohort="joint").for_groups(SPECTRUM, NUM_TERMS, EQUAL)
     probs = torch.stack([collective_inclusion_probs(SPECTRUM, n, 10) for n in NUM_TERMS])
     assert torch.equal(torch.stack([pi for pi, _ in groups]), probs)
-    expected = joint_multipliers(probs, torch.tensor(SIZES))
+    expected = joint_multipliers(probs, torch.tensor([6.0, 4.0]))
+    torch.testing.assert_close(torch.stack([omega for _, omega in groups]), expected)
+
+
+def test_joint_counts_unequal_clients_as_kish_does() -> None:
+    groups = Collective(cohort="joint").for_groups(SPECTRUM, NUM_TERMS, UNEQUAL)
+    sizes = torch.tensor([kish_size(own) for own in UNEQUAL], dtype=torch.float64)
+    probs = torch.stack([collective_inclusion_probs(SPECTRUM, n, float(sizes.sum())) for n in NUM_TERMS])
+    torch.testing.assert_close(torch.stack([pi for pi, _ in groups]), probs)
+    expected = joint_multipliers(probs, sizes, torch.tensor([42.0, 91.0]))
     torch.testing.assert_close(torch.stack([omega for _, omega in groups]), expected)
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5, 1.0, 2.0])
-def test_best_is_no_worse_than_any_recipe(power: float) -> None:
+@pytest.mark.parametrize("weights", [EQUAL, UNEQUAL, UNEQUAL[::-1]], ids=["equal", "more keep more", "more keep less"])
+def test_best_is_no_worse_than_any_recipe(power: float, weights: list[list[float]]) -> None:
     s = SPECTRUM**power
-    plans = {cohort: Collective(cohort=cohort).for_groups(s, NUM_TERMS, SIZES) for cohort in ("group", "joint", "best")}
-    errors = {cohort: error(groups, s) for cohort, groups in plans.items()}
+    plans = {c: Collective(cohort=c).for_groups(s, NUM_TERMS, weights) for c in ("group", "joint", "best")}
+    errors = {cohort: error(groups, s, weights) for cohort, groups in plans.items()}
     assert errors["best"] <= min(errors.values()) * (1 + 1e-12)
     assert errors["joint"] < errors["group"]
 
 
-def test_every_recipe_treats_a_single_group_alike() -> None:
+def test_weights_that_are_not_used_make_joint_multipliers_worse_than_the_papers_recipe() -> None:
+    """Why `joint` and `best` need the weights: a group that counts little for its size has large multipliers."""
+    s = SPECTRUM**0.5
+    ignored = Collective(cohort="best").for_groups(s, NUM_TERMS, EQUAL)
+    used, paper = (Collective(cohort=c).for_groups(s, NUM_TERMS, UNEQUAL) for c in ("best", "group"))
+    assert error(used, s, UNEQUAL) < error(paper, s, UNEQUAL) < 0.5 * error(ignored, s, UNEQUAL)
+
+
+def test_every_recipe_treats_a_single_group_of_equal_clients_alike() -> None:
     for cohort in ("group", "joint", "best"):
-        ((pi, omega),) = Collective(cohort=cohort).for_groups(SPECTRUM, [13], [10.0])
+        ((pi, omega),) = Collective(cohort=cohort).for_groups(SPECTRUM, [13], [[7.0] * 10])
         assert torch.equal(pi, Collective()(SPECTRUM, 13, 10)[0])
-        assert torch.equal(omega, Collective()(SPECTRUM, 13, 10)[1])
+        torch.testing.assert_close(omega, Collective()(SPECTRUM, 13, 10)[1])
+
+
+@pytest.mark.parametrize("cohort", ["joint", "best"])
+def test_clients_without_examples_do_not_count_unless_all_have_none(cohort: str) -> None:
+    plan = Collective(cohort=cohort)  # type: ignore[arg-type]
+    nobody, equal = (plan.for_groups(SPECTRUM, NUM_TERMS, w) for w in ([[0.0] * 6, [0.0] * 4], EQUAL))
+    for (pi, omega), (expected_pi, expected_omega) in zip(nobody, equal, strict=True):
+        assert torch.equal(pi, expected_pi)
+        torch.testing.assert_close(omega, expected_omega)
+    idle, alone = (plan.for_groups(SPECTRUM, NUM_TERMS[:k], w) for k, w in ((2, [[5.0] * 6, [0.0]]), (1, [[5.0] * 6])))
+    torch.testing.assert_close(idle[0], alone[0])
+    assert bool(torch.isfinite(idle[1][1]).all())
+    assert bool((idle[1][1] > 0).all())
 
 
 def test_published_figures_of_the_mix_are_reproduced() -> None:
     """Relative discrepancies of six clients at 0.2 and four at 0.4 on 1/i, N = 64: .0150 by groups, .0095 jointly."""
-    assert error(Collective().for_groups(SPECTRUM, NUM_TERMS, SIZES)) == pytest.approx(0.0150, abs=5e-5)
-    assert error(Collective(cohort="joint").for_groups(SPECTRUM, NUM_TERMS, SIZES)) == pytest.approx(0.0095, abs=5e-5)
-    assert error(Unbiased().for_groups(SPECTRUM, NUM_TERMS, SIZES)) == pytest.approx(0.0244, abs=5e-5)
-
-
-def test_effective_number_of_clients_is_kishs() -> None:
-    units = [WorkUnit(c, coefficient=size) for c, size in enumerate([10, 10, 20])]
-    shares = [0.25, 0.25, 0.5]
-    assert Cohort.effective_size(units) == pytest.approx(1 / sum(a * a for a in shares))
-    assert Cohort.effective_size(units[:2]) == pytest.approx(2.0)
+    assert error(Collective().for_groups(SPECTRUM, NUM_TERMS, EQUAL)) == pytest.approx(0.0150, abs=5e-5)
+    assert error(Collective(cohort="joint").for_groups(SPECTRUM, NUM_TERMS, EQUAL)) == pytest.approx(0.0095, abs=5e-5)
+    assert error(Unbiased().for_groups(SPECTRUM, NUM_TERMS, EQUAL)) == pytest.approx(0.0244, abs=5e-5)
 
 
 def test_compensated_prism_has_inverse_marginals_exact_or_manlys() -> None:

@@ -25,7 +25,7 @@ from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.algorithms.spectral.round import Sampling
 from lightning_spectral.algorithms.spectral.server import SpectralHalf
 from lightning_spectral.algorithms.spectral.start import SpectralStart
-from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
+from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.factors import KEEP_RATIO
@@ -67,8 +67,6 @@ class SpectralSharding(ByKeepRatio):
             and adaptive optimizers undo it.
         spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
             train from the weights as they are. Weights that look trained are unchanged.
-        weigh_clients: Whether the strategy is given Kish's effective number of clients, which accounts for unequal
-            numbers of examples, instead of their actual number.
         output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
             others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
             where it is stored.
@@ -107,7 +105,6 @@ class SpectralSharding(ByKeepRatio):
     frobenius_decay: float = 1e-4
     exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`; empty afterwards
     layers: LayerChoices | ModulePlan = LayerChoices()
-    weigh_clients: bool = False
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
@@ -120,7 +117,6 @@ class SpectralSharding(ByKeepRatio):
             keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
             clip_tau=TAU,
             frobenius_decay=Number(at_least=0),
-            weigh_clients=flag,
             clip_weight_lr=WEIGHT_LR,
             server_momentum=MOMENTUM,
             exclude=as_patterns,
@@ -187,7 +183,7 @@ class SpectralSharding(ByKeepRatio):
         device_half = self.side(
             plan, tuple(planned.averaged()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
         )
-        sampling = Sampling(self.strategy, self.design, self.aggregation, self.weigh_clients)
+        sampling = Sampling(self.strategy, self.design, self.aggregation)
         return SpectralHalf(planned, device_half, sampling, self._start())
 
     def _start(self) -> SpectralStart | None:

@@ -63,7 +63,6 @@ class Sampling:
     strategy: ShardingStrategy | Schedule[ShardingStrategy]
     design: Design | Schedule[Design | None] | None
     aggregation: TermAggregation
-    weigh_clients: bool
 
     def open(
         self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int, held_rows: int | None
@@ -72,8 +71,7 @@ class Sampling:
         strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
         singular_values, u, v = terms
         mean = self.aggregation.open(u, v, cohort, held_rows)
-        spectrum, weigh = {name: singular_values}, self.weigh_clients
-        draws = plan_draws(spectrum, strategy, design, cohort, granularity=granularity, weigh_clients=weigh)
+        draws = plan_draws({name: singular_values}, strategy, design, cohort, granularity=granularity)
         return LayerRound(draws[name], mean)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from lightning_spectral.nn.zampling.compressed import (
     Init,
 )
 from lightning_spectral.protocol.exchange import averaged_tensors, kept_buffers
+from lightning_spectral.protocol.rng import derived_generator
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Zampling(Algorithm):
         sampled: Whether local steps use bits; ``False`` for probabilities, the paper's ContinuousModel. Bits are sent
             either way.
         smoothing: Pseudo-count of a symmetric Beta prior on each mean of bits. With 0, as published, a probability
-            becomes 0 or 1 if all clients' bits agree, and an absorbing `Clip` keeps it there; FedPM uses 1.
+            becomes 0 or 1 if all clients' bits agree, and an absorbing `Clip` keeps it there.
         link: From scores to probabilities; ``None`` for `Clip()`.
         values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
         weigh_clients: Whether the mean of bits is weighted by numbers of examples; as published, each client counts the
@@ -62,6 +64,8 @@ class Zampling(Algorithm):
         coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities. The mean of
             the bits is then closer to that of the probabilities than with independent draws, which the paper uses. Each
             client is told its place in the round, in eight bytes.
+        normal_scores: Whether training starts from standard normal scores, whose probabilities the link gives;
+            by default the first probabilities are uniform.
         skip_settled: Whether to omit bits whose probability is 0 or 1, which the server knows, because an absorbing
             `Clip` never changes them. As published, all are sent.
         exclude: Shell-style patterns of the names of parameters that travel whole.
@@ -99,6 +103,7 @@ class Zampling(Algorithm):
     memory: int = 2**30
     gain: float = 1.0
     coordinated: bool = False
+    normal_scores: bool = False
 
     def __post_init__(self) -> None:
         check_is("link", self.link, Link)
@@ -113,6 +118,7 @@ class Zampling(Algorithm):
             downlink_bits=DOWNLINK_BITS,
             coordinated=flag,
             skip_settled=flag,
+            normal_scores=flag,
         )
         if self.skip_settled and self.link != Clip():
             raise ValueError(
@@ -127,9 +133,26 @@ class Zampling(Algorithm):
 
     @classmethod
     def fed_pm(cls, straight_through: bool = False) -> Zampling:
-        """FedPM (Isik et al., 2023): signed constants, sigmoid scores, and the mean of a Beta(1, 1) posterior.
+        r"""FedPM (Isik et al., 2023), as in its authors' code: a bit decides if a weight is there or zero.
 
+        Weights are :math:`\pm e / \sqrt{\text{fan-in}}`, and scores start from normal draws. The server takes the mode
+        of a Beta posterior whose prior, Beta(1, 1), is reset in each round: this is the mean of the bits. The authors
+        evaluate sampled networks, as `SampledNetworks` does.
         If ``straight_through``, gradients pass through the draw unchanged. In FedPM's code they are multiplied by p.
+
+        Note:
+            There, clients' bits count as 0.01 and 0.99, and their optimizers keep their state over rounds. Here, the
+            sigmoid clips the mean of the bits to these values instead, and optimizers start afresh in every round.
+        """
+        link = Sigmoid(straight_through)
+        return cls(compression=1, degree=None, link=link, values="sign", gain=math.e / 2, normal_scores=True)
+
+    @classmethod
+    def fed_pm_posterior_mean(cls, straight_through: bool = False) -> Zampling:
+        """Relative of FedPM: the *mean* of the Beta(1, 1) posterior, constants of He's variance, uniform probabilities.
+
+        No probability becomes 0 or 1, so bits that all clients agree on stay uncertain: with ten clients, one sample
+        in twelve has the other value.
         """
         return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
 
@@ -169,7 +192,11 @@ class Zampling(Algorithm):
 
     def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
         weights, how = self.weights_of(server), self.scheme()
-        return ZamplingState(how.first_probs(weights, seed), weights, how.matrix(weights, seed))
+        first = how.first_probs(weights, seed)
+        if self.normal_scores:
+            generator = derived_generator(seed, "probabilities")
+            first = self.link.probs(torch.randn(len(first), generator=generator, dtype=torch.float32))
+        return ZamplingState(first, weights, how.matrix(weights, seed))
 
     def bind(
         self,

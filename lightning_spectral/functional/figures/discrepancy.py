@@ -55,13 +55,31 @@ def group_discrepancy(
 
 
 def coordinated_discrepancy(
-    singular_values: Tensor, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int
+    singular_values: Tensor,
+    inclusion_probs: Tensor,
+    multipliers: Tensor,
+    cohort_size: int,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    r"""Error of the plain average of C clients whose draws are coordinated.
+    r"""Error of the average of C clients whose draws are coordinated.
 
     The number of clients that hold term i is :math:`C\pi_i` rounded down, or up with probability
     :math:`f_i = C\pi_i - \lfloor C\pi_i\rfloor`, so its variance is :math:`f_i(1 - f_i)` instead of
-    :math:`C\pi_i(1 - \pi_i)`. All three vectors have shape ``(N,)``; the result is a scalar, float64.
+    :math:`C\pi_i(1 - \pi_i)`, and any set of so many clients is as likely to hold the term as any other. Let the
+    clients have weights :math:`a_c` with :math:`\sum_c a_c = 1` and :math:`K = 1/\sum_c a_c^2`, and let
+    :math:`v_i = f_i(1 - f_i)/C^2`. The share of the average that holds the term then has variance
+
+    .. math:: v_i + \frac{1/K - 1/C}{1 - 1/C} \big[\pi_i(1 - \pi_i) - v_i\big] .
+
+    Args:
+        singular_values: Shape ``(N,)``.
+        inclusion_probs: Shape ``(N,)``.
+        multipliers: Shape ``(N,)``.
+        cohort_size: Number of clients C.
+        weights: The clients' weights, which sum to one, shape ``(C,)``; by default they are equal.
+
+    Returns:
+        A scalar, float64.
 
     Example:
         >>> import torch
@@ -69,13 +87,14 @@ def coordinated_discrepancy(
         >>> coordinated_discrepancy(s, pi, torch.tensor([2.0]), cohort_size=4)  # exactly two clients hold it
         tensor(0., dtype=torch.float64)
     """
-    mean = cohort_size * inclusion_probs.double()
+    pi, omega = inclusion_probs.double(), multipliers.double()
+    mean = cohort_size * pi
     fraction = mean - mean.floor()
-    omega = multipliers.double()
-    variance = fraction * (1 - fraction)
-    return (
-        singular_values.double() ** 2 * ((1 - omega * mean / cohort_size) ** 2 + (omega / cohort_size) ** 2 * variance)
-    ).sum()
+    variance = fraction * (1 - fraction) / cohort_size**2
+    if weights is not None and cohort_size > 1:
+        unequal = float((weights.double() ** 2).sum()) - 1 / cohort_size
+        variance = variance + unequal / (1 - 1 / cohort_size) * (pi * (1 - pi) - variance)
+    return (singular_values.double() ** 2 * ((1 - omega * pi) ** 2 + omega**2 * variance)).sum()
 
 
 def expected_coverage(inclusion_probs: Tensor) -> Tensor:

@@ -1,12 +1,18 @@
 r"""What is best for a cohort as a whole: multipliers, the effective number of clients, and coordinated draws.
 
-The server averages :math:`\bar W = \sum_c a_c \hat W_c` over independent clients, with weights :math:`a_c = 1/C`. For
-given inclusion probabilities, the error of the i-th term is quadratic in the multipliers and has its minimum at
+The server averages :math:`\bar W = \sum_c a_c \hat W_c` over independent clients, whose weights a_c sum to one.
+The clients of a group g have the same inclusion probabilities and the same multipliers. Let
+:math:`A_g = \sum_{c \in g} a_c` be the group's share of the average, and :math:`K_g = A_g^2 / \sum_{c \in g} a_c^2`
+Kish's number, that of equally weighted clients whose average varies as much. For given probabilities the error of the
+i-th term is quadratic in the multipliers, and has its minimum at
 
-.. math:: R_i = \frac{1}{1 + \sum_c \pi_{ci}/(1 - \pi_{ci})}, \qquad \omega_{ci} = \frac{R_i}{a_c (1 - \pi_{ci})},
+.. math:: R_i = \frac{1}{1 + \sum_g K_g \pi_{gi}/(1 - \pi_{gi})}, \qquad
+    \omega_{gi} = \frac{K_g R_i}{A_g (1 - \pi_{gi})},
 
-where the total error is :math:`\sum_i s_i^2 R_i`. If some clients are certain to hold a term, they share its weight and
-the multipliers of all other clients are zero.
+where the total error is :math:`\sum_i s_i^2 R_i`. If some groups are certain to hold a term, they share its weight and
+the multipliers of all other groups are zero. With equal weights, K is the number of clients. Multipliers for each
+client could have a lower error still, but they would be proportional to 1 / a_c: a client with a hundredth of another's
+examples would train a sub-model with a hundred times its multipliers.
 
 The *effective* number of clients is a compromise between a faithful sub-model and a faithful average. The error of a
 sub-model is :math:`b^2 + v`, its squared bias plus its variance; that of the average of C independent clients is
@@ -20,6 +26,7 @@ so the probabilities of `collective_inclusion_probs` for :math:`C_{eff}` from 1 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,11 +40,30 @@ from lightning_spectral.functional.sampling.open_terms import SNAP
 CERTAIN = 1e-12
 
 
-def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
+def kish_size(weights: Sequence[float]) -> float:
+    r"""Kish's number of equally weighted clients that average as well, :math:`(\sum_c a_c)^2 / \sum_c a_c^2`.
+
+    Only ratios of the weights matter; if all are zero, all count equally.
+
+    Example:
+        >>> kish_size([30.0, 10.0])
+        1.6
+    """
+    if not any(weights):
+        return float(len(weights))
+    return max(1.0, sum(weights) ** 2 / sum(weight**2 for weight in weights))  # it may be rounded to less
+
+
+def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor, shares: Tensor | None = None) -> Tensor:
     """Multipliers ``(G, N)`` that minimise the error of the cohort's average, for given inclusion probabilities.
 
-    ``inclusion_probs`` has one row per group of clients, shape ``(G, N)``, and ``sizes`` the number of clients in each,
-    ``(G,)``. With one group of C clients the multipliers are ``C / (1 + (C - 1) pi)``.
+    With one group of C clients they are ``C / (1 + (C - 1) pi)``.
+
+    Args:
+        inclusion_probs: One row for each group of clients, shape ``(G, N)``.
+        sizes: Number of clients in each group, `kish_size` if their weights differ, shape ``(G,)``.
+        shares: Each group's share of the average, in any unit, shape ``(G,)``; by default proportional to ``sizes``.
+            The multipliers of a group without a share have no effect, and are one.
 
     Example:
         >>> joint_multipliers(torch.tensor([[0.5], [0.25]]), torch.tensor([2.0, 1.0]))
@@ -45,17 +71,22 @@ def joint_multipliers(inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
                 [1.2000]], dtype=torch.float64)
     """
     probs, counts = _checked(inclusion_probs, sizes)
+    weights = counts if shares is None else shares.double()[:, None]
+    has_weight = weights > 0
+    counts = counts * has_weight
     sure = (probs >= 1 - CERTAIN).double()
-    num_sure = (counts * sure).sum(0)
-    total = counts.sum()
-    shared = total / ((1 - probs + sure) * (1 + (counts * _odds(probs, sure)).sum(0)))
-    return torch.where(num_sure > 0, sure * total / num_sure.clamp_min(1e-300), shared)
+    sure_weight = (weights * sure).sum(0)
+    scale = weights.sum() / weights.where(has_weight, 1.0)
+    shared = scale * counts / ((1 - probs + sure) * (1 + (counts * _odds(probs, sure)).sum(0)))
+    best = torch.where(sure_weight > 0, sure * weights.sum() / sure_weight.clamp_min(1e-300), shared)
+    return best.where(has_weight, 1.0)
 
 
 def joint_discrepancy(singular_values: Tensor, inclusion_probs: Tensor, sizes: Tensor) -> Tensor:
     r"""Error :math:`E\|W - \bar W\|_F^2` of the cohort's average under `joint_multipliers`; a scalar, float64.
 
-    The singular values have shape ``(N,)``; the other arguments are those of `joint_multipliers`.
+    The singular values have shape ``(N,)``; the other arguments are those of `joint_multipliers`. The groups' shares of
+    the average cancel.
 
     Example:
         >>> joint_discrepancy(torch.tensor([2.0]), torch.tensor([[0.5]]), torch.tensor([1.0]))

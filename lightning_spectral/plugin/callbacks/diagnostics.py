@@ -88,7 +88,7 @@ def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def _chosen_figures(layer: TermDraws) -> dict[str, float]:
     """The strategy's own figures on its choices for one layer, averaged over keep ratios."""
     plans, s = layer.groups.values(), layer.singular_values
-    return _means(layer.strategy.figures(s, plan.num_terms, plan.cohort_size) for plan in plans)
+    return _means(layer.strategy.figures(s, plan.num_terms, float(plan.num_clients)) for plan in plans)
 
 
 def _client_error(layer: TermDraws) -> float:
@@ -114,11 +114,11 @@ def _discrepancy(layer: TermDraws) -> Tensor:
     """Exact for independent clients and for one coordinated group; several such groups count as independent clients."""
     plans = list(layer.groups.values())
     if len(plans) == 1 and plans[0].dealt is not None:
-        plan = plans[0]
-        return coordinated_discrepancy(layer.singular_values, plan.inclusion_probs, plan.multipliers, plan.num_clients)
+        plan, s = plans[0], layer.singular_values
+        return coordinated_discrepancy(s, plan.inclusion_probs, plan.multipliers, plan.num_clients, plan.weights)
     probs = torch.cat([plan.inclusion_probs.repeat(plan.num_clients, 1) for plan in plans])
     multipliers = torch.cat([plan.multipliers.repeat(plan.num_clients, 1) for plan in plans])
-    weights = torch.full((len(probs),), 1 / len(probs))
+    weights = torch.cat([plan.weights for plan in plans])
     return cohort_discrepancy(layer.singular_values, probs, multipliers, weights)
 
 

@@ -11,7 +11,12 @@ TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
 # Settings that older checkpoints lack; this one is in the state of their optimizer.
 ADDED = (re.compile(r", server_momentum=[^,)]+"),)
-REMOVED = {"ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()"}  # choices as older checkpoints name them
+OLDER = {  # choices as older checkpoints name them: without options that are new, with some that are gone
+    "ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()",
+    "weigh_clients=False, clip_weight_lr=": "clip_weight_lr=",
+    "coordinated=False)": "coordinated=False, normal_scores=False)",
+    "coordinated=True)": "coordinated=True, normal_scores=False)",
+}
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
@@ -25,7 +30,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
             "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."
         )
-    for old, new in REMOVED.items():
+    for old, new in OLDER.items():
         saved = {name: value.replace(old, new) if isinstance(value, str) else value for name, value in saved.items()}
     configuration = {name: _as_saved(value, saved.get(name)) for name, value in configuration.items()}
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())

@@ -19,6 +19,7 @@ from lightning_spectral.functional import (
     joint_discrepancy,
     joint_multipliers,
 )
+from lightning_spectral.functional.sampling.cohorts import kish_size
 
 
 def rows(per_group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -80,6 +81,46 @@ def test_joint_multipliers_have_the_least_error(mixed: tuple[torch.Tensor, torch
     found = minimize(error, np.ones(30), method="L-BFGS-B", options={"ftol": 1e-15, "gtol": 1e-12, "maxiter": 2000})
     assert best <= found.fun * (1 + 1e-9)
     assert found.fun == pytest.approx(best, rel=1e-5)
+
+
+@pytest.mark.parametrize("probs_seed", range(3))
+def test_joint_multipliers_of_unequal_clients_have_the_least_error(probs_seed: int) -> None:
+    """Against a search over one multiplier for each group and term, whose errors are enumerated."""
+    s, generator = 1 / torch.arange(1, 4).double(), torch.Generator().manual_seed(probs_seed)
+    probs = torch.rand(2, 3, generator=generator).double()
+    weights = [[2.0, 30.0, 5.0], [7.0, 1.0]]
+    flat = torch.tensor([2.0, 30.0, 5.0, 7.0, 1.0]).double() / 45
+    kish = torch.tensor([37**2 / (4 + 900 + 25), 64 / 50], dtype=torch.float64)
+    assert [kish_size(own) for own in weights] == pytest.approx(kish.tolist())
+    omega = joint_multipliers(probs, kish, torch.tensor([37.0, 8.0]))
+
+    def error(per_group: torch.Tensor) -> float:
+        clients = torch.tensor([0, 0, 0, 1, 1])
+        return enumerated_error(s, probs[clients], per_group[clients], flat)
+
+    best = error(omega)
+    assert best == pytest.approx(float(joint_discrepancy(s, probs, kish)), rel=1e-12)
+    found = minimize(lambda x: error(torch.tensor(x).view(2, 3)), np.ones(6), method="BFGS")
+    assert best <= found.fun * (1 + 1e-12)
+    assert found.fun == pytest.approx(best, rel=1e-6)
+    counted = joint_multipliers(probs, torch.tensor([3.0, 2.0]))  # as if the five were equal
+    assert error(counted) > 1.05 * best
+
+
+def test_a_group_without_weight_changes_nothing_and_has_multipliers_of_one() -> None:
+    probs = torch.tensor([[1.0, 0.5], [0.3, 0.5], [0.3, 1.0]]).double()
+    sizes, shares = torch.tensor([2.0, 3.0, 2.0]), torch.tensor([0.0, 5.0, 9.0])
+    omega = joint_multipliers(probs, sizes, shares)
+    assert omega[0].tolist() == [1.0, 1.0]
+    assert torch.equal(omega[1:], joint_multipliers(probs[1:], sizes[1:], shares[1:]))
+
+
+def test_kishs_number_is_that_of_equal_clients_with_the_same_variance() -> None:
+    assert kish_size([3.0] * 7) == 7.0
+    assert kish_size([10, 10, 20]) == pytest.approx(1 / (0.25**2 + 0.25**2 + 0.5**2))
+    assert kish_size([5.0, 0.0]) == 1.0
+    assert kish_size([0.0, 0.0]) == 2.0
+    assert all(kish_size([0.1 * k] * 3 + [1e-9]) >= 1.0 for k in range(1, 20))
 
 
 def test_one_group_is_the_collective_formula() -> None:
@@ -160,6 +201,28 @@ def test_coordinated_error_is_that_of_the_counts_and_its_multipliers_are_best() 
     for factor in (0.99, 1.01):
         assert float(coordinated_discrepancy(s, pi, factor * omega, c)) > best
     assert best < float(group_discrepancy(s, pi, collective_multipliers(pi, c), c))
+
+
+def test_coordinated_error_of_unequal_clients_is_that_of_all_sets_of_holders() -> None:
+    s, pi, omega = (
+        1 / torch.arange(1, 5).double(),
+        torch.tensor([1.0, 0.7, 0.25, 0.1]).double(),
+        1.3 * torch.ones(4).double(),
+    )
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    expected = 0.0
+    for i in range(4):
+        low = int(4 * float(pi[i]))
+        for count, chance in ((low, 1 - (4 * float(pi[i]) - low)), (low + 1, 4 * float(pi[i]) - low)):
+            holders = list(itertools.combinations(range(4), count))
+            for held in holders:
+                average = float(omega[i]) * sum(float(weights[c]) for c in held)
+                expected += chance / len(holders) * float(s[i]) ** 2 * (1 - average) ** 2 if chance else 0.0
+    found = float(coordinated_discrepancy(s, pi, omega, 4, weights))
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found > 1.02 * float(coordinated_discrepancy(s, pi, omega, 4))
+    even = coordinated_discrepancy(s, pi, omega, 4, torch.full((4,), 0.25))
+    torch.testing.assert_close(even, coordinated_discrepancy(s, pi, omega, 4))
 
 
 def test_coverage_is_one_minus_the_probability_that_nobody_holds_a_term() -> None:

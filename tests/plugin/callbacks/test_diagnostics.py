@@ -67,19 +67,39 @@ def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any
     server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     units = tuple(WorkUnit(c, coefficient=1 + c) for c in range(6))
     cohort = Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]})
-    algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)), weigh_clients=True)
+    algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)))
     opened = algorithm.bind(server).open(cohort)
     figures = spectral_figures(opened)
     per_layer = []
     for name, layer in opened.term_draws.items():
-        given = [(n, cohort.effective_size(cohort.groups[ratio])) for n, ratio in ((2, 0.25), (4, 0.5))]
-        sizes = [effective_cohort_size(layer.singular_values, n, size, 0.5) for n, size in given]
+        sizes = [effective_cohort_size(layer.singular_values, n, size, 0.5) for n, size in ((2, 4.0), (4, 2.0))]
         per_layer.append(sum(sizes) / 2)
         assert figures[f"fl/effective_cohort/{name}"] == pytest.approx(per_layer[-1])
     assert figures["fl/effective_cohort"] == pytest.approx(sum(per_layer) / 2)
     assert 1.0 < figures["fl/effective_cohort"] < 4.0
     plain = spectral_figures(ls.SpectralSharding(ls.Collective()).bind(server).open(cohort))
     assert not [name for name in plain if "effective_cohort" in name]
+
+
+@pytest.mark.parametrize(("cohort", "scale"), [("group", 1.0), ("joint", 1.0), ("joint", 0.01)])
+def test_discrepancy_is_that_of_the_weighted_average(cohort: Any, scale: float) -> None:
+    """Against draws of the design: the mean squared distance between the clients' weighted average and the weight."""
+    torch.manual_seed(0)
+    server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 2))
+    sizes = [2, 30, 4, 20, 12]
+    units = tuple(WorkUnit(c, coefficient=scale * size) for c, size in enumerate(sizes))
+    algorithm = ls.SpectralSharding(ls.Collective(cohort=cohort))
+    opened = algorithm.bind(server).open(Cohort(0, 0, {0.25: units[:3], 0.5: units[3:]}, absolute=scale != 1.0))
+    (layer,) = opened.term_draws.values()
+    s, generator, num_draws = layer.singular_values, torch.Generator().manual_seed(0), 4000
+    average = torch.zeros(num_draws, len(s), dtype=torch.float64)
+    for plan, own in zip(layer.groups.values(), (sizes[:3], sizes[3:]), strict=True):
+        for size in own:
+            held = torch.zeros_like(average).scatter_(1, plan.design.draw(num_draws, generator), 1.0)
+            average += size / sum(sizes) * held * plan.multipliers
+    errors = ((1 - average) ** 2 @ s**2) / (s**2).sum()
+    deviation = float(errors.std() / num_draws**0.5)
+    assert spectral_figures(opened)["fl/discrepancy"] == pytest.approx(float(errors.mean()), abs=5 * deviation)
 
 
 def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
@@ -123,7 +143,7 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
         ls.SpectralSharding(ls.sharding.Scaled(ls.PriSM()), 0.5),
         ls.SpectralSharding(ls.PriSM(compensation="wallenius"), {0.3: 0.5, 0.6: 0.5}),
         ls.SpectralSharding(ls.Collective(cohort="joint"), {0.3: 0.5, 0.6: 0.5}),
-        ls.SpectralSharding(ls.Collective(cohort="best"), {0.3: 0.5, 0.6: 0.5}, weigh_clients=True),
+        ls.SpectralSharding(ls.Collective(cohort="best"), {0.3: 0.5, 0.6: 0.5}),
         ls.SpectralSharding(ls.Unbiased(), {0.3: 0.5, 0.6: 0.5}, design=ls.designs.Coordinated()),
     ],
     ids=repr,

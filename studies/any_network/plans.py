@@ -18,7 +18,8 @@ OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for net in NETS}  # of clients in round 0
-MAIN = ("FedAvg", "start, Collective", "Collective", "TopN")  # setups whose learning rates are chosen
+PLAIN = "start, Collective"  # the default without momentum at the server
+MAIN = ("FedAvg", "default", "Collective", "TopN", PLAIN)  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
 BestRates = Mapping[tuple[str, str, str, KeepRatio], float]  # learning rate by split, network, setup and keep ratio
@@ -126,15 +127,6 @@ def momentum(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
-def default(best: BestRates) -> Iterator[Spec]:
-    """The default, which has bounded momentum at the server; three seeds."""
-    settings = (("MNIST", NEAR_IID, 0.1), ("MNIST", EXTREME, 0.1), ("MNIST", SKEWED, 0.1))
-    more = (("MNIST", NEAR_IID, 0.2), ("Fashion", NEAR_IID, 0.1))
-    for places, seed in ((settings, 0), (settings, 1), (settings, 2), (more, 0), (more, 1), (more, 2)):
-        for (data, split, keep_ratio), net in product(places, NETS):
-            yield chosen(best, data, split, net, "default", keep_ratio, seed)
-
-
 def averages(best: BestRates) -> Iterator[Spec]:
     """BatchNorm's averages estimated on all data, instead of averaged over clients; three seeds."""
     where = ((NEAR_IID, 0.1), (NEAR_IID, 0.2), (SKEWED, 0.1), (EXTREME, 0.1))
@@ -169,7 +161,6 @@ PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
         others,
         matrices,
         momentum,
-        default,
         averages,
         ratios,
         long,
@@ -203,13 +194,22 @@ def rate(best: BestRates, split: str, net: str, setup: str, keep_ratio: KeepRati
 
     Where none was tried on clients with that split, it is the one for nearly IID clients.
     """
-    bounded = any(word in setup for word in ("start", "dense", "default"))
-    dense = "FedAvg" in setup or setup in OTHER_SYSTEMS
-    like = setup if setup in MAIN else "FedAvg" if dense else MAIN[1] if bounded else "Collective"
+    like = _most_like(setup)
     keys = [(where, net, like, ratio(like, 0.1)) for where in (split, NEAR_IID)]
     if setup in MAIN:
         keys.insert(0, (split, net, setup, ratio(setup, keep_ratio)))
     return next((best[key] for key in keys if key in best), RATES[net][0])
+
+
+def _most_like(setup: str) -> str:
+    """Return the main setup whose learning rates suit another one."""
+    if setup in MAIN:
+        return setup
+    if "FedAvg" in setup or setup in OTHER_SYSTEMS:
+        return "FedAvg"
+    if "default" in setup:
+        return "default"
+    return PLAIN if "start" in setup or "dense" in setup else "Collective"
 
 
 def results() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, best_rates, final, rate, results
+from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, PLAIN, best_rates, final, rate, results
 from records import keep
 from run import EVERY
 from setups import SETUPS
@@ -30,9 +30,15 @@ from lightning_spectral.report.printed import draw_seeds, legend_above, printed,
 from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
-DEFAULT = "start, Collective"
-LABELS = {"FedAvg": "FedAvg", DEFAULT: "default", "Collective": "the paper's recipe", "TopN": "TopN, no start"}
-LOOKS = {"FedAvg": BASELINE, DEFAULT: look(0), "Collective": look(1), "TopN": look(2)}
+DEFAULT = "default"
+LABELS = {
+    "FedAvg": "FedAvg",
+    DEFAULT: "default",
+    PLAIN: "default, plain averaging",
+    "Collective": "the paper's recipe",
+    "TopN": "TopN, no start",
+}
+LOOKS = {"FedAvg": BASELINE, DEFAULT: look(0), PLAIN: look(3), "Collective": look(1), "TopN": look(2)}
 Run = Mapping[str, Any]
 
 

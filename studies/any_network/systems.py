@@ -13,7 +13,7 @@ from tasks import NETS as NETWORKS
 
 import lightning_spectral as ls
 
-ROWS = ("start, Collective", "TopN", *OTHER_SYSTEMS)
+ROWS = ("default", "TopN", *OTHER_SYSTEMS)
 KEEP_RATIO = 0.1
 Run = Mapping[str, Any]
 

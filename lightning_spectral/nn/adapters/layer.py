@@ -50,6 +50,25 @@ class AdaptedLayer:
         return {part: self.parts[part] for part in ("A", "B")}
 
     @property
+    def folded(self) -> Mapping[str, str]:
+        """Names in a download of the frozen weight, ``"base"``, and of the factors that a device adds to it.
+
+        These are not names of the sub-model, whose weight is their sum.
+        """
+        return {"base": self.tensor("lora_base"), "A": self.tensor("lora_rest_A"), "B": self.tensor("lora_rest_B")}
+
+    def with_rest_folded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A download's tensors with the weight ``base + scale B A`` in place of those of `folded`."""
+        names = self.folded
+        weight = tensors[names["base"]]
+        if names["A"] in tensors:
+            left, right = tensors[names["B"]], tensors[names["A"]]
+            left, right = (right.T, left.T) if self.transposed else (left, right)
+            weight = torch.addmm(weight, left, right, alpha=self.scale)
+        others = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
+        return {**others, self.weight: weight}
+
+    @property
     def origins(self) -> dict[str, str]:
         """For each factor, the parameter of the server's module whose optimizer options it gets."""
         return dict.fromkeys(self.factors.values(), self.weight)

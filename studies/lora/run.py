@@ -34,9 +34,11 @@ import lightning_spectral as ls
 
 SEEDS = 5
 RATES = (1e-3, 3e-3, 1e-2)  # of the clients' AdamW
-# Setups that came later try those that were the best for any earlier one. On Shakespeare, earlier ones keep their best
-# rate, by runs that were not stored.
+# Of these, 3e-3 was the best on Shakespeare for all of the first nine setups but FrozenA, in runs that were not stored;
+# and 1e-3 was the best for none of them on clothes. What was known then is not tried again.
 LATER = ("FoldedTerms", "ParallelTerms", "OrthonormalA", "RankedProducts")
+ON_SHAKESPEARE = {"FrozenA": (1e-3,), "OrthonormalA": (1e-3, 3e-3)}  # all others: 3e-3
+ON_CLOTHES = dict.fromkeys(LATER, (3e-3, 1e-2))
 Run = Mapping[str, Any]
 
 
@@ -137,9 +139,7 @@ TASKS = {
         min,
         1,
         setups(lora_shakespeare.RANK),
-        dict.fromkeys(setups(lora_shakespeare.RANK), (3e-3,))
-        | {"FrozenA": (1e-3,)}
-        | dict.fromkeys(LATER, (1e-3, 3e-3)),
+        dict.fromkeys(setups(lora_shakespeare.RANK), (3e-3,)) | ON_SHAKESPEARE,
     ),
     "vit": Task(
         lora_vit,
@@ -149,7 +149,7 @@ TASKS = {
         max,
         3,
         setups(lora_vit.RANK, train=lora_vit.WHOLE),
-        dict.fromkeys(LATER, (3e-3, 1e-2)),
+        ON_CLOTHES,
     ),
 }
 

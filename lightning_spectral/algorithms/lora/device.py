@@ -51,7 +51,7 @@ class LoRASide(ClientSide):
     def load(self, client: nn.Module, download: Download) -> None:
         tensors = dict(download.tensors)
         for layer in self.layers if self.is_mixed and self.aggregation.folds else ():
-            tensors = layer.with_rest_folded(tensors)
+            layer.fold(tensors)
         load_tensors(client, tensors)
         trained, parameters = self.aggregation.trained(download.round_idx), dict(client.named_parameters())
         for layer in self.layers:

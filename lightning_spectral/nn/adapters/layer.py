@@ -57,16 +57,15 @@ class AdaptedLayer:
         """
         return {"base": self.tensor("lora_base"), "A": self.tensor("lora_rest_A"), "B": self.tensor("lora_rest_B")}
 
-    def with_rest_folded(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A download's tensors with the weight ``base + scale B A`` in place of those of `folded`."""
+    def fold(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the tensors of `folded` in a download by the weight, ``base + scale B A``."""
         names = self.folded
-        weight = tensors[names["base"]]
+        weight = tensors.pop(names["base"])
         if names["A"] in tensors:
-            left, right = tensors[names["B"]], tensors[names["A"]]
-            left, right = (right.T, left.T) if self.transposed else (left, right)
+            A, B = tensors.pop(names["A"]), tensors.pop(names["B"])
+            left, right = (A.T, B.T) if self.transposed else (B, A)
             weight = torch.addmm(weight, left, right, alpha=self.scale)
-        others = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
-        return {**others, self.weight: weight}
+        tensors[self.weight] = weight
 
     @property
     def origins(self) -> dict[str, str]:

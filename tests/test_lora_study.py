@@ -122,6 +122,16 @@ def test_the_report_compares_runs_of_one_seed_and_of_one_size(study: Any) -> Non
     assert Path("docs/lora_shakespeare.png").stat().st_size > 10_000
 
 
+def test_runs_that_fine_tune_different_networks_are_not_compared(study: Any) -> None:
+    """As two machines may pre-train different ones."""
+    for seed in (0, 1):
+        result(study, "FrozenA", 1e-3, seed, last=5.0)
+    path = study.run.TASKS["shakespeare"].path_of("FrozenA", 1e-3, 1)
+    path.write_text(path.read_text().replace("[8.0, 7.0", "[7.5, 7.0"))
+    with pytest.raises(SystemExit, match=r"begin with the perplexity 7\.500 and 8\.000, so they fine-tune different"):
+        study.report.main()
+
+
 def test_the_report_of_an_accuracy_says_by_how_much_it_is_higher(study: Any) -> None:
     low, *higher = study.run.RATES
     assert study.run.TASKS["vit"].end([0.0, 3.0, 4.0, 8.0]) == 5.0

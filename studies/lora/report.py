@@ -108,6 +108,11 @@ class Page:
         """Return a description of the runs, and a row for each setup."""
         every = [run for of_setup in runs.values() for run in of_setup.values()]
         equal, curve = min(run["megabytes"][-1] for run in every), every[0][self.task.figure]
+        if len(starts := {f"{run[self.task.figure][0]:.{self.digits}f}" for run in every}) > 1:
+            raise SystemExit(
+                f"Runs in {self.task.output} begin with the {self.task.figure} {' and '.join(sorted(starts))}, so they "
+                "fine-tune different networks; remove those of one, whose network another machine has pre-trained."
+            )
         averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
         rates = ", ".join(f"{rate:g}" for rate in sorted({rate for run in runs for rate in self.task.rates_of(run)}))
         text = (

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import keep, restore
-from run import RATES, TASKS, Task
+from run import TASKS, Task
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, log_axis, printed
 from lightning_spectral.report.style import BASELINE, Look, look
@@ -27,7 +27,8 @@ from lightning_spectral.report.style import BASELINE, Look, look
 DOCS = Path("docs")
 NAMES = list(TASKS["shakespeare"].setups)  # the same for all tasks
 REFERENCE = NAMES[-1]  # the others are compared with it: small adapters for all
-LOOKS = dict(zip(NAMES, [*(look(index) for index in range(7)), BASELINE, Look("#999999", "x", 1.6)], strict=True))
+EQUAL_RANKS = (BASELINE, Look("#999999", "x", 1.6))
+LOOKS = dict(zip(NAMES, [*map(look, range(len(NAMES) - len(EQUAL_RANKS))), *EQUAL_RANKS], strict=True))
 Run = Mapping[str, Any]
 Runs = Mapping[str, Mapping[int, Run]]  # setup -> seed -> run
 
@@ -107,11 +108,17 @@ class Page:
         """Return a description of the runs, and a row for each setup."""
         every = [run for of_setup in runs.values() for run in of_setup.values()]
         equal, curve = min(run["megabytes"][-1] for run in every), every[0][self.task.figure]
+        if len(starts := {f"{run[self.task.figure][0]:.{self.digits}f}" for run in every}) > 1:
+            raise SystemExit(
+                f"Runs in {self.task.output} begin with the {self.task.figure} {' and '.join(sorted(starts))}, so they "
+                "fine-tune different networks; remove those of one, whose network another machine has pre-trained."
+            )
         averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
-        rates = ", ".join(f"{rate:g}" for rate in RATES)
+        rates = ", ".join(f"{rate:g}" for rate in sorted({rate for run in runs for rate in self.task.rates_of(run)}))
         text = (
             f"{len(curve) - 1} rounds{averaged}; ± is the standard deviation over seeds. The learning rate is the best "
-            f"of {rates} in seed 0. Before fine-tuning the {self.task.figure} is {curve[0]:.{self.digits}f}. "
+            f"in seed 0 of some or all of {rates}. "
+            f"Before fine-tuning the {self.task.figure} is {curve[0]:.{self.digits}f}. "
             f"Paired: by how much it ends {'below' if self.task.best is min else 'above'} `{REFERENCE}` of the same "
             f"seed. Equal: after {equal:.1f} MB, which is all that the thriftiest run has sent."
         )

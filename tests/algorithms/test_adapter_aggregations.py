@@ -92,6 +92,7 @@ def mean_product(uploads: Mapping[int, tuple[Tensor, dict[str, Tensor]]]) -> Ten
     ("aggregation", "ranks", "round_idx"),
     [
         (ls.FrozenA(), ALL_FULL, 0),
+        (ls.algorithms.OrthonormalA(), ALL_FULL, 0),
         (ls.AlternatingFactors(), ALL_FULL, 0),
         (ls.AlternatingFactors(), ALL_FULL, 1),
         (ls.StackedProducts(), ALL_FULL, 0),
@@ -120,6 +121,48 @@ def test_truncated_products_are_the_best_terms_of_the_mean(absolute: bool) -> No
     assert torch.allclose(b.T @ b, torch.diag(s[:R]), rtol=0, atol=1e-11 * max(1.0, float(s[0])))
 
 
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("left_out", [(), (0,), (1, 3)], ids=str)
+def test_by_rank_each_place_is_averaged_over_the_clients_that_have_it(left_out: Any, absolute: bool) -> None:
+    layer = OneLayer(ls.algorithms.RankedProducts(), MIXED, absolute=absolute)
+    before = layer.opened.B @ layer.opened.A
+    uploads = {client: own for client, own in layer.play(left_out=left_out).items() if client not in left_out}
+    dense = torch.zeros(C_OUT, C_IN, dtype=torch.float64)
+    for place in range(R):
+        kept = torch.outer(layer.opened.B[:, place], layer.opened.A[place])
+        reach = {
+            client: torch.outer(parts["B"][:, place], parts["A"][place])
+            for client, (terms, parts) in uploads.items()
+            if place < len(terms)
+        }
+        step = sum(WEIGHTS[client] for client in uploads) if absolute else 1.0
+        dense += kept + step * (mean(reach) - kept) if reach else kept
+    U, s, Vh = torch.linalg.svd(dense)
+    expected = U[:, :R] @ torch.diag(s[:R]) @ Vh[:R]
+    assert not torch.allclose(expected, before, rtol=0, atol=0.1)
+    assert torch.allclose(layer.adapter.B @ layer.adapter.A, expected, rtol=0, atol=1e-11 * float(s[0]))
+
+
+def test_an_orthonormal_a_and_its_b_are_the_singular_terms_of_the_mean() -> None:
+    layer = OneLayer(ls.algorithms.OrthonormalA(), ALL_FULL)
+    dense = mean_product(layer.play())
+    U, s, Vh = torch.linalg.svd(dense)
+    b, a = layer.adapter.B.detach(), layer.adapter.A.detach()
+    assert torch.allclose(b @ a, U[:, :R] @ torch.diag(s[:R]) @ Vh[:R], rtol=0, atol=1e-12)
+    assert torch.allclose(a @ a.T, torch.eye(R, dtype=torch.float64), rtol=0, atol=1e-13)
+    assert torch.allclose(b.T @ b, torch.diag(s[:R] ** 2), rtol=0, atol=1e-11)
+
+
+def test_a_zero_term_keeps_an_orthonormal_row_on_which_b_can_train() -> None:
+    layer = OneLayer(ls.algorithms.OrthonormalA(), (1, 2, 1, 2))  # nobody trains the last two terms
+    layer.opened.B.zero_()
+    layer.round = ls.algorithms.OrthonormalA().open(layer.opened)
+    layer.play()
+    b, a = layer.adapter.B.detach(), layer.adapter.A.detach()
+    assert torch.linalg.matrix_rank(b @ a) == 2
+    assert torch.allclose(a @ a.T, torch.eye(R, dtype=torch.float64), rtol=0, atol=1e-13)
+
+
 def test_padded_factors_are_means_with_zeros() -> None:
     layer = OneLayer(ls.PaddedFactors(), MIXED)
     uploads = layer.play()
@@ -132,7 +175,17 @@ def test_padded_factors_are_means_with_zeros() -> None:
         assert torch.allclose(layer.adapter.get_parameter(name), mean(padded), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("aggregation", [ls.SampledTerms(ls.Unbiased()), ls.FrozenA()], ids=repr)
+@pytest.mark.parametrize(
+    "aggregation",
+    [
+        ls.SampledTerms(ls.Unbiased()),
+        ls.algorithms.FoldedTerms(ls.Unbiased()),
+        ls.algorithms.ParallelTerms(),
+        ls.FrozenA(),
+        ls.algorithms.OrthonormalA(),
+    ],
+    ids=repr,
+)
 def test_each_term_is_the_mean_over_its_holders_and_stays_without_any(aggregation: Any) -> None:
     layer = OneLayer(aggregation, (1, 2, 1, 2))
     expected = {"A": layer.opened.A.clone(), "B": layer.opened.B.clone()}
@@ -174,7 +227,7 @@ def test_clients_that_change_nothing_change_nothing(aggregation: Any) -> None:
     equal.play(noise=0.0)
     mixed.play(noise=0.0)
     assert torch.allclose(equal.weight, before[0], rtol=0, atol=1e-12)
-    shrinks = isinstance(aggregation, ls.PaddedFactors | ls.TruncatedProducts)
+    shrinks = aggregation in (ls.PaddedFactors(), ls.TruncatedProducts())
     assert torch.equal(mixed.weight, before[1]) is not shrinks
 
 

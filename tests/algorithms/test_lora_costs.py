@@ -1,5 +1,6 @@
 """What the table says of LoRA is what rounds send, what a client holds and what torch counts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,23 @@ def test_of_factors_that_take_turns_the_larger_one_counts(sizes: tuple[int, int]
     example, alternating = torch.zeros(1, sizes[0]), ls.AlternatingFactors()
     table = ls.cost_table(nn.Sequential(nn.Linear(*sizes)), ls.LoRA(aggregation=alternating), [2], example)
     assert table.at[2].uplink_bytes == 4 * 2 * 48
+
+
+def test_folding_costs_downloads_alone() -> None:
+    sampled, folded = (
+        ls.cost_table(LitMLP(), ls.LoRA(aggregation=aggregation, **OPTIONS), [2, 4], EXAMPLE).at
+        for aggregation in (ls.SampledTerms(), ls.algorithms.FoldedTerms())
+    )
+    multipliers = 4 * 2  # bytes of each term
+    for rank in (2, 4):
+        more = 4 * (4 - rank) * (6 + 12 + 12 + 12) - rank * multipliers
+        assert folded[rank] == replace(
+            sampled[rank],
+            downlink_bytes=sampled[rank].downlink_bytes + more,
+            kept_bytes=folded[rank].kept_bytes,
+            kept_values=folded[rank].kept_values,
+        )
+        assert folded[rank].kept_bytes <= sampled[rank].kept_bytes
 
 
 def test_parameters_and_work_are_those_of_a_clients_model() -> None:

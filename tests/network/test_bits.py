@@ -63,8 +63,10 @@ def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> No
         assert same_state(ours.model.state_dict(), theirs.model.state_dict())
 
 
-def test_a_device_is_sent_the_frozen_base_once(fit: Fit) -> None:
-    options: dict[str, Any] = {"algorithm": ls.LoRA(2), "max_epochs": 4, **SETTINGS}
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.algorithms.FoldedTerms()], ids=repr)
+def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> None:
+    algorithm = ls.LoRA({1: 0.5, 3: 0.5}, aggregation=aggregation)
+    options: dict[str, Any] = {"algorithm": algorithm, "max_epochs": 4, **SETTINGS}
     theirs = fit(seeded(LitMLP), toy_data(), **options)
     assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **options), theirs)
     assert {row.frozen_bytes > 0 for row in theirs.ledger.rows} == {True, False}

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +79,12 @@ class AdapterRound(ABC):
         terms = torch.arange(rank, device=self.opened.A.device)
         return terms, {"A": self.opened.A[:rank], "B": self.opened.B[:, :rank]}
 
+    def rest(self, terms: Tensor) -> dict[str, Tensor]:
+        """The factors of all terms but some, by their order; nothing if there are no others."""
+        A, B = self.opened.A, self.opened.B
+        others = torch.ones(len(A), dtype=torch.bool, device=A.device).index_fill_(0, terms, False)
+        return {"A": A[others], "B": B[:, others]} if len(terms) < len(A) else {}
+
     @abstractmethod
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         """Add the factors that one unit trained, weighted by its coefficient.
@@ -101,13 +106,20 @@ class AdapterRound(ABC):
 
 
 class AdapterAggregation(ABC):
-    """How the adapters of many clients are combined into one.
+    """How the adapters of many clients are combined into one."""
 
-    Attributes:
-        has_multipliers: Whether terms have multipliers if clients have different ranks.
-    """
+    @property
+    def has_multipliers(self) -> bool:
+        """Whether terms have multipliers if clients have different ranks; by default not."""
+        return False
 
-    has_multipliers: ClassVar[bool] = False
+    @property
+    def folds(self) -> bool:
+        """Whether a client is also sent the terms that it does not train, as part of its frozen weight; by default not.
+
+        Only where the average of a term does not count those clients.
+        """
+        return False
 
     @abstractmethod
     def open(self, opened: OpenAdapter) -> AdapterRound:

@@ -49,7 +49,10 @@ class LoRASide(ClientSide):
         return client
 
     def load(self, client: nn.Module, download: Download) -> None:
-        load_tensors(client, download.tensors)
+        tensors = dict(download.tensors)
+        for layer in self.layers if self.is_mixed and self.aggregation.folds else ():
+            layer.fold(tensors)
+        load_tensors(client, tensors)
         trained, parameters = self.aggregation.trained(download.round_idx), dict(client.named_parameters())
         for layer in self.layers:
             for part, name in layer.factors.items():

@@ -36,15 +36,21 @@ class TruncatedRound(AdapterRound):
         super().__init__(opened)
         units = sorted((unit for group in opened.cohort.groups.values() for unit in group), key=lambda unit: unit.key)
         ranks = [opened.rank_of(unit) for unit in units]
-        places = torch.split(torch.arange(sum(ranks), device=opened.A.device), ranks)
-        self.places = {unit.key: own for unit, own in zip(units, places, strict=True)}
-        zero = opened.A.new_zeros(())
-        zeros = {"u": zero.expand(len(opened.B), sum(ranks)), "v": zero.expand(sum(ranks), opened.A.shape[1])}
-        self.mean = MeanChange(zeros, opened.cohort.total, by_index={"u": 1, "v": 0})
+        columns = torch.split(torch.arange(sum(ranks), device=opened.A.device), ranks)
+        self.columns = {unit.key: own for unit, own in zip(units, columns, strict=True)}
+        places = [place for rank in ranks for place in range(rank)]
+        self.places = torch.tensor(places, dtype=torch.long, device=opened.A.device)
+        before = dict(zip("uv", self.factors_before(self.places), strict=True))
+        self.mean = MeanChange(before, opened.cohort.total, by_index={"u": 1, "v": 0})
+
+    def factors_before(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """What is subtracted from the clients' factors, whose columns have these places in their own client: zeros."""
+        zero = self.opened.A.new_zeros(())
+        return zero.expand(len(self.opened.B), len(places)), zero.expand(len(places), self.opened.A.shape[1])
 
     def add(self, unit: WorkUnit, terms: Tensor, parts: Tensors, largest: Mapping[str, float]) -> None:
         factors, known = {"u": parts["B"], "v": parts["A"]}, {"u": largest["B"], "v": largest["A"]}
-        self.mean.add(factors, unit.coefficient, known, where=dict.fromkeys("uv", self.places[unit.key]))
+        self.mean.add(factors, unit.coefficient, known, where=dict.fromkeys("uv", self.columns[unit.key]))
 
     def means(self) -> Sequence[RunningMean]:
         return [self.mean]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,15 +21,16 @@ from lightning_spectral.sharding import Collective, ShardingStrategy
 class SampledRound(TermMeanRound):
     """Terms are drawn for each client, averaged by term, and factorised anew when the round closes."""
 
-    def __init__(self, opened: OpenAdapter, draws: TermDraws) -> None:
+    def __init__(self, opened: OpenAdapter, draws: TermDraws, multiplied: bool) -> None:
         super().__init__(opened, ("A", "B"))
-        self._draws = draws
+        self._draws, self._multiplied = draws, multiplied
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
         drawn, omega = self._draws.draw(self.opened.cohort, unit)
         A, B = self.opened.A, self.opened.B
         terms = drawn.to(B.device)
-        return terms, {"A": A[terms], "B": B[:, terms], "omega": omega.to(B)}
+        multipliers = {"omega": omega.to(B)} if self._multiplied else {}
+        return terms, {"A": A[terms], "B": B[:, terms], **multipliers}
 
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:
@@ -60,8 +60,6 @@ class SampledTerms(AdapterAggregation):
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
     """
 
-    has_multipliers: ClassVar[bool] = True
-
     strategy: ShardingStrategy = field(default_factory=Collective)
     design: Design | None = None
 
@@ -69,6 +67,10 @@ class SampledTerms(AdapterAggregation):
         check_is("strategy", self.strategy, ShardingStrategy)
         if self.design is not None:
             check_is("design", self.design, Design)
+
+    @property
+    def has_multipliers(self) -> bool:
+        return True
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return () if is_mixed else ("B", "A")
@@ -82,7 +84,33 @@ class SampledTerms(AdapterAggregation):
         ordered = [_by_size(one) for one in opened]
         spectra = {one.layer.name: norms for norms, one in ordered}
         draws = plan_draws(spectra, self.strategy, self.design, opened[0].cohort)
-        return [SampledRound(one, draws[one.layer.name]) for _, one in ordered]
+        return [SampledRound(one, draws[one.layer.name], self.has_multipliers) for _, one in ordered]
+
+
+@dataclass(frozen=True)
+class FoldedTerms(SampledTerms):
+    """`SampledTerms`, where a client also gets the terms that it does not train, folded into its frozen weight.
+
+    So every client starts from the server's whole network, whatever its rank, and there are no multipliers: those of
+    the strategy are not used. A client trains and sends back as much as with `SampledTerms`, but is sent as much as a
+    client of the largest rank. The base itself still travels once, since the other terms travel as factors.
+
+    Args:
+        strategy: Turns singular values into inclusion probabilities.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own.
+
+    Reference:
+        Zhang, Hu & Xu (2026), Fed-PLoRA, for folding; their own terms are those of `ParallelTerms`.
+    """
+
+    @property
+    def has_multipliers(self) -> bool:
+        """None: a folded weight is the server's, whose terms no multiplier may change."""
+        return False
+
+    @property
+    def folds(self) -> bool:
+        return True
 
 
 def _by_size(opened: OpenAdapter) -> tuple[Tensor, OpenAdapter]:

@@ -65,9 +65,17 @@ class LoRAHalf(ServerHalf):
 
     def sent_to_all(self) -> dict[str, Tensor]:
         """What every client is sent: bases in place of adapted weights, and the rest of the module except factors."""
-        whole = travelling_tensors(self.server, without=factors_of(self.state.layers))
-        bases = [(layer.weight, adapter.base) for layer, adapter in self.state.pairs]
-        return {**whole, **{name: base.detach() for name, base in bases if base is not None}}
+        tensors = travelling_tensors(self.server, without=factors_of(self.state.layers))
+        for layer, adapter in self.state.pairs:
+            weight = tensors.pop(layer.weight)
+            name = layer.folded["base"] if self.folds else layer.weight
+            tensors[name] = weight if adapter.base is None else adapter.base.detach()
+        return tensors
+
+    @property
+    def folds(self) -> bool:
+        """Whether clients are also sent the terms that they do not train."""
+        return self.is_mixed and self.aggregation.folds
 
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """All that is not trained, and A if the aggregation never changes it and all clients have all of it."""
@@ -127,6 +135,8 @@ class LoRARound(Round):
         for layer, adapter in self.adapters.items():
             terms[layer.name], parts = adapter.draw(unit)
             tensors.update({layer.parts[part]: tensor for part, tensor in parts.items()})
+            rest = adapter.rest(terms[layer.name]) if self.half.folds else {}
+            tensors.update({layer.folded[part]: tensor for part, tensor in rest.items()})
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:

@@ -50,6 +50,24 @@ class AdaptedLayer:
         return {part: self.parts[part] for part in ("A", "B")}
 
     @property
+    def folded(self) -> Mapping[str, str]:
+        """Names in a download of the frozen weight, ``"base"``, and of the factors that a device adds to it.
+
+        These are not names of the sub-model, whose weight is their sum.
+        """
+        return {"base": self.tensor("lora_base"), "A": self.tensor("lora_rest_A"), "B": self.tensor("lora_rest_B")}
+
+    def fold(self, tensors: dict[str, Tensor]) -> None:
+        """Replace the tensors of `folded` in a download by the weight, ``base + scale B A``."""
+        names = self.folded
+        weight = tensors.pop(names["base"])
+        if names["A"] in tensors:
+            A, B = tensors.pop(names["A"]), tensors.pop(names["B"])
+            left, right = (A.T, B.T) if self.transposed else (B, A)
+            weight = torch.addmm(weight, left, right, alpha=self.scale)
+        tensors[self.weight] = weight
+
+    @property
     def origins(self) -> dict[str, str]:
         """For each factor, the parameter of the server's module whose optimizer options it gets."""
         return dict.fromkeys(self.factors.values(), self.weight)

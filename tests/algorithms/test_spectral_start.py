@@ -113,9 +113,12 @@ def test_only_random_matrices_are_changed_and_the_report_names_the_others() -> N
     report = ls.algorithms.spectral_start(module, KEEP)
     assert (report.keep_ratio, report.changed, report.kept) == (KEEP, ["2"], ["1"])
     assert {key for key in before if not torch.equal(before[key], module.state_dict()[key])} == {"2.weight"}
+    squares = torch.linalg.svdvals(before["2.weight"].double()) ** 2
+    held = float(squares[:5].sum() / squares.sum())  # 20 % of 24 terms, rounded up
+    assert report.held == pytest.approx(held, rel=1e-6)  # float32 rounds the matrix, not its squares' shares
     assert str(report) == (
-        "Spectral start: the energy of 1 of 2 sharded matrices is now in 20% of the terms; left as they are, because "
-        "they look trained or have nothing to move: 1."
+        f"Spectral start: the energy of 1 of 2 sharded matrices is now in 20% of the terms, which held {held:.0%} of "
+        "it; left as they are, because they look trained or have nothing to move: 1."
     )
 
 

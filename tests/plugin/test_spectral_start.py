@@ -120,8 +120,10 @@ class TestResume:
         caplog.set_level(logging.INFO)
         sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
         fit(seeded(lit_mlp), data, algorithm=sharding).trainer.save_checkpoint(tmp_path / "1.ckpt")
-        said = ["Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms."]
-        assert sentences(caplog) == said
+        said = sentences(caplog)
+        assert [line.split(",")[0] for line in said] == [
+            "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms"
+        ]
         fit(seeded(lit_mlp), data, algorithm=sharding, max_epochs=2, ckpt_path=tmp_path / "1.ckpt")
         fit(seeded(lit_mlp), data, algorithm=replace(sharding, spectral_start=None))
         assert sentences(caplog) == said

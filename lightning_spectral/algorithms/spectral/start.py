@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +59,21 @@ class StartReport:
         keep_ratio: Share of the terms into which energy was moved.
         changed: Names of the matrices that were changed.
         kept: Names of the others, which look trained or have nothing to move.
+        held: Share of the changed matrices' energy, their squared norm, that was in these terms before: their mean.
     """
 
     keep_ratio: float
     changed: Sequence[str]
     kept: Sequence[str]
+    held: float
 
     def __str__(self) -> str:
         total = len(self.changed) + len(self.kept)
         where = f"{len(self.changed)} of {total} sharded matrices is now in {self.keep_ratio:.0%} of the terms"
+        before = f", which held {self.held:.0%} of it" if self.changed else ""
         why = "because they look trained or have nothing to move"
         left = f"; left as they are, {why}: {', '.join(self.kept)}" if self.kept else ""
-        return f"Spectral start: the energy of {where}{left}."
+        return f"Spectral start: the energy of {where}{before}{left}."
 
 
 def spectral_start(
@@ -103,7 +107,7 @@ def spectral_start(
         <torch...>
         >>> mlp = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))
         >>> print(spectral_start(mlp, keep_ratio=0.1))
-        Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms.
+        Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms, which held 34% of it.
     """
     start = SpectralStart(tail, KEEP_RATIO("keep_ratio", keep_ratio), trained)
     return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Alone())
@@ -115,15 +119,16 @@ def move_energy(planned: PlannedModule, start: SpectralStart, workers: SharesWor
     granularity, keep_ratio = planned.plan.choices.term_granularity, start.keep_ratio
     assert keep_ratio is not None, "that of the smallest clients, if the user gives none"
     found = planned.of_each_matrix(lambda matrix: _moved(matrix, start, keep_ratio, granularity), workers)
-    moved = {name: tensors[0] for name, tensors in found.items() if tensors}
-    matrices = {**planned.matrices(), **moved}
+    moved = {name: tensors for name, tensors in found.items() if tensors}
+    matrices = {**planned.matrices(), **{name: matrix for name, (matrix, _) in moved.items()}}
     for weight, after in planned.assembled(matrices.__getitem__):
         weight.copy_(after)
-    return StartReport(keep_ratio, list(moved), [name for name in found if name not in moved])
+    held = fmean(float(share) for _, share in moved.values()) if moved else 0.0
+    return StartReport(keep_ratio, list(moved), [name for name in found if name not in moved], held)
 
 
 def _moved(matrix: Tensor, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
-    """The new matrix, in the weight's type; an empty tuple if it is unchanged."""
+    """The new matrix, in its own type, and the share of its energy that the first terms held; empty if unchanged."""
     factors = factorize(matrix)
     num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
     rounding = torch.finfo(matrix.dtype).eps
@@ -132,4 +137,5 @@ def _moved(matrix: Tensor, start: SpectralStart, keep_ratio: float, granularity:
     if not (start.trained or looks_random(factors.s, (matrix.shape[0], matrix.shape[1]))):
         return ()
     values = concentrated_values(factors.s, num_terms, start.tail)
-    return ((factors.U * values @ factors.Vh).to(matrix.dtype),)
+    squares = factors.s**2
+    return (factors.U * values @ factors.Vh).to(matrix.dtype), squares[:num_terms].sum() / squares.sum()

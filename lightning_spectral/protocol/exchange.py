@@ -74,7 +74,7 @@ def load_tensors(module: nn.Module, tensors: Tensors) -> None:
     """Copy named tensors into a module's own, in place."""
     own = _state(module)
     if tensors:
-        torch._foreach_copy_([own[name].detach() for name in tensors], list(tensors.values()))
+        torch._foreach_copy_([own[name] for name in tensors], list(tensors.values()))
 
 
 def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:

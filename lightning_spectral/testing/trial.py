@@ -14,8 +14,9 @@ from torch.optim import SGD
 
 from lightning_spectral.algorithms.capabilities import Decides, Initializes
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.exchange import copy_module

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation.federation import Federation

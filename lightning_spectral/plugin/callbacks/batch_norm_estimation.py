@@ -109,8 +109,8 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
         )
     if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
         raise ValueError(
-            f"BatchNormEstimation runs `training_step` without gradients, and that of {', '.join(manual)} optimises "
-            "manually; leave the callback out."
+            f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
+            "optimisation; leave the callback out."
         )
 
 

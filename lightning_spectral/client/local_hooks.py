@@ -87,10 +87,6 @@ class ProximalTerm(LocalHook):
     Args:
         mu: Strength, in units of loss per squared parameter, at least 0.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``mu`` is negative or not finite.
-
     Reference:
         Li et al. (2020), Federated optimization in heterogeneous networks, equation (2).
 
@@ -143,10 +139,6 @@ class GradientClip(LocalHook):
 
     Args:
         max_norm: Largest norm, positive.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``max_norm`` is not positive.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)

@@ -47,11 +47,7 @@ class GradientWatch:
 
 
 def check_untouched(server: nn.Module) -> None:
-    """Check that no client's gradient reached the server's module.
-
-    Raises:
-        ValueError: If one of its parameters has a gradient.
-    """
+    """Check that no client's gradient reached the server's module."""
     if leaked := [name for name, parameter in server.named_parameters() if parameter.grad is not None]:
         raise ValueError(
             f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}) by a variable outside "

@@ -20,8 +20,8 @@ from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
+from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
-from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
 from lightning_spectral.plugin.trainer.run_config import config_of

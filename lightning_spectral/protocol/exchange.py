@@ -107,9 +107,6 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield each buffer's name, its shape and what a federated run does with it.
 
-    Raises:
-        ValueError: If one is sparse.
-
     Example:
         >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
         [('running_var', 'averaged'), ('num_batches_tracked', "the server's: not a floating-point number")]

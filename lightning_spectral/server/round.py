@@ -15,7 +15,6 @@ from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
-from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
@@ -25,6 +24,7 @@ from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.sub_model_sizes import SubModelSize
+from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.simulation import SimulatedTask
 from lightning_spectral.sums import add_up
 

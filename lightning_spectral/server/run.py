@@ -19,7 +19,7 @@ from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.sub_model_sizes import SubModelSizes
-from lightning_spectral.server.update_bound import MaxUpdateNorm
+from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions, Simulation
 
 Figure = Literal["", "loss", "update", "stale update"]

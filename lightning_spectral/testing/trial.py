@@ -22,7 +22,6 @@ from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
@@ -30,6 +29,7 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import play
+from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.testing.trial_clients import SEED, Case, OverTheCodec
 
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients

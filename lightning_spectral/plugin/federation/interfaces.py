@@ -23,7 +23,7 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.optimizers import FedOptimizer
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Figure, Run
-from lightning_spectral.server.update_bound import MaxUpdateNorm
+from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions
 
 ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]

@@ -32,13 +32,12 @@ from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
+from lightning_spectral.plugin.lightning.logs import log_round, redirect_logging
 from lightning_spectral.plugin.lightning.precision import scaled_by
 from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
-from lightning_spectral.plugin.lightning.round_log import log_round
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler
 from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
-from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.stage_clock import Profile
 from lightning_spectral.protocol.work_unit import WorkUnit

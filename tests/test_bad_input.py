@@ -272,7 +272,7 @@ class TestSetup:
                 return torch.optim.SGD(self.parameters(), lr=0.1)
 
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy)
-        with pytest.raises(ValueError, match="LitBlind has no `validation_step`"):
+        with pytest.raises(ValueError, match="LitBlind needs `validation_step` for `val`; define it"):
             fit(LitBlind(), data)
         data.val = None
         before = (lit := LitBlind()).net.weight.detach().clone()

@@ -36,8 +36,8 @@ class LeaveOut(FaultPolicy):
     """Continue without the client: it is left out of the average and counted.
 
     Args:
-        max_share: Largest share of a round's clients that may be left out for this reason; if more are, the run ends
-            with a `RoundError`. With 1, a round may lose every client and then changes nothing.
+        max_share: Largest share of a round's clients that may be left out for this reason, in [0, 1]; if more are, the
+            run ends with a `RoundError`. With 1, a round may lose every client and then changes nothing.
     """
 
     max_share: float = 0.5

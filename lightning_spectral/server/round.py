@@ -22,8 +22,7 @@ from lightning_spectral.server.fault_policy import clients_by_reason
 from lightning_spectral.server.first_rounds import smaller_updates
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.sub_model_sizes import SubModelSize
+from lightning_spectral.server.run import Run, SubModelSize
 from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.simulation import SimulatedTask
 from lightning_spectral.sums import add_up
@@ -99,7 +98,7 @@ class OpenRound:
             options=self._options,
             seed=run.seed,
         )
-        return run.frozen_base.mark(common), receipt
+        return run.frozen_base.mark(common) if run.frozen_base.digests else common, receipt
 
     def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
         """The largest value that an upload adds to sums of something else than its own tensors; 0 if there are none."""

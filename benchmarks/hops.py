@@ -1,7 +1,7 @@
 """Files that one client's turn passes through, and calls from one to another.
 
 A turn is everything between two calls of `on_client_start`, in the second round of a tiny federation. Files are those
-of this package. Run it as ``python benchmarks/hops.py``.
+of this package, in which a user's module is not. Run it as ``python benchmarks/hops.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.models import MLP, LitClassifier
 from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
 
 PACKAGE = str(Path(ls.__file__).parent)
@@ -48,11 +48,27 @@ class Hops(ls.RoundCallback):
             self.hops += frame.f_back is not None and frame.f_back.f_code.co_filename != file
 
 
-def module() -> LitClassifier:
-    """A small network with a layer between the first and the last."""
-    lit = LitClassifier(MLP(6, [8, 8], 3), num_classes=3)
-    lit.example_input_array = torch.zeros(2, 6)
-    return lit
+class LitNet(pl.LightningModule):
+    """A small network with a layer between the first and the last, as a user writes it."""
+
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.net(x)
+        return scores
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, labels = batch
+        loss = nn.functional.cross_entropy(self(x), labels)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def counted(model: pl.LightningModule, data: pl.LightningDataModule) -> Hops:
@@ -72,10 +88,10 @@ def main() -> None:
         )
 
     found = {
-        name: counted(ls.FederatedModule(module(), algorithm=algorithm, clients_per_round=4), clients())
+        name: counted(ls.FederatedModule(LitNet(), algorithm=algorithm, clients_per_round=4), clients())
         for name, algorithm in ALGORITHMS.items()
     }
-    models = {name: ls.FederatedModule(module()) for name in ("a", "b")}
+    models = {name: ls.FederatedModule(LitNet()) for name in ("a", "b")}
     both = ls.MultiModelModule(models, participation=ls.Uniform(active=6))
     found["two models"] = counted(both, ls.MultiModelDataModule({name: clients() for name in models}))
     for name, hops in found.items():

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.client.local_optimizer import recipe_of
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18

@@ -192,7 +192,7 @@ class TestSetup:
             trainer.fit(ls.FederatedModule(lit, clients_per_round=1), loader, loader)
 
     def test_federated_data_for_an_ordinary_module(self, lit: Any, data: Any, quiet: Any) -> None:
-        with pytest.raises(TypeError, match="feeds clients, not batches, and LitMLP trains on batches; wrap it"):
+        with pytest.raises(TypeError, match="feeds clients, not batches, but LitMLP trains on batches; wrap it"):
             pl.Trainer(max_epochs=1, **quiet).fit(lit, data)
 
     def test_several_optimizers(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -272,7 +272,7 @@ class TestSetup:
                 return torch.optim.SGD(self.parameters(), lr=0.1)
 
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy)
-        with pytest.raises(ValueError, match="LitBlind has no `validation_step`"):
+        with pytest.raises(ValueError, match="LitBlind needs `validation_step` for `val`; define it"):
             fit(LitBlind(), data)
         data.val = None
         before = (lit := LitBlind()).net.weight.detach().clone()

@@ -212,11 +212,7 @@ class ClientData:
         return -(-self.num_examples // self.batch_size)
 
     def classes(self) -> Tensor:
-        """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``.
-
-        Raises:
-            ValueError: If they are not known.
-        """
+        """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``."""
         if self._labels is None:
             raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
         if self._classes is None:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.between_clients import KeptAttributes, discarded_changes, isolate_metrics
-from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS, GradientWatch, check_untouched
-from lightning_spectral.client.kept_tensors import KeptTensors
-from lightning_spectral.client.local_hooks import BeforeStep, start_hooks, untrained_rows, within_hooks
+from lightning_spectral.client.between_clients import KeptAttributes, isolate_metrics
+from lightning_spectral.client.local_hooks import BeforeStep
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
-from lightning_spectral.client.optimizer_checks import check_still_own
 from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.client.training_checks import (
+    WATCHED_ROUNDS,
+    GradientWatch,
+    check_still_own,
+    check_untouched,
+    discarded_changes,
+)
 from lightning_spectral.client.user_step import Recorder, log_to
+from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.records import Download, Failure, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.protocol.stage_clock import Profile, StageClock
@@ -112,12 +118,12 @@ class Device:
         Raises:
             ValueError: If gradients reach the original module's own weights.
         """
-        if missing := self.kept.missing(download):
+        if download.frozen and (missing := self.kept.missing(download)):
             return Upload(download.unit, {}, missing=missing)
         clock = StageClock(self._profile)
         try:
             with clock.measure("load"), _during("loading"):
-                download = self.kept.complete(download)
+                download = self.kept.complete(download) if download.frozen else download
                 sub_model = self.sub_model(download.capacity)
                 sub_model.attributes.restore()
                 self.side.load(sub_model.module, download)
@@ -129,34 +135,40 @@ class Device:
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _train(self, sub_model: SubModel, download: Download, clock: StageClock) -> Upload:
+        module, hooks = sub_model.module, self.settings.local_hooks
         is_watched = download.round_idx < WATCHED_ROUNDS
-        watched = self.side.watched(sub_model.module) if is_watched else {}
-        stage = _during("local training", lambda: _is_smaller(sub_model.module, self.module))
+        watched = self.side.watched(module) if is_watched else {}
+        stage = _during("local training", lambda: _is_smaller(module, self.module))
         with GradientWatch(watched) as watch, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             task = self._start(sub_model, download)
-            hooks = self.settings.local_hooks if download.local_epochs > 0 else ()
-            with within_hooks(hooks, sub_model.module, task.data):
+            with ExitStack() as blocks:
+                for hook in hooks if download.local_epochs > 0 else ():
+                    blocks.enter_context(hook.while_training(module, task.data))
                 result = sub_model.train(task)
         if result.num_steps > 0 and not self._server_is_checked:
             check_untouched(self.module)
             self._server_is_checked = not is_watched
+        optimizers = [local.optimizer for local in sub_model.optimizers]
         with _during("local training"):
-            for local in sub_model.optimizers:
-                check_still_own(local.optimizer, sub_model.module)
+            for optimizer in optimizers:
+                check_still_own(optimizer, module)
         if result.num_steps == 0 and download.local_epochs > 0:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         with _during("collecting"):
-            upload = self.side.collect(sub_model.module, download)
+            upload = self.side.collect(module, download)
             logged = {**upload.logged, **sub_model.recorder.finish_client()}
-            rows = untrained_rows(self.settings.local_hooks, sub_model.module, task.data)
-        unreached = watch.unreached if is_watched and result.num_steps > 0 else None
-        upload = replace(upload, logged=logged, unreached=unreached, untrained_rows=rows)
-        if is_watched:
-            optimizers = [local.optimizer for local in sub_model.optimizers]
-            changed = discarded_changes(sub_model.module, optimizers, download.tensors, upload.tensors)
-            upload = replace(upload, discarded=changed)
-        return replace(upload, num_steps=result.num_steps, loss=result.loss)
+            rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, task.data).items()}
+        sent, returned = download.tensors, upload.tensors
+        return replace(
+            upload,
+            num_steps=result.num_steps,
+            loss=result.loss,
+            logged=logged,
+            untrained_rows=rows,
+            unreached=watch.unreached if is_watched and result.num_steps > 0 else None,
+            discarded=discarded_changes(module, optimizers, sent, returned) if is_watched else (),
+        )
 
     def _start(self, sub_model: SubModel, download: Download) -> LocalTask:
         """Reset the state of the previous client and prepare the new one's task."""
@@ -164,14 +176,15 @@ class Device:
             local.start_client(options)
         sub_model.recorder.start_client()
         actions = self.side.start(sub_model.module, download) or StepActions()
-        before_step = [self._before_step(sub_model.module, local, actions) for local in sub_model.optimizers]
+        before_step = [self._before_step(sub_model.module, local.optimizer, actions) for local in sub_model.optimizers]
         around = actions.before_forward, actions.after_forward
         return LocalTask(download, self.data(download), sub_model.recorder, *around, before_step)
 
-    def _before_step(self, module: nn.Module, local: LocalOptimizer, actions: StepActions) -> list[BeforeStep]:
+    def _before_step(self, module: nn.Module, optimizer: Optimizer, actions: StepActions) -> list[BeforeStep]:
         """Actions before each step: the user's local hooks in order, then the algorithm's."""
-        hooks = start_hooks(self.settings.local_hooks, module, local.optimizer)
-        return hooks if actions.before_step is None else [*hooks, partial(actions.before_step, local.optimizer)]
+        started = [hook.start_client(module, optimizer) for hook in self.settings.local_hooks]
+        own = None if actions.before_step is None else partial(actions.before_step, optimizer)
+        return [act for act in (*started, own) if act is not None]
 
     def release(self) -> None:
         """Free what only the last client of a round needed: gradients and optimizer state."""

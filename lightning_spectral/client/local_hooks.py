@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -75,26 +75,6 @@ class LocalHook(ABC):
         return None
 
 
-def start_hooks(hooks: Sequence[LocalHook], module: nn.Module, optimizer: Optimizer) -> list[BeforeStep]:
-    """Start every hook for one client; see `LocalHook.start_client`."""
-    started = [hook.start_client(module, optimizer) for hook in hooks]
-    return [before_step for before_step in started if before_step is not None]
-
-
-@contextmanager
-def within_hooks(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Iterator[None]:
-    """Enter the blocks of all hooks around one client's training, the first outermost; see `LocalHook`."""
-    with ExitStack() as blocks:
-        for hook in hooks:
-            blocks.enter_context(hook.while_training(module, data))
-        yield
-
-
-def untrained_rows(hooks: Sequence[LocalHook], module: nn.Module, data: ClientData) -> Rows:
-    """Collect what all hooks return for one client; see `LocalHook.untrained_rows`."""
-    return {name: rows for hook in hooks for name, rows in hook.untrained_rows(module, data).items()}
-
-
 @dataclass(frozen=True)
 class ProximalTerm(LocalHook):
     r"""FedProx: pulls a client's parameters towards the values that the client was sent.
@@ -106,10 +86,6 @@ class ProximalTerm(LocalHook):
 
     Args:
         mu: Strength, in units of loss per squared parameter, at least 0.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``mu`` is negative or not finite.
 
     Reference:
         Li et al. (2020), Federated optimization in heterogeneous networks, equation (2).
@@ -163,10 +139,6 @@ class GradientClip(LocalHook):
 
     Args:
         max_norm: Largest norm, positive.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``max_norm`` is not positive.
 
     Example:
         >>> model = nn.Linear(2, 1, bias=False)

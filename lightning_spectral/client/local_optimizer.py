@@ -1,4 +1,4 @@
-"""The user's optimizer, rebuilt over a client's parameters."""
+"""The user's optimizer, rebuilt over a client's parameters and reset for every client."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from lightning_spectral.client.optimizer_checks import Attributes, attributes_of, check_optimizer, reset_attributes
 from lightning_spectral.protocol.records import Options
 
+Attributes = Mapping[str, Any]
 Origin = Callable[[str], str]
 NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
+
+
+class _Owner:
+    """Stands for the optimizer itself in copied attributes, e.g. in a bound method."""
+
+    def __reduce__(self) -> str:
+        return "OWNER"  # pickled by name, so that there is only one in each process
+
+
+OWNER = _Owner()
 
 
 @dataclass(frozen=True)
@@ -30,12 +42,6 @@ class OptimizerRecipe:
         options: For each parameter group, its options when the recipe was written.
         is_named: Whether the groups hold the names of their parameters.
         makes_state: Whether its constructor makes the state of the first step, as that of Adagrad does.
-
-    Example:
-        >>> import torch
-        >>> line = nn.Linear(2, 1)
-        >>> recipe_of(torch.optim.SGD(line.parameters(), lr=0.5), line).groups
-        (('weight', 'bias'),)
     """
 
     optimizer_class: type[Optimizer]
@@ -50,29 +56,6 @@ class OptimizerRecipe:
     def group_of(self) -> dict[str, int]:
         """The index of each parameter's group, by the parameter's name."""
         return {name: index for index, names in enumerate(self.groups) for name in names}
-
-
-def recipe_of(template: Optimizer, server: nn.Module) -> OptimizerRecipe:
-    """Describe the optimizer that the user's ``configure_optimizers`` returned.
-
-    Args:
-        template: The user's optimizer, over ``server``'s parameters.
-        server: The user's module.
-
-    Raises:
-        ValueError: If it cannot be rebuilt for clients: see `check_optimizer`.
-    """
-    check_optimizer(template)
-    names = {id(parameter): name for name, parameter in server.named_parameters()}
-    return OptimizerRecipe(
-        type(template),
-        dict(template.defaults),
-        attributes_of(template),
-        tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in template.param_groups),
-        options_of(template),
-        is_named=any("param_names" in group for group in template.param_groups),
-        makes_state=bool(template.state),
-    )
 
 
 def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
@@ -117,6 +100,26 @@ class LocalOptimizer:
             self.on_options(options)
 
 
+def reset_attributes(optimizer: Optimizer, attributes: Attributes) -> None:
+    """Give a client's optimizer fresh copies of its template's attributes, and none that steps have added."""
+    for name in added_attributes(optimizer).keys() - attributes.keys():
+        delattr(optimizer, name)
+    if attributes:
+        vars(optimizer).update(copy.deepcopy(dict(attributes), {id(OWNER): optimizer}))
+
+
+def added_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps besides what every optimizer of torch does."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _of_torch()}
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Names of the attributes of every optimizer, and of those that learning-rate schedulers and Trainers add."""
+    plain = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    return frozenset({*vars(plain), "step", "_opt_called"})
+
+
 def rebuild_optimizer(
     recipe: OptimizerRecipe,
     client: nn.Module,
@@ -132,7 +135,7 @@ def rebuild_optimizer(
         overrides: Maps the name of a client's parameter to the options that differ from its group's.
 
     Example:
-        >>> import torch
+        >>> from lightning_spectral.client.user_optimizers import recipe_of
         >>> server = nn.Linear(2, 2)
         >>> recipe = recipe_of(torch.optim.SGD(server.parameters(), lr=0.5, momentum=0.9), server)
         >>> rebuild_optimizer(recipe, copy.deepcopy(server)).optimizer.param_groups[0]["momentum"]

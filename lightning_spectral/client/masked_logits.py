@@ -50,7 +50,6 @@ class MaskedLogits(LocalHook):
             way, as label smoothing does, and a client with a single class learns nothing, because its loss is 0.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If the constant is infinity or NaN; or, when training starts, if the module has no such layer, the
             examples have no labels, or the layer has fewer outputs than there are classes.
 

@@ -84,8 +84,8 @@ def loss_of(output: Any) -> Tensor | None:
     Raises:
         ValueError: If a mapping has no ``"loss"``, or the output is something else.
     """
-    if output is None:
-        return None
+    if output is None or isinstance(output, Tensor):
+        return output
     if isinstance(output, Mapping):
         if "loss" not in output:
             raise ValueError(
@@ -155,10 +155,10 @@ class Recorder:
         """Record one value; the other options of ``LightningModule.log`` have no effect on a client."""
         name = f"{name}_epoch" if on_step and on_epoch else name
         to_logger = logger is not False
-        if is_metric(value):
+        if not isinstance(value, Tensor) and is_metric(value):
             self._metrics[name] = (value, prog_bar, to_logger)
             return
-        if not isinstance(value, Tensor | Number):
+        if not isinstance(value, (Tensor, Number)):
             raise TypeError(
                 f"`self.log({name!r}, ...)` takes a number, a tensor or a metric of torchmetrics, got {value!r}; log "
                 "several values with `self.log_dict`, and print what is not a number."

@@ -45,7 +45,7 @@ def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submo
     check_is("model", model, FederatedModule)
     algorithm = model.algorithm
     if not isinstance(algorithm, SavesPeftAdapters):
-        raise ValueError(f"An adapter is what LoRA trains, and this federation has {type(algorithm).__name__}.")
+        raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm).__name__}.")
     algorithm.save_peft_adapter(model.module, model.state, Path(folder), submodule)
 
 
@@ -81,7 +81,7 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
     algorithm = model.algorithm
     if not isinstance(algorithm, Narrows):
         raise ValueError(
-            f"Models by width are what WidthSharding trains, and this federation has {type(algorithm).__name__}; train "
+            f"Only a federation with WidthSharding trains models by width, got {type(algorithm).__name__}; train "
             "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
         )
     return algorithm.narrow(model.module, model.state, width)

@@ -107,7 +107,7 @@ def as_host(module: nn.Module | None, claim: str, otherwise: str = "") -> Host:
     if is_host(module):
         return module
     raise TypeError(
-        f"{claim}, and {type(module).__name__} trains on batches; wrap it: "
+        f"{claim}, but {type(module).__name__} trains on batches; wrap it: "
         f"FederatedModule(module, clients_per_round=...){otherwise}."
     )
 

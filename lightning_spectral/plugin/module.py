@@ -33,8 +33,8 @@ from lightning_spectral.plugin.federation.member import Member, default_server_o
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.lightning.checkpoints import described
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
+from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import check_user_module, spare_shares
-from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
 from lightning_spectral.plugin.trainer.forwarded_hooks import on_each, on_one
 from lightning_spectral.plugin.trainer.run_config import as_config, config_of
 from lightning_spectral.plugin.trainer.runtime import sequential_executor
@@ -42,7 +42,7 @@ from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.run import Run
-from lightning_spectral.server.update_bound import MaxUpdateNorm
+from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 

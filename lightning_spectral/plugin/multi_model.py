@@ -20,8 +20,8 @@ from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
+from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
-from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
 from lightning_spectral.plugin.trainer.run_config import config_of
@@ -107,8 +107,8 @@ class MultiModelModule(FederatedHooks):
         modules = self.multi_data.modules
         if modules.keys() != self.members.keys():
             raise ValueError(
-                f"The models are {sorted(self.members)}, and there is data for {sorted(modules)}; give each model data "
-                "under its own name."
+                f"MultiModelModule needs data of the models {sorted(self.members)}, got {sorted(modules)}; give each "
+                "model data under its own name."
             )
         return modules[name]
 
@@ -124,7 +124,9 @@ class MultiModelModule(FederatedHooks):
     def available_for(self, name: str) -> Tensor:
         num_clients = self.multi_data.num_clients
         if unknown := [client for client in self.unavailable if client >= num_clients]:
-            raise ValueError(f"`unavailable` names clients {unknown}, and there are {num_clients}; ids begin at 0.")
+            raise ValueError(
+                f"Client ids in `unavailable` must be from 0 to {num_clients - 1}, got clients {unknown}; remove them."
+            )
         available = torch.ones(num_clients, dtype=torch.bool)
         available[[client for client, missing in self.unavailable.items() if name in missing]] = False
         return available

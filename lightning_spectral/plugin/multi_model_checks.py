@@ -23,13 +23,13 @@ def check_models(models: Any) -> None:
     for name, model in models.items():
         check_is(f"models[{name!r}]", model, FederatedModule)
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"A model's name begins its metrics' and must be an identifier, got {name!r}.")
+            raise ValueError(f"A model's name must be an identifier, as it begins those of its metrics, got {name!r}.")
         if name in taken:
             raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
         if model.participation is not None:
             raise ValueError(
-                f"{name!r} has a participation of its own ({model.participation}), and MultiModelModule decides who "
-                "trains which model; leave out its `clients_per_round` and `participation`."
+                f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "
+                "leave out its `clients_per_round` and `participation`."
             )
     _check_nothing_is_shared(models)
 
@@ -41,7 +41,7 @@ def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
             other = owner.setdefault(id(tensor), name)
             if other != name:
                 raise ValueError(
-                    f"The models {other!r} and {name!r} share weights, and would train each other's; give each model "
+                    f"The models {other!r} and {name!r} share weights, so each would train the other's; give each "
                     "its own: copy.deepcopy(layer)."
                 )
 

@@ -28,7 +28,6 @@ def check_averaged_parameters(module: nn.Module) -> None:
     """Check the patterns in a module's ``averaged_parameters``.
 
     Raises:
-        TypeError: If they are not a sequence of strings.
         ValueError: If one matches no parameter, or one that needs a gradient.
     """
     for pattern in as_patterns("averaged_parameters", getattr(module, "averaged_parameters", ())):

@@ -74,7 +74,7 @@ def load_tensors(module: nn.Module, tensors: Tensors) -> None:
     """Copy named tensors into a module's own, in place."""
     own = _state(module)
     if tensors:
-        torch._foreach_copy_([own[name].detach() for name in tensors], list(tensors.values()))
+        torch._foreach_copy_([own[name] for name in tensors], list(tensors.values()))
 
 
 def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
@@ -106,9 +106,6 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
 
 def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
     """Yield each buffer's name, its shape and what a federated run does with it.
-
-    Raises:
-        ValueError: If one is sparse.
 
     Example:
         >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]

@@ -1,15 +1,16 @@
-"""The server's record of frozen tensors and of the clients that have them, so that each is sent only once."""
+"""Frozen tensors, which travel once: the server's record of who has them, and what a device keeps of them."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
-from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.tensor_bytes import raw_bytes
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -79,6 +80,11 @@ class FrozenBase:
                 "`Trainer.fit` again, with a new Trainer and without `ckpt_path`."
             )
 
+    def mark(self, download: Download) -> Download:
+        """Say in a download which of its tensors are frozen, and which of these its client already has."""
+        frozen = {name: value for name, value in self.digests.items() if name in download.tensors}
+        return replace(download, frozen=frozen, held=self.held_by(download.unit).intersection(download.tensors))
+
     def held_by(self, unit: WorkUnit) -> frozenset[str]:
         """Names of the frozen tensors whose value a client already has."""
         version = self._noted.get(unit.key, self._holders.get(unit.key, -1))
@@ -121,6 +127,30 @@ class FrozenBase:
             base._version, base._holders = state_dict["version"], dict(state_dict["holders"])
             base.digests, base._since = dict(state_dict["digests"]), dict(state_dict["since"])
         return base
+
+
+class KeptTensors:
+    """The frozen tensors of earlier downloads, by name, each with the digest it was sent with.
+
+    In the server's own process, downloads are complete, and the tensors kept here are the server's own.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, tuple[str, Tensor]] = {}
+
+    def missing(self, download: Download) -> tuple[str, ...]:
+        """Names of the tensors that were not sent, and which are not here or have another value."""
+        absent = sorted(download.held - download.tensors.keys())
+        return tuple(name for name in absent if self.tensors.get(name, ("",))[0] != download.frozen.get(name))
+
+    def complete(self, download: Download) -> Download:
+        """Keep the frozen tensors that were sent, and add those that were not, of which none may be `missing`."""
+        if not download.frozen:
+            return download
+        arrived = {name: download.tensors[name] for name in download.frozen if name in download.tensors}
+        self.tensors.update({name: (download.frozen[name], tensor) for name, tensor in arrived.items()})
+        kept = {name: self.tensors[name][1] for name in download.held - arrived.keys()}
+        return replace(download, tensors={**download.tensors, **kept})
 
 
 def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -52,7 +52,6 @@ def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
         The setting with plain numbers.
 
     Raises:
-        TypeError: If a value or a share has the wrong type.
         ValueError: If there is no value, one is out of range, or shares are not positive or do not sum to 1.
 
     Example:

@@ -108,7 +108,7 @@ def unpack(packed: Any, tensors: Sequence[Tensor], where: str, level: int = 0) -
         raise
     except (ValueError, TypeError, struct.error) as error:  # not a number, not hashable, not a pair
         raise RecordError(f"{where} cannot be read: {error}.") from error
-    raise RecordError(f"{where} cannot be read: it is none of what records hold.")
+    raise RecordError(f"{where} cannot be read: records hold no such value.")
 
 
 def conform(value: Any, hint: Any, where: str) -> Any:

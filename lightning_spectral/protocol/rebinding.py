@@ -49,9 +49,6 @@ def check_globals(module: nn.Module, named: Iterable[tuple[str, Any]]) -> None:
         module: The server's module.
         named: Functions with their descriptions; anything else is left alone.
 
-    Raises:
-        ValueError: If one does.
-
     Example:
         >>> line = nn.Linear(2, 1)
         >>> check_globals(line, [("It", lambda: line.weight)])

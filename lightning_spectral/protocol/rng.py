@@ -24,9 +24,6 @@ def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
     Returns:
         An integer in ``[0, 2**63)``, from BLAKE2b of the arguments.
 
-    Raises:
-        TypeError: If an id is neither an integer nor a string.
-
     Example:
         >>> derived_seed(0, "terms", 7, "layer1.conv")
         2704491631824330820

@@ -25,7 +25,6 @@ class Schedule(_NamedInYaml, Generic[T]):
         values: Maps the first round of each value, counted from 0, to the value. Round 0 must have one.
 
     Raises:
-        TypeError: If an argument has the wrong type.
         ValueError: If a key is not a round, or round 0 is missing.
 
     Example:

@@ -36,12 +36,8 @@ class LeaveOut(FaultPolicy):
     """Continue without the client: it is left out of the average and counted.
 
     Args:
-        max_share: Largest share of a round's clients that may be left out for this reason; if more are, the run ends
-            with a `RoundError`. With 1, a round may lose every client and then changes nothing.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If ``max_share`` is outside [0, 1].
+        max_share: Largest share of a round's clients that may be left out for this reason, in [0, 1]; if more are, the
+            run ends with a `RoundError`. With 1, a round may lose every client and then changes nothing.
     """
 
     max_share: float = 0.5
@@ -62,9 +58,6 @@ class Faults:
         on_no_data: A client to which the partition gives no examples. `Raise` rejects such a partition immediately.
         on_dropped_out: A client that drops out, as simulated by `ClientDropout`.
         on_late: A client that misses the deadline of the `VirtualClock`.
-
-    Raises:
-        TypeError: If an argument is neither `Raise` nor `LeaveOut`.
 
     Note:
         Failures of the server's own work (factorising, drawing, averaging) always end the run.

@@ -16,7 +16,7 @@ from lightning_spectral.algorithms.capabilities import (
     Warns,
     WarnsAfterwards,
 )
-from lightning_spectral.client.gradient_watch import WATCHED_ROUNDS
+from lightning_spectral.client.training_checks import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from lightning_spectral.algorithms.base import Round
-from lightning_spectral.algorithms.capabilities import ExpectsUpdates
+from lightning_spectral.algorithms.capabilities import BoundsSummands, ExpectsUpdates
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
-from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
@@ -23,8 +22,8 @@ from lightning_spectral.server.fault_policy import clients_by_reason
 from lightning_spectral.server.first_rounds import smaller_updates
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.sub_model_sizes import SubModelSize
+from lightning_spectral.server.run import Run, SubModelSize
+from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.simulation import SimulatedTask
 from lightning_spectral.sums import add_up
 
@@ -65,6 +64,7 @@ class OpenRound:
             self.cohort = self._cohort()
             run.frozen_base.refresh(run.half.frozen_tensors())
             self.opened: Round = run.half.open(self.cohort)
+            self._bounds = self.opened if isinstance(self.opened, BoundsSummands) else None  # a slow check: only once
             tasks = {unit: self._simulated_task(unit) for unit in self.units}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
 
@@ -90,17 +90,19 @@ class OpenRound:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.opened.send(unit)
-        run, base = self.run, self.run.frozen_base
+        run = self.run
         common = replace(
             download,
             round_idx=self.round_idx,
             local_epochs=run.local_epochs,
             options=self._options,
             seed=run.seed,
-            frozen={name: value for name, value in base.digests.items() if name in download.tensors},
-            held=base.held_by(unit).intersection(download.tensors),
         )
-        return common, receipt
+        return run.frozen_base.mark(common) if run.frozen_base.digests else common, receipt
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """The largest value that an upload adds to sums of something else than its own tensors; 0 if there are none."""
+        return 0.0 if self._bounds is None else self._bounds.largest_summand(receipt, upload)
 
     def update_norm(self, download: Download | None, upload: Upload) -> float:
         """Norm of one unit's update if this run's sampler or its bound uses it, NaN otherwise."""

@@ -1,4 +1,4 @@
-"""Settings and state shared by all rounds of a run."""
+"""Settings and state shared by all rounds of a run, with the sizes of sub-models, which a virtual clock needs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Options
 from lightning_spectral.protocol.stage_clock import Profile
+from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.sub_model_sizes import SubModelSizes
-from lightning_spectral.server.update_bound import MaxUpdateNorm
+from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions, Simulation
 
 Figure = Literal["", "loss", "update", "stale update"]
@@ -27,6 +27,38 @@ Figure = Literal["", "loss", "update", "stale update"]
 
 def _no_options() -> tuple[tuple[Options, ...], ...]:
     return ()
+
+
+class SubModelSize(NamedTuple):
+    """The size of the sub-models of one keep ratio, which all of its clients share.
+
+    Attributes:
+        num_parameters: Number of values in its parameters.
+        downlink_bytes: Bytes sent to a client.
+        uplink_bytes: Bytes that it sends back.
+    """
+
+    num_parameters: int = 0
+    downlink_bytes: int = 0
+    uplink_bytes: int = 0
+
+
+class SubModelSizes:
+    """Measures the sub-model size of each keep ratio once, on a temporary sub-model."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[float, SubModelSize] = {}
+
+    def of(self, half: ServerHalf, opened: Round, unit: WorkUnit, keep_ratio: float) -> SubModelSize:
+        """The size of a unit's sub-model, in a round that the algorithm has opened."""
+        if keep_ratio not in self._sizes:
+            download, _ = opened.send(unit)
+            side = half.device_half
+            client = side.build(half.server, download.capacity)
+            num_parameters = sum(parameter.numel() for parameter in client.parameters())
+            uplink_bytes = side.collect(client, download).num_bytes
+            self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
+        return self._sizes[keep_ratio]
 
 
 @dataclass(frozen=True, eq=False)

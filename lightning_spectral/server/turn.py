@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from lightning_spectral.algorithms.capabilities import BoundsSummands
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
@@ -31,15 +30,16 @@ class Turn:
         upload: What it sent back; ``None`` before `accept`.
     """
 
+    _receipt: Receipt
+
     def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
         self.round = opened
         self.unit = unit
         self.num_examples = opened.num_examples[unit.key]
-        self.simulated = opened.simulated.of(unit)
+        self.simulated = opened.simulated.outcomes[unit.key]
         self.download: Download | None = None
         self.upload: Upload | None = None
         self._is_bounded = False
-        self._receipt = Receipt(unit, opened.cohort.keep_ratio_of(unit))
 
     @property
     def round_idx(self) -> int:
@@ -48,7 +48,9 @@ class Turn:
 
     def send(self) -> None:
         """Draw the client's download. A client without data says so beforehand and is sent nothing."""
-        if self.simulated.left_out != "no_data":
+        if self.simulated.left_out == "no_data":
+            self._receipt = Receipt(self.unit, self.round.cohort.keep_ratio_of(self.unit))
+        else:
             self.download, self._receipt = self.round.send(self.unit)
 
     @property
@@ -103,15 +105,13 @@ class Turn:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
         if not upload.can_be_averaged():
             return "not_finite", _too_large(upload)
-        opened, receipt = self.round.opened, self._receipt
-        largest = opened.largest_summand(receipt, upload) if isinstance(opened, BoundsSummands) else 0.0
-        if not can_be_summed(largest):
+        if not can_be_summed(largest := self.round.largest_summand(self._receipt, upload)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         bound = self.round.run.update_bound
         if bound is not None and self.download is not None:
             bounded = bound.applied(self.download, upload)
             self._is_bounded, upload = bounded is not upload, bounded
-        opened.add(receipt, upload)
+        self.round.opened.add(self._receipt, upload)
         return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:

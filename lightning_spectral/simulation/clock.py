@@ -120,8 +120,8 @@ class VirtualClock:
         check_num_entries("profiles", self.profiles, num_clients)
         if self.keep_first is not None and self.keep_first > clients_per_round:
             raise ValueError(
-                f"`keep_first` must be at most clients_per_round={clients_per_round}, got {self.keep_first}; ask more "
-                "clients than you keep."
+                f"`keep_first` must be at most clients_per_round={clients_per_round}, got {self.keep_first}; lower "
+                "it, or raise `clients_per_round`."
             )
 
     def assign(self, num_clients: int, seed: int) -> Assigned[DeviceProfile]:

@@ -44,10 +44,6 @@ class SimulatedRound:
     outcomes: Mapping[Key, SimulatedOutcome] = field(default_factory=dict)
     seconds: float = math.nan
 
-    def of(self, unit: WorkUnit) -> SimulatedOutcome:
-        """The outcome of one unit, whatever its coefficient."""
-        return self.outcomes[unit.key]
-
 
 @dataclass(frozen=True)
 class Simulation:

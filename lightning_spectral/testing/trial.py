@@ -14,14 +14,14 @@ from torch.optim import SGD
 
 from lightning_spectral.algorithms.capabilities import Decides, Initializes
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
@@ -29,6 +29,7 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import play
+from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.testing.trial_clients import SEED, Case, OverTheCodec
 
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients

@@ -17,8 +17,8 @@ from lightning_spectral.client.local_optimizer import (
     OptimizerRecipe,
     options_of,
     rebuild_optimizer,
-    recipe_of,
 )
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.functional.local_training import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import TermRates

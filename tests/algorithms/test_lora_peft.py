@@ -234,7 +234,7 @@ def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fi
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (ls.FedAvg(), "An adapter is what LoRA trains, and this federation has FedAvg"),
+        (ls.FedAvg(), "Only a federation with LoRA has an adapter, got FedAvg"),
         (ls.LoRA(2, aggregation=ls.StackedProducts(), layers=["net.*"]), "StackedProducts changes the base"),
         (ls.LoRA(2, merge_every=1, layers=["net.*"]), "`merge_every` changes the base"),
         (ls.LoRA(2, layers=["net.*", "head"]), "`submodule`: 'head' is trained but not part of 'net'"),

@@ -8,7 +8,8 @@ import torch
 from spectral_rounds import cohort, draw, net, run_round, unit
 
 import lightning_spectral as ls
-from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_optimizer import options_of
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
 from lightning_spectral.nn import sharded_layers
 

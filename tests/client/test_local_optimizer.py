@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_spectral.client.local_optimizer import options_of, rebuild_optimizer, recipe_of
+from lightning_spectral.client.local_optimizer import options_of, rebuild_optimizer
+from lightning_spectral.client.user_optimizers import recipe_of
 
 OPTIMIZERS: list[Any] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

@@ -252,7 +252,7 @@ def test_only_federated_modules_are_trained(lit: Any, data: Any, quiet: Any) -> 
     trainer = pl.Trainer(max_epochs=1, strategy=strategy, devices=1, **quiet)
     strategy.connect(lit)
     trainer.state.fn = "fit"  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="spreads clients, and LitMLP trains on batches; wrap it"):
+    with pytest.raises(TypeError, match="spreads clients, but LitMLP trains on batches; wrap it"):
         strategy.setup(trainer)
 
 

@@ -12,7 +12,7 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.client.gradient_watch import GradientWatch
+from lightning_spectral.client.training_checks import GradientWatch
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor

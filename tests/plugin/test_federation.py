@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.federation.saved import read_federation, write_federation
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -108,7 +107,7 @@ def federate(
 def begin(federation: Federation, saved: dict[str, Any] | None = None) -> None:
     federation.cohorts.begin(1.0)
     if saved is not None:
-        read_federation(federation, saved)
+        federation.read(saved)
     for member in federation.members.values():
         member.make_optimizers()
     federation.begin_fit(resumed=saved is not None)
@@ -170,7 +169,7 @@ def test_what_is_saved_is_all_that_lasts_between_rounds(algorithm: Any, lit_mlp:
     begin(federation)
     play(federation, loop, range(2))
     saved: dict[str, Any] = {}
-    write_federation(federation, saved)
+    federation.write(saved)
     saved, weights, optimizers = copy.deepcopy(
         (saved, whole.state_dict(), [one.state_dict() for one in steppers(federation)])
     )

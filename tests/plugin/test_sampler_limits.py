@@ -102,5 +102,5 @@ def test_a_cohort_that_no_sum_has_room_for_is_refused_before_the_first_round(fit
         TensorDataset(torch.zeros(many, 6), torch.zeros(many, dtype=torch.long)), ls.IIDPartitioner(num_clients=many)
     )
     for sampler in (ls.FullParticipation(), ls.Uniform(many, design=ls.ConditionalPoisson())):
-        with pytest.raises(ValueError, match="room for 8192 clients per model; 8193 turns a round are more than 8192"):
+        with pytest.raises(ValueError, match="at most 8192 turns, so that its updates can be summed exactly, got 8193"):
             fit(seeded(LitMLP), data, clients_per_round=None, participation=sampler)  # type: ignore[arg-type]

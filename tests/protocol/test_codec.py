@@ -231,7 +231,7 @@ def example_tensors() -> list[Tensor]:
         ({"tensors": [["float32", 65 * [1]]]}, r"describes a tensor by something else"),
         ({"tensors": [["float3", [1]]]}, r"a tensor of the type 'float3', which torch [0-9.+a-z]+ lacks"),
         ({"tensors": 7}, r"has no list of its tensors"),
-        ({"tensors": []}, r"Upload\[1\]\[1\] cannot be read: it is none of what records hold\."),
+        ({"tensors": []}, r"Upload\[1\]\[1\] cannot be read: records hold no such value\."),
         ({"record": "Download"}, r"Expected a record of type Upload, got another type\."),
         ({"byteorder": "middle"}, r"not little-endian, unlike this one"),
         ({"fields": {"dict": []}}, r"Upload must be of type Upload, got a value of type dict\."),

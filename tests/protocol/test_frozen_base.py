@@ -13,9 +13,8 @@ from torch import nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.client.kept_tensors import KeptTensors
 from lightning_spectral.protocol.codec import decode, encode
-from lightning_spectral.protocol.frozen_base import FrozenBase, frozen_parameters
+from lightning_spectral.protocol.frozen_base import FrozenBase, KeptTensors, frozen_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 

@@ -13,8 +13,9 @@ from unreliable_executor import Unreliable
 import lightning_spectral as ls
 from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_optimizer import options_of, recipe_of
+from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -26,7 +26,7 @@ from toy_models import LitMLP, LitSmall
 from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
-from lightning_spectral.client.local_optimizer import recipe_of
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor, SequentialExecutor

@@ -34,7 +34,7 @@ def simulated(
 
 
 def left_out(result: SimulatedRound, num_clients: int) -> list[str | None]:
-    return [result.of(unit).left_out for unit in units(num_clients)]
+    return [result.outcomes[unit.key].left_out for unit in units(num_clients)]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,9 @@ def test_seconds_are_bytes_over_bandwidth_plus_work_over_speed(macs: Any, forwar
 
 def test_a_round_takes_as_long_as_its_slowest_client() -> None:
     result = simulated([3.0, 1.0, 2.0])
-    assert [result.of(unit) for unit in units(3)] == [SimulatedOutcome(None, seconds) for seconds in (3.0, 1.0, 2.0)]
+    assert [result.outcomes[unit.key] for unit in units(3)] == [
+        SimulatedOutcome(None, seconds) for seconds in (3.0, 1.0, 2.0)
+    ]
     assert result.seconds == 3.0
 
 
@@ -75,7 +77,7 @@ def test_the_server_waits_for_missing_clients_until_the_deadline() -> None:
     assert simulated([1.0, 2.0], dropped=[0, 1], deadline=5.0).seconds == 5.0
     assert simulated([1.0, 2.0], dropped=[0, 1]).seconds == 1.0  # without a deadline it knows at once
     assert simulated([1.0, 2.0], dropped=[1, 1]).seconds == 0.0
-    assert math.isnan(simulated([1.0, 2.0], dropped=[0, 1]).of(WorkUnit(1)).seconds)
+    assert math.isnan(simulated([1.0, 2.0], dropped=[0, 1]).outcomes[1, ""].seconds)
     no_data = SimulatedTask(0.5, num_examples=0, local_epochs=1)
     assert simulated([1.0, 2.0], task=no_data, deadline=5.0).seconds == 0.0  # a client without data says so at once
 
@@ -119,7 +121,7 @@ def test_dropout_and_photo_finish_are_drawn_by_seed_round_client_and_model(seed:
         reasons = (
             {c: "dropped_out" for c in range(8)} | dict.fromkeys(finished[:3]) | dict.fromkeys(finished[3:], "surplus")
         )
-        assert {c: result.of(WorkUnit(c, model)).left_out for c in range(8)} == reasons
+        assert {c: result.outcomes[c, model].left_out for c in range(8)} == reasons
 
 
 def test_devices_and_dropout_are_shared_out_exactly_and_stay_with_their_clients() -> None:

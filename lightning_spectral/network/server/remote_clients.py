@@ -11,8 +11,8 @@ from torch import Tensor
 from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LossLoop
-from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.network.messages import Start
 from lightning_spectral.network.server.line import Line
 from lightning_spectral.network.server.remote_directory import RemoteDirectory

@@ -20,9 +20,9 @@ from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained, as_host
 from lightning_spectral.plugin.lightning.client_parallel import processes_of
+from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, defines
-from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
@@ -109,8 +109,8 @@ def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
         )
     if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
         raise ValueError(
-            f"BatchNormEstimation runs `training_step` without gradients, and that of {', '.join(manual)} optimises "
-            "manually; leave the callback out."
+            f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
+            "optimisation; leave the callback out."
         )
 
 

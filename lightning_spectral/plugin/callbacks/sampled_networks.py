@@ -62,8 +62,8 @@ class SampledNetworks(pl.Callback):
         trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
         if not (is_trained(pl_module) and isinstance(pl_module.algorithm, DrawsNetworks)):
             raise TypeError(
-                "SampledNetworks draws the bits of FederatedModule(..., algorithm=Zampling(...)), and there are none "
-                f"in {trained_by}; leave the callback out."
+                f"SampledNetworks needs the probabilities of bits, which {trained_by} does not train; leave the "
+                "callback out, or train with algorithm=Zampling(...)."
             )
         if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
             raise ValueError(

@@ -15,7 +15,7 @@ from torchmetrics import Metric
 
 from lightning_spectral.client.between_clients import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, call_with_accepted
-from lightning_spectral.plugin.lightning.user_logging import redirect_logging
+from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors
 
 SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders

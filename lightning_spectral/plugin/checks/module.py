@@ -28,7 +28,7 @@ def check_module(module: Any) -> None:
         return
     if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
         raise TypeError(
-            "`module` is a compiled LightningModule, and clients train copies with other layers; compile what does the "
+            "`module` is a compiled LightningModule, but clients train copies with other layers; compile what does the "
             "work inside it: self.net = torch.compile(net)."
         )
     if isinstance(module, type):

@@ -137,7 +137,7 @@ def check_member(
             "(torch.view_as_real)."
         )
     if data.has_val and not is_overridden(module, "validation_step"):
-        raise ValueError(f"There is validation data, but {type(module).__name__} has no `validation_step`.")
+        raise ValueError(f"{type(module).__name__} needs `validation_step` for `val`; define it, or leave `val` out.")
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
         if faults.ends_run("no_data"):

@@ -36,7 +36,7 @@ def report_differences(saved: Any, given: Any, command: str) -> None:
     listed = "\n  - ".join(["", *changed])
     if command == "fit":
         raise ValueError(
-            "The checkpoint is of another configuration, and resuming it would continue neither run; "
+            "The checkpoint was written with another configuration, so resuming would continue neither run; "
             f"change it back, or start a new run without `ckpt_path`:{listed}"
         )
     warnings.warn(f"The checkpoint's model is used, not the one given, which differs:{listed}", SpectralWarning, 2)

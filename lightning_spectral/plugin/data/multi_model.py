@@ -9,8 +9,7 @@ import lightning.pytorch as pl
 
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
-from lightning_spectral.plugin.data.round_loader import round_loader
-from lightning_spectral.plugin.data.server_data import ServerData
+from lightning_spectral.plugin.data.server_data import ServerData, round_loader
 
 
 class MultiModelDataModule(pl.LightningDataModule):

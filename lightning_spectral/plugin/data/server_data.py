@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spectral.client.batches import BatchSource, Collate, EvaluationLoader
 from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.plugin.data.checks import are_several, check_asked, check_evaluation, dataset_length
-from lightning_spectral.plugin.data.round_loader import RoundLoader, round_loader
+from lightning_spectral.plugin.host import Host, Share, as_host
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor
@@ -20,6 +20,28 @@ from lightning_spectral.server.run import Run
 
 # `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
+
+
+class RoundLoader:
+    """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
+
+    The host is asked when the batch is fetched: Lightning creates the iterator before a resumed run knows its epoch.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Share]:
+        yield self.host.share(self.host.current_epoch)
+
+
+def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
+    """The rounds of the module that a Trainer fits; raise ``TypeError`` if it trains on batches instead of clients."""
+    module = None if trainer is None else trainer.lightning_module
+    return RoundLoader(as_host(module, f"{owner} feeds clients, not batches"))
 
 
 class ServerData(pl.LightningDataModule):

@@ -54,8 +54,8 @@ class Cohorts:
             raise ValueError(f"limit_train_batches={limit} of {self.usual_size} clients trains none; raise it.")
         if self._most_units > (most := MOST_TERMS * len(self._members)):
             raise ValueError(
-                f"A round's updates are summed exactly, which has room for {MOST_TERMS} clients per model; "
-                f"{self._most_units} turns a round are more than {most}. Lower the sampler's `active`."
+                f"A round must have at most {most} turns, so that its updates can be summed exactly, got "
+                f"{self._most_units}; lower the sampler's `active`."
             )
 
     @property

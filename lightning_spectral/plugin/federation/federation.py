@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lightning_spectral.plugin.federation.cohorts import Cohorts
 from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
@@ -113,6 +114,30 @@ class Federation:
         """End a round that failed; it has changed nothing at the server and can be repeated."""
         for member in self.members.values():
             member.drop_round()
+
+    def write(self, checkpoint: dict[str, Any]) -> None:
+        """Write what lasts between rounds, besides weights, into a checkpoint; an entry without content is left out."""
+        members = self.members
+        reached = {name: member.first_rounds.unreached for name, member in members.items()}
+        sampled = self.cohorts.sampled
+        entries = {
+            "federation_clients": {k: entry for m in members.values() for k, entry in m.store.state_dict().items()},
+            "federation_frozen": {name: found for name, m in members.items() if (found := m.frozen_base.state_dict())},
+            "federation_unreached": {name: names for name, names in reached.items() if names is not None},
+            "federation_decisions": {name: dict(m.decisions) for name, m in members.items() if m.decisions},
+            "federation_sampler": {} if sampled is None else sampled.state_dict(),
+        }
+        checkpoint.update({name: entry for name, entry in entries.items() if entry})
+        checkpoint["federation_schedules"] = {name: m.schedules.state_dict() for name, m in members.items()}
+
+    def read(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore all that `write` wrote, except schedules, which exist only once optimizers do."""
+        clients, frozen = checkpoint.get("federation_clients", {}), checkpoint.get("federation_frozen", {})
+        unreached, decisions = checkpoint.get("federation_unreached", {}), checkpoint.get("federation_decisions", {})
+        for name, member in self.members.items():
+            member.restore(clients, frozen.get(name, {}), unreached.get(name), decisions.get(name, {}))
+        if self.cohorts.sampled is not None:
+            self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
 
 
 def _of(member: Member, units: Sequence[WorkUnit]) -> list[WorkUnit]:

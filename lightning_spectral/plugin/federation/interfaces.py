@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +16,14 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.stage_clock import Profile
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.optimizers import FedOptimizer
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Figure, Run
-from lightning_spectral.server.update_bound import MaxUpdateNorm
+from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import Conditions
 
 ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -48,8 +48,9 @@ class Runtime(Protocol):
     def averages_are_set(self) -> bool:
         """Whether something else than clients sets the running averages of normalisation layers."""
 
-    def profile(self, stage: str) -> AbstractContextManager[Any]:
-        """A context manager that records the block as one stage of a round."""
+    @property
+    def profile(self) -> Profile:
+        """Maps the name of a stage of a round to a context manager that records the block."""
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The callbacks of rounds, in the order in which they act."""

@@ -27,10 +27,10 @@ from lightning_spectral.algorithms.capabilities import (
 )
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.optimizer_checks import (
+from lightning_spectral.client.training_checks import check_still_own
+from lightning_spectral.client.user_optimizers import (
     check_optimizer,
     check_own_parameters,
-    check_still_own,
     trainable_parameters,
     untrained_parameters,
 )

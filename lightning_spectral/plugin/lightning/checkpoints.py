@@ -42,7 +42,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
     ]
     if changed:
         raise ValueError(
-            "The checkpoint is of another configuration, and resuming it would continue neither run; "
+            "The checkpoint was written with another configuration, so resuming would continue neither run; "
             "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
         )
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 
 from lightning_spectral.client.user_step import call_with_accepted
 from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.lightning.user_logging import forwarded_logging
+from lightning_spectral.plugin.lightning.logs import forwarded_logging
 
 
 def on_each(hook: str) -> Callable[..., None]:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_optimizer import recipe_of
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
+from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -32,14 +32,14 @@ from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
+from lightning_spectral.plugin.lightning.logs import log_round, redirect_logging
 from lightning_spectral.plugin.lightning.precision import scaled_by
 from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
-from lightning_spectral.plugin.lightning.round_log import log_round
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler
 from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
-from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.stage_clock import Profile
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.processes import Processes
@@ -69,9 +69,10 @@ class TrainerRuntime:
     def averages_are_set(self) -> bool:
         return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
 
-    def profile(self, stage: str) -> AbstractContextManager[Any]:
-        profile: AbstractContextManager[Any] = self.trainer.profiler.profile(action_name(stage))  # type: ignore[attr-defined]
-        return profile
+    @property
+    def profile(self) -> Profile:
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]
+        return nullcontext if _is_absent(profiler) else lambda stage: profiler.profile(action_name(stage))
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
@@ -166,6 +167,10 @@ def _local_trainer(owner: Any, schedules: Sequence[RoundScheduler]) -> LocalTrai
     return ClientTrainer(owner.trainer, schedulers).prepare
 
 
+def _is_absent(profiler: object) -> bool:
+    return isinstance(profiler, PassThroughProfiler)
+
+
 def _place(callback: RoundCallback) -> int:
     """Whether a callback comes first, in the middle or last among the round callbacks."""
     return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation | SubmodelSampling)
@@ -188,6 +193,6 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
 
 def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
     """Callbacks for this Trainer's profiler and loggers: only those with something to do, since Lightning calls all."""
-    profiled = not isinstance(trainer.profiler, PassThroughProfiler)  # type: ignore[attr-defined]
+    profiled = not _is_absent(trainer.profiler)  # type: ignore[attr-defined]
     at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
     return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

@@ -12,7 +12,6 @@ import lightning.pytorch as pl
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.federation.saved import read_federation, write_federation
 from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
 from lightning_spectral.plugin.lightning.checkpoints import as_one_batch, check_checkpoint, settle_progress
 from lightning_spectral.plugin.lightning.saved_modules import given_arguments, write_arguments
@@ -67,7 +66,7 @@ class SavedRun:
                 member.owner.module.on_save_checkpoint(own)
         write_arguments(checkpoint, self._given, {name: member.owner.module for name, member in members.items()})
         checkpoint["federation"] = configuration
-        write_federation(self._federation, checkpoint)
+        self._federation.write(checkpoint)
         checkpoint["federation_metrics"] = self.progress.logged.split(self._trainer)
         self._settle(checkpoint, round_is_open=any(engine.round_is_open for engine in engines))
 
@@ -91,7 +90,7 @@ class SavedRun:
         check_checkpoint(checkpoint, configuration)
         as_one_batch(checkpoint)
         self.progress.resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
-        read_federation(self._federation, checkpoint)
+        self._federation.read(checkpoint)
 
     def call_user_hooks(self, checkpoint: Checkpoint) -> None:
         for name, member in self._federation.members.items():

@@ -233,7 +233,7 @@ def test_what_has_no_averages_to_estimate_is_refused(quiet: Any) -> None:
             ValueError,
             "finds no BatchNorm layer with averages",
         ),
-        (of_manual, ValueError, "that of LitSmall optimises manually"),
+        (of_manual, ValueError, "but LitSmall uses manual optimisation"),
         (seeded(LitSmall), TypeError, "LitSmall trains on batches; wrap it"),
     ]
     for model, error, message in refused:

@@ -221,7 +221,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
     callback = ls.ClientEvaluation()
     with pytest.raises(ValueError, match=r"no held-out examples; give .*client_val_fraction=0\.1"):
         fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(4)), callbacks=[callback])
-    with pytest.raises(TypeError, match="ClientEvaluation needs federated clients, and LitMLP trains on batches"):
+    with pytest.raises(TypeError, match="ClientEvaluation needs federated clients, but LitMLP trains on batches"):
         callback.setup(pl.Trainer(**quiet), lit, "fit")
 
     class WithoutStep(lit_mlp):  # type: ignore[misc]

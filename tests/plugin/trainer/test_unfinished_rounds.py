@@ -184,7 +184,7 @@ def test_a_logger_that_fails_costs_no_round(error: type[BaseException], run: Any
 def test_a_plateau_schedule_misses_nothing(
     make: type[LitMLP], settings: Any, when: Any, run: Any, tmp_path: Path
 ) -> None:
-    """Some rounds are without clients: schedules and early stopping then go by an earlier round's metrics, or wait."""
+    """Some rounds are without clients: schedules and early stopping then use an earlier round's metrics, or wait."""
     more: dict[str, Any] = {"dropout": ls.ClientDropout(0.6), "clients_per_round": 2, "max_epochs": 6}
     more |= {"trainer": settings, "after_validation": bool(settings)}
     whole = run(make, ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, **when), **more)

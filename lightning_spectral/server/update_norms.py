@@ -1,8 +1,8 @@
-"""A bound on what one client can change: a first answer to devices that nobody trusts."""
+"""The norm of an update, which samplers use, and a bound on it: a first answer to devices that nobody trusts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,8 +10,33 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.arguments import Number, check_fields
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.update_norm import update_norm
+from lightning_spectral.protocol.records import Download, Tensors, Upload
+
+
+@torch.no_grad()
+def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = None) -> float:
+    """Euclidean norm of what came back minus what was sent, over the tensors that were sent both ways.
+
+    Args:
+        sent: The tensors that a device was sent, by name.
+        returned: The tensors that it sent back.
+        expected: The change that the server expects, which is subtracted; ``None`` for none. Tensors without an entry
+            are expected to stay unchanged.
+
+    Returns:
+        The norm, in units of the weights.
+
+    Example:
+        >>> sent, returned = {"w": torch.zeros(2), "steps": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}
+        >>> update_norm(sent, returned), update_norm(sent, returned, expected={"w": torch.tensor([3.0, 0.0])})
+        (5.0, 4.0)
+    """
+    squares = [
+        (returned[name] - before - (expected or {}).get(name, 0.0)).double().square().sum()
+        for name, before in sent.items()
+        if name in returned and before.is_floating_point() and before.shape == returned[name].shape
+    ]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
 
 
 @dataclass(frozen=True)
@@ -25,10 +50,6 @@ class MaxUpdateNorm:
 
     Args:
         norm: The bound b, in units of the weights, positive.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If it is not positive.
 
     Example:
         >>> from lightning_spectral.protocol.work_unit import WorkUnit
@@ -61,6 +82,6 @@ class MaxUpdateNorm:
         return replace(upload, tensors=_shortened(download.tensors, upload.tensors, self.norm / norm))
 
 
-def _shortened(sent: Mapping[str, Tensor], returned: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+def _shortened(sent: Tensors, returned: Tensors, factor: float) -> dict[str, Tensor]:
     both = {n for n, t in sent.items() if n in returned and t.is_floating_point() and t.shape == returned[n].shape}
     return {n: sent[n].lerp(t, factor) if n in both else t for n, t in returned.items()}

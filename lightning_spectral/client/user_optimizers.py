@@ -1,31 +1,48 @@
-"""What the user's optimizers must be like, so that clients can have others like them, and what they keep."""
+"""What the user's optimizers must be like, so that clients can have others like them, and the recipes of these."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from lightning_spectral.client.local_optimizer import OWNER, Attributes, OptimizerRecipe, added_attributes, options_of
+from lightning_spectral.client.training_checks import LISTED, foreign_parameters, placed
 from lightning_spectral.protocol.attribute_paths import path_to
 
-Attributes = Mapping[str, Any]
 
+def recipe_of(template: Optimizer, server: nn.Module) -> OptimizerRecipe:
+    """Describe the optimizer that the user's ``configure_optimizers`` returned.
 
-class _Owner:
-    """Stands for the optimizer itself in copied attributes, e.g. in a bound method."""
+    Args:
+        template: The user's optimizer, over ``server``'s parameters.
+        server: The user's module.
 
-    def __reduce__(self) -> str:
-        return "OWNER"  # pickled by name, so that there is only one in each process
+    Raises:
+        ValueError: If it cannot be rebuilt for clients: see `check_optimizer`.
 
-
-OWNER = _Owner()
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> recipe_of(torch.optim.SGD(line.parameters(), lr=0.5), line).groups
+        (('weight', 'bias'),)
+    """
+    check_optimizer(template)
+    names = {id(parameter): name for name, parameter in server.named_parameters()}
+    return OptimizerRecipe(
+        type(template),
+        dict(template.defaults),
+        attributes_of(template),
+        tuple(tuple(names[id(p)] for p in g["params"] if id(p) in names) for g in template.param_groups),
+        options_of(template),
+        is_named=any("param_names" in group for group in template.param_groups),
+        makes_state=bool(template.state),
+    )
 
 
 def attributes_of(template: Optimizer) -> Attributes:
@@ -35,7 +52,8 @@ def attributes_of(template: Optimizer) -> Attributes:
         ValueError: If one holds another optimizer or belongs to the server's parameters, or cannot be copied.
 
     Example:
-        >>> class Counting(SGD):
+        >>> import torch
+        >>> class Counting(torch.optim.SGD):
         ...     def __init__(self, params, lr, start):
         ...         super().__init__(params, lr)
         ...         self.num_steps = start
@@ -43,26 +61,7 @@ def attributes_of(template: Optimizer) -> Attributes:
         {'num_steps': 3}
     """
     parameters = [parameter for group in template.param_groups for parameter in group["params"]]
-    return {name: _copied(template, name, value, parameters) for name, value in _added(template).items()}
-
-
-def reset_attributes(optimizer: Optimizer, attributes: Attributes) -> None:
-    """Give a client's optimizer fresh copies of its template's attributes, and none that steps have added."""
-    for name in _added(optimizer).keys() - attributes.keys():
-        delattr(optimizer, name)
-    if attributes:
-        vars(optimizer).update(copy.deepcopy(dict(attributes), {id(OWNER): optimizer}))
-
-
-def _added(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if name not in _of_torch()}
-
-
-@cache
-def _of_torch() -> frozenset[str]:
-    """Names of the attributes of every optimizer, and of those that learning-rate schedulers and Trainers add."""
-    plain = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    return frozenset({*vars(plain), "step", "_opt_called"})
+    return {name: _copied(template, name, value, parameters) for name, value in added_attributes(template).items()}
 
 
 def _copied(template: Optimizer, name: str, value: Any, parameters: Sequence[Tensor]) -> Any:
@@ -105,9 +104,6 @@ def _belongs_to(parameters: Sequence[Tensor], memo: Mapping[int, Any]) -> bool:
     return wanted <= found and any(shape.numel() > 1 for shape, _ in wanted)
 
 
-LISTED = 3  # further parameters are counted
-
-
 def check_optimizer(template: Optimizer) -> None:
     """Check that an optimizer can be rebuilt for clients, and that they can step with it.
 
@@ -148,7 +144,7 @@ def _has_other_step(template: Optimizer) -> bool:
 
 def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
     """The trainable parameters of several optimizers, each once, in order."""
-    parameters = [parameter for optimizer in optimizers for _, parameter in _placed(optimizer)]
+    parameters = [parameter for optimizer in optimizers for _, parameter in placed(optimizer)]
     return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
@@ -176,7 +172,7 @@ def check_own_parameters(template: Optimizer, module: nn.Module, configure: Call
     Raises:
         ValueError: If one is not; the message says where it is kept, if it can be found.
     """
-    if not (foreign := _foreign(template, module)):
+    if not (foreign := foreign_parameters(template, module)):
         return
     listed = "; ".join(_described(place, p, module, configure) for place, p in foreign[:LISTED])
     more = f"; and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
@@ -185,28 +181,6 @@ def check_own_parameters(template: Optimizer, module: nn.Module, configure: Call
         f"{listed}{more}. Make them the module's: keep layers in an nn.ModuleList or nn.ModuleDict, and a loss or a "
         "parameter of its own in an attribute, self.loss = ...; or leave them out of the optimizer."
     )
-
-
-def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
-    """Raise ``ValueError`` if the module has lost parameters of its optimizer since this was made, e.g. in a hook."""
-    if foreign := _foreign(optimizer, module):
-        listed = ", ".join(f"{place} of shape {tuple(parameter.shape)}" for place, parameter in foreign[:LISTED])
-        raise ValueError(
-            f"{type(module).__name__} no longer has what its {type(optimizer).__name__} trains ({listed}): a hook has "
-            "replaced a layer or a parameter, and the new one would not be trained. Replace it before the fit, or "
-            "change its values in place, with `copy_` under torch.no_grad()."
-        )
-
-
-def _foreign(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    own = {id(parameter) for parameter in module.parameters()}
-    return [(place, p) for place, p in _placed(optimizer) if p.requires_grad and id(p) not in own]
-
-
-def _placed(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            yield f"parameter {position} of group {index}", parameter
 
 
 def _described(place: str, parameter: Tensor, module: nn.Module, configure: Callable[..., Any]) -> str:

@@ -11,9 +11,9 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.update_norm import update_norm
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server import MaxUpdateNorm
+from lightning_spectral.server.update_norms import update_norm
 
 UNIT = WorkUnit(0)
 

@@ -1,0 +1,95 @@
+"""Where values go: those of a finished round, and those that a user's module logs, maybe by its own override."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_spectral.plugin.lightning.user_hooks import is_overridden
+from lightning_spectral.protocol.records import LoggedValue, RoundSummary
+from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
+
+Log = Callable[..., None]
+
+
+def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
+    """Log a round's own metrics and the means of what its clients logged, for all models.
+
+    ``LightningModule.log`` would keep an object for each metric and visit all of them after every client. A round's
+    values are complete when it ends, so they go directly to where `log` would put them: to ``callback_metrics`` for
+    checkpoints, early stopping and schedulers, and to each logger as one row.
+    """
+    own: dict[str, float] = {}
+    clients: dict[str, LoggedValue] = {}
+    for summary in summaries:
+        own.update(round_metrics(summary))
+        clients.update(logged_by_clients(summary))
+    _check_free("`training_step`", own.keys() & clients.keys())
+    values = {**own, **{name: entry.value for name, entry in clients.items()}}
+    hidden = {name for name, entry in clients.items() if name not in own and not entry.logger}
+    trainer.progress_bar_metrics.update({name: entry.value for name, entry in clients.items() if entry.prog_bar})
+    log_values(trainer, summaries[0].round_idx, values, hidden)
+
+
+def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float], hidden: Container[str] = ()) -> None:
+    """Log values of a finished round to callbacks at once, and to each logger, unless hidden, as one row."""
+    tensors = dict(zip(values, torch.tensor(list(values.values()), dtype=torch.float64).unbind(), strict=True))
+    logged = {name: value for name, value in values.items() if name not in hidden}
+    trainer.callback_metrics.update(tensors)
+    trainer.logged_metrics.update({name: tensors[name] for name in logged})
+    for logger in trainer.loggers:
+        logger.log_metrics({**logged, "epoch": round_idx}, step=round_idx)
+        logger.save()
+
+
+def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> None:
+    """Let a module log with other functions than Lightning's, which take the same arguments.
+
+    If its class overrides ``log`` or ``log_dict``, this still acts, and what it passes to ``super()`` goes to ``log``:
+    a class is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
+    """
+    target: Any = module
+    if is_overridden(module, "log") or is_overridden(module, "log_dict"):
+        kind = type(module)
+        between = type("RedirectedLog", (pl.LightningModule,), {"log": staticmethod(log)})
+        target.__class__ = type(kind.__name__, (kind, between), {"__module__": kind.__module__})
+    else:
+        target.log, target.log_dict = log, log_dict
+
+
+@contextmanager
+def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Iterator[None]:
+    """Forward ``module.log`` and ``module.log_dict`` within the block to the module that Lightning trains."""
+    target: Any = module
+    kind = type(module)
+
+    def log(name: str, value: Any, *args: Any, **options: Any) -> None:
+        _check_names([name])
+        to.log(name, value, *args, **options)
+
+    def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
+        _check_names(dictionary)
+        to.log_dict(dictionary, *args, **options)
+
+    redirect_logging(module, log, log_dict)
+    try:
+        yield
+    finally:
+        target.__class__ = kind
+        for name in vars(module).keys() & {"log", "log_dict"}:
+            delattr(target, name)
+
+
+def _check_names(names: Iterable[str]) -> None:
+    _check_free("An evaluation hook", ALWAYS.intersection(names))
+
+
+def _check_free(by: str, taken: Iterable[str]) -> None:
+    if taken := sorted(taken):
+        raise ValueError(
+            f"{by} logs {', '.join(taken)}, under which the federation logs a metric of its own; choose another name."
+        )

@@ -27,7 +27,9 @@ MakeData = Callable[[Config], ClientData | Mapping[str, ClientData]]
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
 
-def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) -> ClientApp:
+def client_app(
+    module: MakeModule | Mapping[str, MakeModule], client: MakeData, *, accelerator: str = "auto"
+) -> ClientApp:
     """Make the app that a device runs.
 
     Args:
@@ -35,6 +37,7 @@ def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) 
             name. It must be the one that the server trains.
         client: Returns the device's own data, `ClientData`, or that of each model by name. It is called with the
             configuration of the run and of the node: ``--node-config 'client="ward 7" folder="/data"'``.
+        accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
 
     Note:
         A device is known by the entry ``client`` of its node's configuration, or ``partition-id``, or by the number
@@ -51,7 +54,8 @@ def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) 
             for name, one in data.items():
                 check_is(f"client(config)[{name!r}]" if name else "client(config)", one, ClientData)
             who = next((str(config[name]) for name in CLIENT_NAMES if name in config), str(context.node_id))
-            services[context.node_id] = DeviceService(modules, data, who, _packages(client, *modules.values()))
+            trusted = _packages(client, *modules.values())
+            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator)
         return services[context.node_id]
 
     def answer(message: Message, context: Context) -> Message:
@@ -81,7 +85,8 @@ def server_app(
         trainer: Returns the Trainer, likewise.
         val: Validation data at the server, or a function that makes it; with several models, one for each name.
         test: Test data, likewise; it is evaluated after the last round.
-        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``eval_batch_size``.
+        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``at_once``,
+            ``eval_batch_size``.
 
     Note:
         ``flwr run --run-config 'resume="path.ckpt"'`` goes on from a checkpoint.

@@ -117,7 +117,7 @@ def test_what_counts_all_clients_closes_the_roster(closes: Any, fit: Fit) -> Non
 
 def test_a_keep_ratio_that_the_algorithm_lacks_is_named(fit: Fit) -> None:
     line = toy_line(LitMLP, keep_ratios=dict.fromkeys(range(12), 0.2))
-    with pytest.raises(ValueError, match=r"Client '0' says a keep ratio of 0.2, andorithm has 0.3, 0.6; write"):
+    with pytest.raises(ValueError, match=r"Client '0' says a keep ratio of 0.2, and the algorithm has 0.3, 0.6; write"):
         fit(seeded(LitMLP), remote(line), algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}))
 
 
@@ -170,3 +170,14 @@ def test_a_newcomer_that_cannot_take_part_ends_no_run(fit: Fit) -> None:
     with pytest.warns(UserWarning, match=f"Node {odd} takes no part: Client '11' says a keep ratio of 0.2, and"):
         fitted = fit(seeded(LitMLP), data, algorithm=MIXED, max_epochs=3, clients_per_round=11)
     assert 11 not in {row.client_id for row in fitted.ledger.rows}
+
+
+def test_a_client_of_other_models_is_named(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"Client '0' has data for the models 'words', and the server trains an only"):
+        fit(seeded(LitMLP), remote(toy_line({"words": LitMLP})))
+
+
+def test_clients_without_examples_are_named(fit: Fit) -> None:
+    line = line_of([{"": LitMLP}] * 3, [{"": data} for data in (DATA, ClientData([]), DATA)])
+    with pytest.raises(ValueError, match=r"1 of 3 clients have no examples \(1\); switch them off"):
+        fit(seeded(LitMLP), remote(line, wait_for=3), clients_per_round=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 
 from torch import nn
@@ -33,7 +34,20 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.protocol.records import Download, Failure, Upload
 
+log = logging.getLogger(__name__)
 Memory = MutableMapping[str, bytes]
+
+
+def answered(answer: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """An answer; or if there is an exception, which the device logs, the answer that says so."""
+    try:
+        return answer()
+    except RecordError as error:
+        return {REFUSED: str(error).encode()}
+    except Exception as error:
+        log.exception("A message could not be answered.")
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {REFUSED: what.encode()}
 
 
 class DeviceService:
@@ -63,23 +77,23 @@ class DeviceService:
         self._devices: dict[tuple[bytes, float], tuple[str, Workplace, Device]] = {}
 
     def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
-        """Answer one message; whatever is wrong with it is said in the answer.
+        """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
 
         Args:
             question: `WHO`, `TRAIN` or `EVALUATE`.
             parts: The message.
             memory: What the device keeps between messages; changed in place.
         """
-        try:
-            if question == WHO:
-                return {IDENTITY: encode_object(self.identity())}
-            if question == TRAIN:
-                return self._train(parts, memory)
-            if question == EVALUATE:
-                return self._evaluate(parts)
-            raise RecordError(f"This device does not know the question {question!r}.")
-        except (RecordError, ValueError) as error:
-            return {REFUSED: str(error).encode()}
+        return answered(lambda: self._answer(question, parts, memory))
+
+    def _answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        if question == WHO:
+            return {IDENTITY: encode_object(self.identity())}
+        if question == TRAIN:
+            return self._train(parts, memory)
+        if question == EVALUATE:
+            return self._evaluate(parts)
+        raise RecordError(f"This device does not know the question {question!r}.")
 
     def identity(self) -> Identity:
         """Who the device is, and what it has for each model; ``ValueError`` if it could not train."""

@@ -65,26 +65,27 @@ class Workplace:
             data: The client's data.
         """
         self.place(module)
+        schedulers = [AtTheServer()] * start.num_schedulers
         placement = placement_of(self.trainer, self.torch_device, module)
 
         def attach(recorder: Recorder, client: Any) -> None:
             client.trainer = self.trainer
             redirect_logging(client, recorder.log, recorder.log_dict)
+            client.lr_schedulers = lambda: schedulers[0] if len(schedulers) == 1 else schedulers or None
             module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
 
         settings = LocalSettings(placement, start.local_hooks, defines)
-        return Device(module, start.side, start.recipes, data, settings, self._local_trainer(start), attach)
-
-    def _local_trainer(self, start: Start) -> LocalTrainer:
-        if start.measures:
-            return LossLoop
-        if start.engine == "loop":
-            return LocalLoop
-        return ClientTrainer(self.trainer, [_AtTheServer()] * start.num_schedulers).prepare
+        train: LocalTrainer = LocalLoop if start.engine == "loop" else ClientTrainer(self.trainer, schedulers).prepare
+        return Device(
+            *(module, start.side, start.recipes, data, settings), LossLoop if start.measures else train, attach
+        )
 
 
-class _AtTheServer:
-    """What ``self.lr_schedulers()`` finds on a device: `ClientTrainer` lets ``step()`` do nothing."""
+class AtTheServer:
+    """What ``self.lr_schedulers()`` finds on a device."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the server steps, once a round."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

@@ -98,6 +98,7 @@ class RemoteClients(ServerData):
             _check_callbacks(self.trainer)
             wanted, self._begun = self.wait_for or self._usual_size(), None
             check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
+            self.roster.check_models(self._module.federation.members)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' names, by number, for the checkpoint."""
@@ -186,7 +187,7 @@ def _check_callbacks(trainer: Any) -> None:
         if isinstance(callback, BatchNormEstimation):
             raise ValueError(
                 f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
-                "leave it out."
+                "leave it out: the server averages the running statistics that clients upload."
             )
 
 

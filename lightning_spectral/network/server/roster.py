@@ -121,6 +121,15 @@ class Roster:
             self.names.append(name)
         self._node_of[name], self._holdings[name] = node, identity.holdings
 
+    def check_models(self, models: Collection[str]) -> None:
+        """Raise ``ValueError`` if a client has data for none of a run's models."""
+        for name, holdings in self._holdings.items():
+            if not holdings.keys() & set(models):
+                raise ValueError(
+                    f"Client {name!r} has data for {_listed(holdings)}, and the server trains {_listed(models)}; let "
+                    "`client(config)` return one ClientData for an only model, or a dictionary with the models' names."
+                )
+
     def _check_admitted(self, identity: Identity) -> None:
         for model, check in self.admits.items():
             if model in identity.holdings:
@@ -129,6 +138,17 @@ class Roster:
     def _refuse(self, node: int, why: str) -> None:
         self._refused.add(node)
         rank_zero_warn(f"Node {node} takes no part: {why}")
+
+
+def _listed(models: Iterable[str]) -> str:
+    """Names of models, in a message.
+
+    Example:
+        >>> _listed(["dense", "sharded"]), _listed([""])
+        ("the models 'dense', 'sharded'", 'an only model')
+    """
+    names = [repr(name) for name in models if name]
+    return f"the models {', '.join(names)}" if names else "an only model"
 
 
 def _natural(name: str) -> tuple[bool, int, str]:

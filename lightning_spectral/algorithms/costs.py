@@ -179,7 +179,7 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
         >>> from lightning_spectral.algorithms import SpectralSharding
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
         >>> round_bytes(mlp, SpectralSharding(keep_ratio={0.25: 0.5, 1.0: 0.5}), [0.25, 1.0])
-        {0.25: 2480, 1.0: 5600}
+        {0.25: 2592, 1.0: 5712}
     """
     counted = _Counted(module, algorithm, None)
     return {r: cost.round_bytes for r, cost in counted.of_own(keep_ratios).items()}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device

@@ -41,7 +41,7 @@ class Roster:
         self._node_of: dict[str, int] = {}
         self._refused: set[int] = set()
         self.is_closed = False
-        self.admits: dict[str, Callable[[str, Holding], None]] = {}
+        self.admits: dict[str, Callable[[str, Holding], object]] = {}
         self._there: Collection[int] = ()
 
     def node_of(self, client_id: int) -> int | None:

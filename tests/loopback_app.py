@@ -70,7 +70,7 @@ def federation(config: Any) -> ls.FederatedModule | ls.MultiModelModule:
             "dense": ls.FederatedModule(LitNet(), seed=1),
             "sharded": ls.FederatedModule(LitNet(), algorithm=algorithm("spectral"), seed=2),
         }
-        return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=4, measure="last"), seed=3)
+        return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=2, measure="last"), seed=3)
     chosen = algorithm(config["algorithm"])
     clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
     return ls.FederatedModule(LitNet(), algorithm=chosen, clients_per_round=clients_per_round, seed=1)

@@ -109,12 +109,14 @@ def line_of(
     data: Sequence[Mapping[str, ClientData]],
     *,
     forgets: bool = False,
+    accelerator: str = "cpu",
     **options: Any,
 ) -> FakeLine:
     """Nodes numbered from 100, in an order that is not that of their clients."""
 
     def node(client: int) -> Node:
-        return Node(lambda: DeviceService(modules[client], data[client], str(client), TRUSTED), forgets=forgets)
+        own = modules[client], data[client], str(client), TRUSTED, accelerator
+        return Node(lambda: DeviceService(*own), forgets=forgets)
 
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()
     return FakeLine({100 + number: node(client) for number, client in enumerate(order)}, **options)
@@ -123,13 +125,16 @@ def line_of(
 def toy_line(
     lit: Callable[[], Any] | Mapping[str, Callable[[], Any]],
     keep_ratios: Mapping[int, float] | None = None,
+    budgets: Mapping[int, float] | None = None,
     **options: Any,
 ) -> FakeLine:
-    """The toy federation's clients, who may say their keep ratios."""
+    """The toy federation's clients, who may say their keep ratios or budgets."""
     lits: Mapping[str, Callable[[], Any]] = {"": lit} if callable(lit) else lit
-    ratios = [None if keep_ratios is None else keep_ratios[client] for client in range(12)]
-    own = zip(toy_client_data(), ratios, strict=True)
-    datas = [ClientData(examples, batch_size=4, keep_ratio=keep_ratio) for examples, keep_ratio in own]
+    ratios, budgets = keep_ratios or {}, budgets or {}
+    datas = [
+        ClientData(examples, batch_size=4, keep_ratio=ratios.get(i), budget_bytes=budgets.get(i))
+        for i, examples in enumerate(toy_client_data())
+    ]
     return line_of([lits] * 12, [dict.fromkeys(lits, data) for data in datas], **options)
 
 

@@ -61,7 +61,16 @@ def algorithm(name: str) -> Any:
     }[name]
 
 
-def federation(config: Any) -> ls.FederatedModule:
+MODELS = "dense", "sharded"
+
+
+def federation(config: Any) -> ls.FederatedModule | ls.MultiModelModule:
+    if config["algorithm"] == "two models":
+        models = {
+            "dense": ls.FederatedModule(LitNet(), seed=1),
+            "sharded": ls.FederatedModule(LitNet(), algorithm=algorithm("spectral"), seed=2),
+        }
+        return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=2, measure="last"), seed=3)
     chosen = algorithm(config["algorithm"])
     clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
     return ls.FederatedModule(LitNet(), algorithm=chosen, clients_per_round=clients_per_round, seed=1)
@@ -73,8 +82,17 @@ def trainer(config: Any) -> pl.Trainer:
     return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving, SaysWhoIsLeftOut()], **options)
 
 
-def client(config: Any) -> net.ClientData:
-    return net.ClientData(examples(1 + int(config["client"])), batch_size=10)
+def for_models(config: Any, value: Any) -> Any:
+    """A value for the only model, or for each of two."""
+    return dict.fromkeys(MODELS, value) if config["algorithm"] == "two models" else value
+
+
+def client(config: Any) -> Any:
+    return for_models(config, net.ClientData(examples(1 + int(config["client"])), batch_size=10))
+
+
+def held_out(config: Any) -> Any:
+    return for_models(config, examples(1000))
 
 
 def simulated(config: Any) -> dict[str, torch.Tensor]:
@@ -84,9 +102,10 @@ def simulated(config: Any) -> dict[str, torch.Tensor]:
     data = ls.FederatedDataModule(whole, ls.NaturalPartitioner(owners), val=examples(1000), batch_size=10)
     model = federation(config)
     runner = trainer({**config, "folder": Path(config["folder"]) / "simulated"})
-    runner.fit(model, data)
+    several = config["algorithm"] == "two models"
+    runner.fit(model, ls.MultiModelDataModule(dict.fromkeys(MODELS, data)) if several else data)
     return model.state_dict()
 
 
-server = net.server_app(federation, trainer, val=examples(1000), wait_for=3)
-device = net.client_app(LitNet, client)
+server = net.server_app(federation, trainer, val=held_out, wait_for=3, patience=300)
+device = net.client_app(dict.fromkeys(("", *MODELS), LitNet), client)

@@ -167,6 +167,24 @@ def largest_that_fits(
     return largest(budget) if not isinstance(budget, Sequence) else [largest(entry) for entry in budget]
 
 
+def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[float]) -> dict[float, int]:
+    """Bytes that a client of each of an algorithm's own keep ratios gets and sends in a round, without frozen ones.
+
+    Args:
+        module: Any module; it is not changed.
+        algorithm: The algorithm with the run's options.
+        keep_ratios: Some of its keep ratios.
+
+    Example:
+        >>> from lightning_spectral.algorithms import SpectralSharding
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+        >>> round_bytes(mlp, SpectralSharding(keep_ratio={0.25: 0.5, 1.0: 0.5}), [0.25, 1.0])
+        {0.25: 2592, 1.0: 5712}
+    """
+    counted = _Counted(module, algorithm, None)
+    return {r: cost.round_bytes for r, cost in counted.of_own(keep_ratios).items()}
+
+
 class _Counted:
     """An algorithm on a copy of a module: what its clients cost, and the capacities that differ."""
 
@@ -197,6 +215,10 @@ class _Counted:
             costs = self._costs(choice, list(dict.fromkeys(keep_ratios.values())), example)
             found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in keep_ratios.items()}
         return {capacity: found[capacity] for capacity in capacities}
+
+    def of_own(self, keep_ratios: Sequence[float]) -> dict[float, Cost]:
+        """The costs of the algorithm's own keep ratios, without a pass."""
+        return self._costs(self.algorithm, keep_ratios, None)
 
     def _choices(self, capacities: Sequence[float]) -> Mapping[float, tuple[Algorithm, float]]:
         """For each capacity, the choice that has it, and the keep ratio of its client."""

@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | `WHO` | none | who the device is: `Identity` |
 | `TRAIN` | the digest of a `Start`, the start itself if the device may lack it, a `Download` | an `Upload` |
-| `EVALUATE` | the model's name, a `Download` of the server's weights | an `Upload` without tensors |
+| `EVALUATE` | the model's name, the precision, a `Download` of the server's weights | an `Upload` without tensors |
 
 A `Download` and an `Upload` are divided into a head and the values of their tensors, so that values which all clients
 get are one part that can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or
@@ -29,7 +29,7 @@ from lightning_spectral.protocol.records import Download, Upload
 Parts = Mapping[str, bytes]
 
 WHO, TRAIN, EVALUATE = "query", "train", "evaluate"
-MODEL = "model"
+MODEL, PRECISION = "model", "precision"
 START, DIGEST, HEAD, VALUES, IDENTITY, LACKS, REFUSED = (
     "start",
     "digest",
@@ -53,12 +53,14 @@ class Holding:
         examples_per_epoch: How many of them it trains on in a local epoch.
         keep_ratio: What it can hold; ``None`` to leave that to the algorithm.
         num_held_out: Number of examples on which it does not train, for `ClientEvaluation`.
+        budget_bytes: Bytes that it may get and send in a round; ``None`` for any number.
     """
 
     num_examples: int
     examples_per_epoch: int
     keep_ratio: float | None = None
     num_held_out: int = 0
+    budget_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,10 @@ class Start:
         recipes: Recipes of the user's optimizers. A device does not configure them itself, since that often needs a
             Trainer, to schedule the learning rate.
         measures: Whether clients only measure their loss.
+        engine: What runs a client's local epochs, ``"loop"`` or ``"trainer"``.
+        precision: Precision of the server's Trainer, in which devices train too.
+        num_rounds: Number of rounds of the run; ``None`` if it goes on until it is stopped.
+        num_schedulers: Number of the user's schedulers, which the server steps.
     """
 
     model: str
@@ -94,6 +100,10 @@ class Start:
     local_hooks: tuple[LocalHook, ...] = ()
     recipes: tuple[OptimizerRecipe, ...] = ()
     measures: bool = False
+    engine: str = "loop"
+    precision: str = "32-true"
+    num_rounds: int | None = None
+    num_schedulers: int = 0
 
 
 def encode_object(value: Identity | Start) -> bytes:
@@ -101,7 +111,7 @@ def encode_object(value: Identity | Start) -> bytes:
 
     Example:
         >>> decode_object(encode_object(Identity("ward 7", {"": Holding(80, 64)})), Identity).holdings
-        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0)}
+        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
     """
     name = type(value).__name__
     return encode_plain(to_plain(value, name), name)

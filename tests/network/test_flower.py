@@ -21,6 +21,7 @@ import lightning_spectral.network as net
 from lightning_spectral.network.flower.flower_line import FlowerLine
 from lightning_spectral.network.flower.wire import LARGE, NodeMemory, as_records, parts_of
 from lightning_spectral.network.server.line import Question
+from lightning_spectral.network.server.roster import Roster
 
 PARTS = st.dictionaries(st.text(max_size=8), st.binary(max_size=20) | st.just(bytes(LARGE)), max_size=4)
 
@@ -135,12 +136,55 @@ def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any, tmp_path: Any)
     assert same_state(trained[0].state_dict(), simulated.state_dict())
 
 
-def test_what_client_returns_is_checked(quiet: Any) -> None:
+def asked(app: Any, config: dict[str, Any]) -> str:
+    """What the server warns of when it asks a device who it is."""
+    roster = Roster(FlowerLine(FakeGrid(app, {7: config})), patience=0.0)
+    with pytest.warns(UserWarning, match="Node 7 takes no part: ") as caught:
+        roster.look()
+    return str(caught[0].message)
+
+
+def test_what_client_returns_is_checked() -> None:
     app = net.client_app(LitMLP, lambda config: torch.zeros(3))  # type: ignore[arg-type, return-value]
-    grid = FakeGrid(app, {7: {"client": "0"}})
-    line = FlowerLine(grid)
-    (ticket,) = line.ask([Question(7, "query")])
-    assert ticket is not None
-    (answer,) = line.answers([ticket])
-    assert answer.reason == "error"
-    assert "`client(config)` must be an instance of ClientData" in answer.message
+    assert "TypeError: `client(config)` must be an instance of ClientData" in asked(app, {"client": "0"})
+
+
+def test_a_device_without_its_configuration_says_what_is_lacking() -> None:
+    app = net.client_app(LitMLP, lambda config: client({"client": config["ward"]}))
+    said = asked(app, {"client": "0", "folder": "x"})
+    assert "`client(config)` reads config['ward'], and the configuration of run and node holds client, folder" in said
+
+
+def test_data_that_cannot_be_read_is_named_when_the_device_says_who_it_is() -> None:
+    app = net.client_app(LitMLP, lambda config: net.ClientData(iter([1, 2])))
+    assert "TypeError: `train` must be a map-style data set, with `__len__` and `__getitem__`" in asked(app, {})
+
+
+def test_a_module_is_made_without_arguments() -> None:
+    with pytest.raises(ValueError, match=r"LitNeeds needs width; write a function .* client_app\(lambda: LitNeeds\("):
+        net.client_app(LitNeeds, client)
+    with pytest.raises(TypeError, match=r"`module\['a'\]` must be a class or function .*, got a LitMLP; leave"):
+        net.client_app({"a": LitMLP()}, client)
+
+
+class LitNeeds(LitMLP):
+    def __init__(self, width: int) -> None:
+        super().__init__(width=width)
+
+
+@pytest.mark.parametrize(
+    ("federation", "trainer", "message"),
+    [
+        (lambda config: LitMLP(), None, r"`federation\(config\)` must be an instance of FederatedModule, got"),
+        (
+            lambda config: ls.FederatedModule(LitMLP(), clients_per_round=1),
+            dict,
+            r"`trainer\(config\)` must be an inst",
+        ),
+    ],
+)
+def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message: str) -> None:
+    server = net.server_app(federation, trainer)
+    grid = FakeGrid(net.client_app(LitMLP, client), {7: {"client": "0"}})
+    with pytest.raises(TypeError, match=message):
+        server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))

@@ -1,10 +1,13 @@
 """Flower itself on this machine, with TLS and keys: bit equality, what is killed, and who is refused."""
 
+import os
 import re
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,7 +89,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["fedavg", "spectral", "scaffold", "lora", "zampling", "width", "fiarse", "stale"]
+    "algorithm", ["fedavg", "spectral", "scaffold", "lora", "zampling", "width", "fiarse", "stale", "two models"]
 )
 def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
     run(network, tmp_path, rounds=3, algorithm=algorithm)
@@ -103,9 +106,39 @@ def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -
     assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm="scaffold"))
 
 
+def test_a_run_goes_on_after_the_server_app_was_killed_alone(network: Any, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"algorithm": "scaffold", "folder": str(tmp_path)}
+    start(network, "killed", rounds=8, **settings)
+    wait_for(lambda: "round 1: in, in, in" in network.log("killed"))
+    os.kill(process_of("flwr-serverapp", network), signal.SIGKILL)
+    network.kill("killed")
+    first = tmp_path / "first.ckpt"
+    shutil.move(tmp_path / "last.ckpt", first)
+    assert 1 <= torch.load(first, weights_only=False)["epoch"] < 4
+    run(network, tmp_path, rounds=5, algorithm="scaffold", resume=str(first))
+    assert same(weights(tmp_path), expected(tmp_path, rounds=5, algorithm="scaffold"))
+
+
+def process_of(program: str, network: Any) -> int:
+    """The only process of a program in a network."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            home = network.environment["FLWR_HOME"].encode()
+            if program.encode() in (folder / "cmdline").read_bytes() and home in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    (pid,) = found
+    return pid
+
+
+def start(network: Any, name: str, **settings: Any) -> None:
+    """Start a run, and go on while it runs."""
+    command = ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", run_config(settings)]
+    network.start(name, command)
+
+
 def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> None:
-    config = run_config({"folder": str(tmp_path), "rounds": 3})
-    network.start("run", ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", config])
+    start(network, "run", folder=str(tmp_path), rounds=3)
     wait_for(lambda: "round 0: in, in, in" in network.log("run"))
     network.kill("node-2", without_warning=True)
     wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))
@@ -130,7 +163,7 @@ def refused(network: Any, why: str) -> None:
     network.kill("node-stranger")
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 240.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 900.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it has not happened in time"

@@ -126,3 +126,58 @@ def test_devices_say_what_they_can_hold(fit: Fit) -> None:
     algorithm = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
     fitted = fit(seeded(LitMLP), remote(toy_line(LitMLP, keep_ratios=said)), algorithm=algorithm, max_epochs=2)
     assert all(row.keep_ratio == said[row.client_id] for row in fitted.ledger.rows)
+
+
+MIXED = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+
+
+@pytest.mark.parametrize("algorithm", [MIXED, ls.LoRA({1: 0.5, 3: 0.5})], ids=["spectral", "LoRA"])
+def test_a_device_with_a_budget_gets_the_largest_sub_model_that_fits(algorithm: Any, fit: Fit) -> None:
+    plain = fit(seeded(LitMLP), remote(toy_line(LitMLP)), algorithm=algorithm, clients_per_round=12)
+    used: dict[float, int] = {}
+    for row in plain.ledger.rows:
+        size = row.downlink_bytes + row.uplink_bytes - row.frozen_bytes
+        assert used.setdefault(row.keep_ratio, size) == size
+    (small, little), (large, much) = sorted(used.items())
+    budgets = dict(enumerate([little, much - 1, much, 10 * much]))
+    line = toy_line(LitMLP, budgets=budgets)
+    fitted = fit(seeded(LitMLP), remote(line), algorithm=algorithm, clients_per_round=12)
+    got = {row.client_id: row.keep_ratio for row in fitted.ledger.rows}
+    assert [got[client] for client in range(4)] == [small, small, large, large]
+
+
+def test_a_budget_that_nothing_fits_is_named(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"Client '3' says `budget_bytes=9`, and the smallest sub-model takes [\d,]+ "):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP, budgets={3: 9})), algorithm=MIXED)
+
+
+def test_a_device_says_a_keep_ratio_or_a_budget() -> None:
+    with pytest.raises(ValueError, match=r"`keep_ratio=0.5` and `budget_bytes=1,000` both say what the device can"):
+        ClientData(DATA.train, keep_ratio=0.5, budget_bytes=1000)
+
+
+def test_a_newcomer_that_cannot_take_part_ends_no_run(fit: Fit) -> None:
+    line = toy_line(LitMLP, keep_ratios={client: 0.3 for client in range(11)} | {11: 0.2})
+    odd = next(node for node in sorted(line.there) if line.there[node].make().client == "11")
+    later = line.there.pop(odd)
+
+    def appear(question: Any, answer: Any) -> Any:
+        line.there[odd] = later
+        return answer
+
+    line.spoil = appear
+    data = remote(line, wait_for=11)
+    with pytest.warns(UserWarning, match=f"Node {odd} takes no part: Client '11' says a keep ratio of 0.2, and"):
+        fitted = fit(seeded(LitMLP), data, algorithm=MIXED, max_epochs=3, clients_per_round=11)
+    assert 11 not in {row.client_id for row in fitted.ledger.rows}
+
+
+def test_a_client_of_other_models_is_named(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"Client '0' has data for the models 'words', and the server trains an only"):
+        fit(seeded(LitMLP), remote(toy_line({"words": LitMLP})))
+
+
+def test_clients_without_examples_are_named(fit: Fit) -> None:
+    line = line_of([{"": LitMLP}] * 3, [{"": data} for data in (DATA, ClientData([]), DATA)])
+    with pytest.raises(ValueError, match=r"1 of 3 clients have no examples \(1\); switch them off"):
+        fit(seeded(LitMLP), remote(line, wait_for=3), clients_per_round=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from lightning_spectral.network.cli.keys import write_certificates, write_node_key
+from lightning_spectral.network.cli.processes import end
 
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -117,14 +117,7 @@ class LocalNetwork:
 
     def kill(self, name: str, *, without_warning: bool = False) -> None:
         """End a process with all that it has started: by SIGTERM, and after five seconds by SIGKILL."""
-        process = self._processes.pop(name)
-        for how in (signal.SIGTERM, signal.SIGKILL)[without_warning:]:
-            try:
-                os.killpg(process.pid, how)
-                process.wait(timeout=5)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
-        process.wait()
+        end(self._processes.pop(name), without_warning=without_warning)
 
     def close(self) -> None:
         """End all processes."""

@@ -24,6 +24,9 @@ def read_kept(device: Device, memory: MutableMapping[str, bytes], model: str) ->
     if device.kept.tensors or f"kept {model}" not in memory:
         return
     try:
-        device.kept.tensors.update(decode_plain(memory[f"kept {model}"], KIND))
+        kept = decode_plain(memory[f"kept {model}"], KIND)
     except RecordError:
         del memory[f"kept {model}"]
+        return
+    where = device.settings.placement.device
+    device.kept.tensors.update({name: (digest, tensor.to(where)) for name, (digest, tensor) in kept.items()})

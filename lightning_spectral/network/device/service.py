@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any
 
 from torch import nn
 
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalLoop, LossLoop
-from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.client.user_step import Recorder, log_to
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.evaluation import evaluated
 from lightning_spectral.network.device.kept import read_kept, write_kept
+from lightning_spectral.network.device.workplace import Workplace, check_accelerator
 from lightning_spectral.network.messages import (
     DIGEST,
     EVALUATE,
     IDENTITY,
     LACKS,
     MODEL,
+    PRECISION,
     REFUSED,
     START,
     TRAIN,
@@ -35,7 +34,20 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.protocol.records import Download, Failure, Upload
 
+log = logging.getLogger(__name__)
 Memory = MutableMapping[str, bytes]
+
+
+def answered(answer: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """An answer; or if there is an exception, which the device logs, the answer that says so."""
+    try:
+        return answer()
+    except RecordError as error:
+        return {REFUSED: str(error).encode()}
+    except Exception as error:
+        log.exception("A message could not be answered.")
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {REFUSED: what.encode()}
 
 
 class DeviceService:
@@ -49,6 +61,7 @@ class DeviceService:
         data: The client's data, likewise.
         client: The client's name.
         trusted: Packages besides this one whose dataclasses the server may send: those of the user's own code.
+        accelerator: Where the device trains, as for a Trainer.
     """
 
     def __init__(
@@ -57,32 +70,34 @@ class DeviceService:
         data: Mapping[str, ClientData],
         client: str,
         trusted: Collection[str] = (),
+        accelerator: str = "auto",
     ) -> None:
         self.modules, self.data, self.client = modules, data, client
-        self.trusted = frozenset(trusted)
-        self._devices: dict[tuple[bytes, float], tuple[str, Device]] = {}
+        self.trusted, self.accelerator = frozenset(trusted), accelerator
+        self._devices: dict[tuple[bytes, float], tuple[str, Workplace, Device]] = {}
 
     def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
-        """Answer one message; whatever is wrong with it is said in the answer.
+        """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
 
         Args:
             question: `WHO`, `TRAIN` or `EVALUATE`.
             parts: The message.
             memory: What the device keeps between messages; changed in place.
         """
-        try:
-            if question == WHO:
-                return {IDENTITY: encode_object(self.identity())}
-            if question == TRAIN:
-                return self._train(parts, memory)
-            if question == EVALUATE:
-                return self._evaluate(parts)
-            raise RecordError(f"This device does not know the question {question!r}.")
-        except (RecordError, ValueError) as error:
-            return {REFUSED: str(error).encode()}
+        return answered(lambda: self._answer(question, parts, memory))
+
+    def _answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        if question == WHO:
+            return {IDENTITY: encode_object(self.identity())}
+        if question == TRAIN:
+            return self._train(parts, memory)
+        if question == EVALUATE:
+            return self._evaluate(parts)
+        raise RecordError(f"This device does not know the question {question!r}.")
 
     def identity(self) -> Identity:
-        """Who the device is, and what it has for each model."""
+        """Who the device is, and what it has for each model; ``ValueError`` if it could not train."""
+        check_accelerator(self.accelerator)
         return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
 
     def _train(self, parts: Parts, memory: Memory) -> dict[str, bytes]:
@@ -92,11 +107,11 @@ class DeviceService:
         if f"start {digest.decode()}" not in memory:
             return {LACKS: digest}
         download = record_of(parts, Download)
-        model, device = self._device(digest, download.capacity, memory)
+        model, workplace, device = self._device(digest, download.capacity, memory)
         read_kept(device, memory, model)
         device.generators.save()
         try:
-            upload = device.run(download)
+            upload = device.run(workplace.arrive(download))
         finally:
             device.generators.restore()
             device.release()
@@ -110,7 +125,8 @@ class DeviceService:
         if not (data := self.data[model]).holding().num_held_out:
             raise RecordError("This client has no held-out examples.")
         try:
-            logged = evaluated(self.modules[model](), data, download)
+            workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
+            logged = evaluated(self.modules[model](), data, workplace, download)
         except Exception as error:
             failure = Failure("evaluation", f"{type(error).__name__}: {error}")
             return record_parts(Upload(download.unit, {}, left_out="error", failure=failure))
@@ -120,21 +136,12 @@ class DeviceService:
         if model not in self.modules or model not in self.data:
             raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
 
-    def _device(self, digest: bytes, capacity: float, memory: Memory) -> tuple[str, Device]:
+    def _device(self, digest: bytes, capacity: float, memory: Memory) -> tuple[str, Workplace, Device]:
         key = digest, capacity
         if key not in self._devices:
             start = decode_object(memory[f"start {digest.decode()}"], Start, self.trusted)
-            self._devices[key] = start.model, self._make(start)
+            self._check_model(start.model)
+            workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
+            module, data = self.modules[start.model](), self.data[start.model].batches
+            self._devices[key] = start.model, workplace, workplace.make_device(module, start, data)
         return self._devices[key]
-
-    def _make(self, start: Start) -> Device:
-        self._check_model(start.model)
-        module: Any = self.modules[start.model]()
-        settings = LocalSettings(local_hooks=start.local_hooks)
-        trainer = LossLoop if start.measures else LocalLoop
-
-        def attach(recorder: Recorder, client: Any) -> None:
-            log_to(recorder, client)
-            module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
-
-        return Device(module, start.side, start.recipes, self.data[start.model].batches, settings, trainer, attach)

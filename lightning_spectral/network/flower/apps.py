@@ -9,7 +9,7 @@ from lightning_spectral.client.user_step import num_accepted
 from lightning_spectral.errors import check_is
 from lightning_spectral.extras import from_extra
 from lightning_spectral.network.device.client_data import ClientData
-from lightning_spectral.network.device.service import DeviceService
+from lightning_spectral.network.device.service import DeviceService, answered
 
 with from_extra("network"):
     from flwr.app import Context, Message
@@ -19,6 +19,7 @@ with from_extra("network"):
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+from lightning_spectral.network.flower.app_checks import check_makes_modules, data_by_model
 from lightning_spectral.network.flower.wire import NodeMemory, as_records, parts_of
 
 Config = Mapping[str, Any]
@@ -27,7 +28,9 @@ MakeData = Callable[[Config], ClientData | Mapping[str, ClientData]]
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
 
-def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) -> ClientApp:
+def client_app(
+    module: MakeModule | Mapping[str, MakeModule], client: MakeData, *, accelerator: str = "auto"
+) -> ClientApp:
     """Make the app that a device runs.
 
     Args:
@@ -35,6 +38,7 @@ def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) 
             name. It must be the one that the server trains.
         client: Returns the device's own data, `ClientData`, or that of each model by name. It is called with the
             configuration of the run and of the node: ``--node-config 'client="ward 7" folder="/data"'``.
+        accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
 
     Note:
         A device is known by the entry ``client`` of its node's configuration, or ``partition-id``, or by the number
@@ -42,21 +46,20 @@ def client_app(module: MakeModule | Mapping[str, MakeModule], client: MakeData) 
     """
     app, services = ClientApp(), dict[int, DeviceService]()
     modules = module if isinstance(module, Mapping) else {"": module}
+    check_makes_modules(modules)
 
     def service(context: Context) -> DeviceService:
         if context.node_id not in services:
             config = {**context.run_config, **context.node_config}
-            found = client(config)
-            data = found if isinstance(found, Mapping) else {"": found}
-            for name, one in data.items():
-                check_is(f"client(config)[{name!r}]" if name else "client(config)", one, ClientData)
+            data = data_by_model(client, config)
             who = next((str(config[name]) for name in CLIENT_NAMES if name in config), str(context.node_id))
-            services[context.node_id] = DeviceService(modules, data, who, _packages(client, *modules.values()))
+            trusted = _packages(client, *modules.values())
+            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator)
         return services[context.node_id]
 
     def answer(message: Message, context: Context) -> Message:
         kind, memory = message.metadata.message_type, NodeMemory(context.state)
-        parts = service(context).answer(kind, parts_of(message.content), memory)
+        parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory))
         return Message(as_records(parts), reply_to=message)
 
     app.query()(answer)
@@ -81,20 +84,28 @@ def server_app(
         trainer: Returns the Trainer, likewise.
         val: Validation data at the server, or a function that makes it; with several models, one for each name.
         test: Test data, likewise; it is evaluated after the last round.
-        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``eval_batch_size``.
+        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``at_once``,
+            ``eval_batch_size``.
 
     Note:
         ``flwr run --run-config 'resume="path.ckpt"'`` goes on from a checkpoint.
     """
 
     def main(grid: Grid, context: Context) -> None:
+        from lightning.pytorch import Trainer
+
         from lightning_spectral.network.flower.flower_line import FlowerLine
         from lightning_spectral.network.server.remote_clients import clients_of_models
+        from lightning_spectral.plugin.module import FederatedModule
+        from lightning_spectral.plugin.multi_model import MultiModelModule
 
         config = dict(context.run_config)
         model = federation(config)
+        if not isinstance(model, FederatedModule | MultiModelModule):
+            check_is("federation(config)", model, FederatedModule)
         data = clients_of_models(model, FlowerLine(grid), _made(val, config), _made(test, config), options)
         runner = trainer(config)
+        check_is("trainer(config)", runner, Trainer)
         runner.fit(model, datamodule=data, ckpt_path=config.get("resume") or None)
         if test is not None:
             runner.test(model, datamodule=data)

@@ -13,6 +13,7 @@ from lightning_spectral.protocol.exclusion import ExclusionReason
 
 # Flower's error codes that do not say that the code on the device failed
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
+AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
 
 
@@ -39,9 +40,10 @@ class FlowerLine(Line):
         return [ticket or None for ticket in tickets] if len(tickets) == len(questions) else [None] * len(questions)
 
     def answers(self, tickets: Collection[str]) -> Iterator[Answer]:
-        """Pull what has arrived."""
-        if tickets:
-            yield from map(_answer, self._grid.pull_messages(list(tickets)))
+        """Pull what has arrived, a few answers at a time."""
+        open_ones = list(tickets)
+        for begin in range(0, len(open_ones), AT_A_TIME):
+            yield from map(_answer, self._grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
 
 
 def _message(question: Question) -> Message:

@@ -59,4 +59,4 @@ class Line(ABC):
 
     @abstractmethod
     def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
-        """The answers to any of these questions that have arrived; it does not wait."""
+        """The answers to any of these questions that have arrived, each fetched when it is due; it does not wait."""

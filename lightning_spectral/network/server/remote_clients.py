@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from lightning_spectral.algorithms.costs import round_bytes
 from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LossLoop
@@ -25,12 +26,15 @@ from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.run import Run
+
+PRECISIONS = "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"
 
 
 class RemoteClients(ServerData):
@@ -44,6 +48,8 @@ class RemoteClients(ServerData):
         wait_for: Number of clients with which a run begins; ``None`` for those of a round.
         patience: Seconds to wait for enough clients, at the start and in every round.
         deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
+        at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the
+            server holds the sub-model that it was sent, unless all get the same.
         eval_batch_size: Examples per evaluation batch.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
 
@@ -62,12 +68,14 @@ class RemoteClients(ServerData):
         wait_for: int | None = None,
         patience: float = 60.0,
         deadline: float | None = None,
+        at_once: int | None = None,
         eval_batch_size: int = 256,
         collate_fn: Collate | None = None,
     ) -> None:
         eval_batch_size = Whole(at_least=1)("eval_batch_size", eval_batch_size)
         super().__init__(val, test, eval_batch_size, collate_fn)
         self.wait_for = Whole(at_least=1, optional=True)("wait_for", wait_for)
+        self.at_once = Whole(at_least=1, optional=True)("at_once", at_once)
         self.deadline = Number(above=0, optional=True)("deadline", deadline)
         patience = Number(at_least=0)("patience", patience)
         self.roster = line if isinstance(line, Roster) else Roster(line, patience)
@@ -90,6 +98,7 @@ class RemoteClients(ServerData):
             _check_callbacks(self.trainer)
             wanted, self._begun = self.wait_for or self._usual_size(), None
             check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
+            self.roster.check_models(self._module.federation.members)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' names, by number, for the checkpoint."""
@@ -101,7 +110,7 @@ class RemoteClients(ServerData):
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
         """What the server knows of the clients, as it is now."""
-        return RemoteDirectory(self.roster, self.model, capacities, available, self.begin_round)
+        return RemoteDirectory(self.roster, self.model, capacities, available, self.begin_round, self._bytes_of)
 
     def begin_round(self, round_idx: int) -> None:
         """Wait for the clients of a round, and admit those that have joined."""
@@ -123,9 +132,16 @@ class RemoteClients(ServerData):
         """
         _check_settings(owner)
         recipes = tuple(recipe_of(template, owner.module) for template in owner.templates())
-        side, measures = run.half.device_half, local_trainer is LossLoop
-        start = Start(self.model, side, tuple(owner.local_hooks), recipes, measures)
-        return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline)
+        side, trainer, schedulers = run.half.device_half, owner.trainer, owner.member.schedules.schedulers
+        start = Start(
+            *(self.model, side, tuple(owner.local_hooks), recipes),
+            measures=local_trainer is LossLoop,
+            engine=owner.client_engine,
+            precision=trainer.precision,
+            num_rounds=num_rounds(trainer),
+            num_schedulers=len(schedulers),
+        )
+        return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline, self.at_once)
 
     @property
     def held_out(self) -> HeldOut:
@@ -136,7 +152,7 @@ class RemoteClients(ServerData):
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
         """Let clients evaluate the server's model on their own held-out examples."""
-        return evaluate_on_devices(self.roster, self.model, owner.module, owner.seed, round_idx, client_ids)
+        return evaluate_on_devices(self.roster, self.model, owner, round_idx, client_ids)
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""
@@ -150,6 +166,10 @@ class RemoteClients(ServerData):
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed; who is there may change."""
         return {"clients": "elsewhere"}
+
+    def _bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
+        owner = self._module.federation.members[self.model].owner
+        return round_bytes(owner.module, owner.algorithm, keep_ratios)
 
     @property
     def _module(self) -> Any:
@@ -167,19 +187,18 @@ def _check_callbacks(trainer: Any) -> None:
         if isinstance(callback, BatchNormEstimation):
             raise ValueError(
                 f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
-                "leave it out."
+                "leave it out: the server averages the running statistics that clients upload."
             )
 
 
 def _check_settings(owner: Any) -> None:
     if owner.trainer.world_size > 1:
         raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
-    if owner.client_engine != "loop":
+    if owner.trainer.precision not in PRECISIONS:
         raise ValueError(
-            f"Devices run the client engine 'loop', got {owner.client_engine!r}; leave `client_engine` out."
+            f"Devices train in one of the precisions {', '.join(PRECISIONS)}, got Trainer(precision="
+            f"{owner.trainer.precision!r}); choose one of them."
         )
-    if owner.trainer.precision != "32-true":
-        raise ValueError(f"Devices train in 32 bits, got Trainer(precision={owner.trainer.precision!r}); leave it out.")
 
 
 def clients_of_models(

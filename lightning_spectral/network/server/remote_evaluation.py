@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_spectral.errors import RecordError, SpectralWarning
-from lightning_spectral.network.messages import EVALUATE, MODEL, record_of, record_parts
+from lightning_spectral.network.messages import EVALUATE, MODEL, PRECISION, record_of, record_parts
 from lightning_spectral.network.server.asking import Asking
 from lightning_spectral.network.server.line import Question
 from lightning_spectral.network.server.remote_executor import usable
@@ -46,25 +47,25 @@ def held_out(roster: Roster, model: str) -> HeldOut:
 
 
 def evaluate_on_devices(
-    roster: Roster, model: str, server: nn.Module, seed: int, round_idx: int, client_ids: Sequence[int]
+    roster: Roster, model: str, owner: Any, round_idx: int, client_ids: Sequence[int]
 ) -> dict[int, Mapping[str, float]]:
     """The metrics of each client that answers; those that do not are named in a warning.
 
     Args:
         roster: Who is there.
         model: The model's name; empty if there is only one.
-        server: The user's module, whose weights all clients get.
-        seed: The run's seed.
+        owner: The `FederatedModule`, whose weights all clients get.
         round_idx: The round, from 0.
         client_ids: Clients to evaluate.
     """
     asking, units = Asking(roster.line), dict[int, WorkUnit]()
-    tensors = travelling_tensors(server)
+    tensors = travelling_tensors(owner.module)
+    common = {MODEL: model.encode(), PRECISION: owner.trainer.precision.encode()}
     for client_id in client_ids:
         if (node := roster.node_of(client_id)) is not None:
             units[node] = WorkUnit(client_id, model)
-            parts = record_parts(Download(units[node], 1.0, tensors, round_idx, seed=seed))
-            asking.ask(Question(node, EVALUATE, {**parts, MODEL: model.encode()}, round_idx))
+            parts = record_parts(Download(units[node], 1.0, tensors, round_idx, seed=owner.seed))
+            asking.ask(Question(node, EVALUATE, {**parts, **common}, round_idx))
     found: dict[int, Mapping[str, float]] = {}
     for question, answer in asking.arrived(wait=True):
         client_id = units[question.node].client_id

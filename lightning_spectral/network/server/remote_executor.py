@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar
 
 from lightning_spectral.errors import RecordError
@@ -40,43 +41,49 @@ class RemoteExecutor(Executor):
         start: What devices need once.
         checks: Of what they send back.
         deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
+        at_once: Most clients that train at the same time; ``None`` for all of a round.
     """
 
     exclusion_reasons: ClassVar[tuple[ExclusionReason, ...]] = ("dropped_out", "late")
 
-    def __init__(self, roster: Roster, start: Start, checks: ReplyChecks, deadline: float | None) -> None:
-        self.roster, self.checks, self.deadline = roster, checks, deadline
+    def __init__(
+        self, roster: Roster, start: Start, checks: ReplyChecks, deadline: float | None, at_once: int | None = None
+    ) -> None:
+        self.roster, self.checks, self.deadline, self.at_once = roster, checks, deadline, at_once
         self._start = Starting(encode_object(start))
         self._started: set[int] = set()  # nodes that have the start
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads as they arrive, those of the first clients perhaps before the last downloads are drawn."""
-        asking, sent = Asking(self.roster.line), dict[int, Download]()
+        asking, sent = Asking(self.roster.line), dict[int, _Sent]()
         for download in downloads:
             node = self.roster.node_of(download.unit.client_id)
             if node is None:
                 yield Upload(download.unit, {}, left_out="dropped_out")
                 continue
-            sent[node] = download
-            asking.ask(self._question(node, download, has_start=node in self._started))
+            sent[node] = _Sent(download, has_start=node in self._started)
+            asking.ask(self._question(node, sent[node]))
             yield from self._uploads(asking, sent, wait=False)
+            if len(sent) == self.at_once:
+                yield from islice(self._uploads(asking, sent, wait=True), 1)
         yield from self._uploads(asking, sent, wait=True)
 
-    def _question(self, node: int, download: Download, *, has_start: bool) -> Question:
-        parts = {**record_parts(download), DIGEST: self._start.digest}
-        if not has_start:
+    def _question(self, node: int, sent: _Sent) -> Question:
+        parts = {**record_parts(sent.download), DIGEST: self._start.digest}
+        if not sent.has_start:
             parts[START] = self._start.data
-        return Question(node, TRAIN, parts, download.round_idx, self.deadline)
+        return Question(node, TRAIN, parts, sent.download.round_idx, self.deadline)
 
-    def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
+    def _uploads(self, asking: Asking, sent: dict[int, _Sent], *, wait: bool) -> Iterator[Upload]:
         for question, answer in asking.arrived(wait=wait):
-            download = sent[question.node]
-            if LACKS in answer.parts and START not in question.parts:
-                asking.ask(self._question(question.node, download, has_start=False))
+            node = question.node
+            if LACKS in answer.parts and sent[node].has_start:
+                sent[node] = replace(sent[node], has_start=False)
+                asking.ask(self._question(node, sent[node]))
                 continue
             if answer.reason is None and REFUSED not in answer.parts:
-                self._started.add(question.node)
-            yield self._upload(sent.pop(question.node), answer)
+                self._started.add(node)
+            yield self._upload(sent.pop(node).download, answer)
 
     def _upload(self, download: Download, answer: Answer) -> Upload:
         if answer.reason in ("late", "dropped_out"):
@@ -88,6 +95,14 @@ class RemoteExecutor(Executor):
             failure = Failure("network", f"The device's answer cannot be used: {error}")
             return Upload(download.unit, {}, left_out="error", failure=failure)
         return replace(upload, unit=download.unit)  # with the server's own coefficient
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What a node was sent, which it may have to be sent again, and whether it should have the start already."""
+
+    download: Download
+    has_start: bool
 
 
 def usable(answer: Answer) -> Parts:

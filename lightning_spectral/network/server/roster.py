@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -30,6 +30,8 @@ class Roster:
     Attributes:
         names: The clients' names, by number.
         is_closed: Whether new clients have to wait for the next run.
+        admits: For each model of a run that has begun, raises ``ValueError`` if a client cannot take part; called with
+            its name and what it has.
     """
 
     def __init__(self, line: Line, patience: float) -> None:
@@ -39,6 +41,7 @@ class Roster:
         self._node_of: dict[str, int] = {}
         self._refused: set[int] = set()
         self.is_closed = False
+        self.admits: dict[str, Callable[[str, Holding], object]] = {}
         self._there: Collection[int] = ()
 
     def node_of(self, client_id: int) -> int | None:
@@ -108,15 +111,44 @@ class Roster:
         name = identity.client
         if self._node_of.get(name) in self._there and self._node_of[name] != node:
             return self._refuse(node, f"another node says that it is client {name!r}; give each a name of its own.")
+        if name not in self.names and self.is_closed:
+            return self._refuse(node, f"client {name!r} is new, and this run counts on the clients of its start.")
+        try:
+            self._check_admitted(identity)
+        except ValueError as error:
+            return self._refuse(node, str(error))
         if name not in self.names:
-            if self.is_closed:
-                return self._refuse(node, f"client {name!r} is new, and this run counts on the clients of its start.")
             self.names.append(name)
         self._node_of[name], self._holdings[name] = node, identity.holdings
+
+    def check_models(self, models: Collection[str]) -> None:
+        """Raise ``ValueError`` if a client has data for none of a run's models."""
+        for name, holdings in self._holdings.items():
+            if not holdings.keys() & set(models):
+                raise ValueError(
+                    f"Client {name!r} has data for {_listed(holdings)}, and the server trains {_listed(models)}; let "
+                    "`client(config)` return one ClientData for an only model, or a dictionary with the models' names."
+                )
+
+    def _check_admitted(self, identity: Identity) -> None:
+        for model, check in self.admits.items():
+            if model in identity.holdings:
+                check(identity.client, identity.holdings[model])
 
     def _refuse(self, node: int, why: str) -> None:
         self._refused.add(node)
         rank_zero_warn(f"Node {node} takes no part: {why}")
+
+
+def _listed(models: Iterable[str]) -> str:
+    """Names of models, in a message.
+
+    Example:
+        >>> _listed(["dense", "sharded"]), _listed([""])
+        ("the models 'dense', 'sharded'", 'an only model')
+    """
+    names = [repr(name) for name in models if name]
+    return f"the models {', '.join(names)}" if names else "an only model"
 
 
 def _natural(name: str) -> tuple[bool, int, str]:

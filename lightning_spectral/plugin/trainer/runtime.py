@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTrainer, Placement
+from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import (
@@ -33,11 +32,12 @@ from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
 from lightning_spectral.plugin.lightning.logs import log_round, redirect_logging
+from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import scaled_by
 from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler
 from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
-from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines, is_overridden
+from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.stage_clock import Profile
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -131,7 +131,7 @@ def sequential_executor(
         # looked up in the user's module: a copy of it has parameters with the same names
         [recipe_of(template, owner.module) for template in owner.templates()],
         owner.data.client_data,
-        LocalSettings(_placement(owner), owner.local_hooks, defines),
+        LocalSettings(placement_of(owner.trainer, owner.device, owner.module, owner.data), owner.local_hooks, defines),
         local_trainer or _local_trainer(owner, schedules),
         attach=partial(_attach, owner),
         profile=run.profile,
@@ -143,21 +143,6 @@ def _attach(owner: Any, recorder: Recorder, client: Any) -> None:
     client.trainer = owner.trainer
     redirect_logging(client, recorder.log, recorder.log_dict)
     adopt_batch_hooks(client, owner.data)
-
-
-def _placement(owner: Any) -> Placement:
-    precision = owner.trainer.precision_plugin
-    own = any(is_overridden(module, "transfer_batch_to_device") for module in (owner.module, owner.data))
-    moves = own or owner.device.type != "cpu"
-    scaler = getattr(precision, "scaler", None)
-    return Placement(owner.device, precision.convert_input, _forward_context(precision), moves, scaler)
-
-
-def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a client's forward pass; none in full precision, since entering one takes time in every step."""
-    names = ("train_step_context", "forward_context")
-    is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
-    return nullcontext if is_plain else precision.train_step_context
 
 
 def _local_trainer(owner: Any, schedules: Sequence[RoundScheduler]) -> LocalTrainer:

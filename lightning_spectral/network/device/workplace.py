@@ -1,0 +1,104 @@
+"""Where a device trains: a Trainer of its own, on its accelerator, in the precision that the server asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_loop import LocalLoop, LossLoop
+from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
+from lightning_spectral.client.user_step import Recorder
+from lightning_spectral.network.messages import Start
+from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
+from lightning_spectral.plugin.lightning.placement import placement_of
+from lightning_spectral.plugin.lightning.precision import convert_now
+from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
+from lightning_spectral.plugin.lightning.user_hooks import defines
+from lightning_spectral.plugin.lightning.user_logging import redirect_logging
+from lightning_spectral.protocol.records import Download
+
+
+class Workplace:
+    """A device's Trainer, which the user's module sees as ``self.trainer``.
+
+    It never fits the whole module: it says how many rounds there are and which one this is, and where and in which
+    precision sub-models train. Clients of the engine ``"trainer"`` have quiet Trainers of their own, made like it.
+
+    Args:
+        accelerator: As for a Trainer.
+        precision: Likewise.
+        num_rounds: Number of rounds of the run; ``None`` if it goes on until it is stopped.
+    """
+
+    def __init__(self, accelerator: str, precision: Any = "32-true", num_rounds: int | None = None) -> None:
+        rounds = -1 if num_rounds is None else num_rounds
+        self.trainer = silent_trainer(max_epochs=rounds, accelerator=accelerator, devices=1, precision=precision)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where sub-models are."""
+        return self.trainer.strategy.root_device
+
+    def place(self, module: Any) -> None:
+        """Convert a module to the precision of training, and move it to where that takes place."""
+        convert_now(module, self.trainer.precision_plugin)
+        module.to(self.torch_device)
+
+    def arrive(self, download: Download) -> Download:
+        """Note which round it is; return the download where sub-models are."""
+        current: Any = self.trainer.fit_loop.epoch_progress.current
+        current.ready = current.started = current.processed = current.completed = download.round_idx
+        return replace(download, tensors={n: tensor.to(self.torch_device) for n, tensor in download.tensors.items()})
+
+    def make_device(self, module: Any, start: Start, data: Callable[[Download], ClientData]) -> Device:
+        """Make what trains the clients of one run.
+
+        Args:
+            module: The user's module, of which only sub-models are kept.
+            start: What the server has said once.
+            data: The client's data.
+        """
+        self.place(module)
+        schedulers = [AtTheServer()] * start.num_schedulers
+        placement = placement_of(self.trainer, self.torch_device, module)
+
+        def attach(recorder: Recorder, client: Any) -> None:
+            client.trainer = self.trainer
+            redirect_logging(client, recorder.log, recorder.log_dict)
+            client.lr_schedulers = lambda: schedulers[0] if len(schedulers) == 1 else schedulers or None
+            module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
+
+        settings = LocalSettings(placement, start.local_hooks, defines)
+        train: LocalTrainer = LocalLoop if start.engine == "loop" else ClientTrainer(self.trainer, schedulers).prepare
+        return Device(
+            *(module, start.side, start.recipes, data, settings), LossLoop if start.measures else train, attach
+        )
+
+
+class AtTheServer:
+    """What ``self.lr_schedulers()`` finds on a device."""
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the server steps, once a round."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"Schedulers are at the server, so a device cannot read their `{name}`; the learning rate of this round is "
+            "in `self.optimizers().param_groups`."
+        )
+
+
+def check_accelerator(accelerator: str) -> None:
+    """Raise ``ValueError`` if this machine does not have an accelerator."""
+    try:
+        Workplace(accelerator)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"`accelerator={accelerator!r}` cannot be used on this device, {error} Leave it out, or name what is here."
+        ) from error

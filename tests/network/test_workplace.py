@@ -1,0 +1,102 @@
+"""Where devices train: engines, precisions, the Trainer that a module sees, and accelerators that are not there."""
+
+from typing import Any
+
+import pytest
+import torch
+from fake_line import remote, toy_line
+from federation import Fit, same_state, seeded
+from lightning.pytorch.plugins.precision import Precision
+from other_process import toy_data
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.network.server.roster import Roster
+
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
+SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3, "max_epochs": 3}
+
+
+class LitHalves(LitMLP):
+    """Two optimizers, and steps that it takes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self(x), y)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        halves = [torch.optim.SGD(half, lr=0.1, momentum=0.9) for half in (parameters[:2], parameters[2:])]
+        return [{"optimizer": half, "lr_scheduler": StepLR(half, 1, 0.5)} for half in halves]
+
+
+class LitLooksAtItsTrainer(LitMLP):
+    """Its loss depends on which round of how many it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = (1 + self.current_epoch) / self.trainer.max_epochs
+        return share * super().training_step(batch, batch_idx)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a Trainer of its own": (LitMLP, {"client_engine": "trainer", "algorithm": SPECTRAL}, "32-true"),
+    "several optimizers": (LitHalves, {"client_engine": "trainer"}, "32-true"),
+    "64-true": (LitMLP, {"algorithm": SPECTRAL}, "64-true"),
+    "bf16-mixed": (LitMLP, {"algorithm": SPECTRAL}, "bf16-mixed"),
+    "bf16-mixed in a Trainer": (LitMLP, {"client_engine": "trainer"}, "bf16-mixed"),
+    "bf16-true": (LitMLP, {}, "bf16-true"),
+    "self.trainer": (LitLooksAtItsTrainer, {}, "32-true"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_devices_train_as_the_simulation_does(name: str, fit: Fit) -> None:
+    lit, options, precision = CASES[name]
+    options = {**SETTINGS, **options, "trainer": {"precision": precision}}
+    theirs = fit(seeded(lit), toy_data(), **options)
+    ours = fit(seeded(lit), remote(toy_line(lit)), **options)
+    assert same_state(ours.state, theirs.state)
+    assert [row["fl/loss"] for row in ours.rows] == [row["fl/loss"] for row in theirs.rows]
+    assert not same_state(ours.state, fit(seeded(LitMLP), toy_data(), **SETTINGS).state)
+
+
+class Odd(Precision):
+    precision = "7-bit"  # type: ignore[assignment]
+
+
+def test_other_precisions_are_refused(fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"precisions 32-true, .* got Trainer\(precision='7-bit'\); choose one"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP)), trainer={"plugins": [Odd()]})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_accelerator_that_is_not_there_is_named_when_the_device_says_who_it_is() -> None:
+    roster = Roster(toy_line(LitMLP, accelerator="cuda"), patience=0.0)
+    with pytest.warns(UserWarning, match="takes no part: `accelerator='cuda'` cannot be used on this device"):
+        roster.look()
+    assert roster.names == []
+
+
+def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
+    class LitReads(LitHalves):
+        def on_train_epoch_end(self) -> None:
+            print(self.lr_schedulers()[0].get_last_lr())
+
+    with pytest.raises(ls.ClientError, match="Schedulers are at the server, so a device cannot read their `get"):
+        fit(seeded(LitReads), remote(toy_line(LitReads)), client_engine="trainer", clients_per_round=1)

@@ -16,11 +16,11 @@ from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.network.messages import Start
 from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
+from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import convert_now
 from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
 from lightning_spectral.plugin.lightning.user_hooks import defines
-from lightning_spectral.plugin.lightning.user_logging import redirect_logging
 from lightning_spectral.protocol.records import Download
 
 

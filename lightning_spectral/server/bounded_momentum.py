@@ -67,4 +67,5 @@ class BoundedMomentumSGD(Optimizer):
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
     """The norm of all entries together; in float64, in which no entry of a change overflows when it is squared."""
-    return torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+    whole: Tensor = torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+    return whole

@@ -5,8 +5,8 @@
 Needs no Flower: messages go through files, as they go through a SuperLink's database, and a device trains in this
 process when its answer is fetched. The table shows the largest resident memory of a process that plays one round, in
 MiB beyond that of a round of one client. A multi-layer perceptron of 2.1 million parameters (8 MiB) is trained. What
-all clients get is in memory once; a sub-model of a client's own is there until its answer, and `at_once` bounds how
-many there are. How many are in flight without it depends on how fast answers come.
+all clients get is in memory once; a sub-model of a client's own is there until its answer, and `at_once` bounds their
+number. How many are in flight without it depends on how fast answers come.
 """
 
 import argparse

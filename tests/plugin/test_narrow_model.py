@@ -88,7 +88,7 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
         (
             ls.FedAvg(),
             0.5,
-            "are what WidthSharding trains, and this federation has FedAvg; train with algorithm=WidthSharding",
+            "with WidthSharding trains models by width, got FedAvg; train with algorithm=WidthSharding",
         ),
         (
             ls.WidthSharding(ls.RandomChannels()),

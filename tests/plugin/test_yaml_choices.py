@@ -74,6 +74,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         (sharded("keep_ratio: 0.5"), sharding(keep_ratio=0.5)),
         (sharded("keep_ratio: {0.2: 0.6, 0.4: 0.4}"), sharding(keep_ratio={0.2: 0.6, 0.4: 0.4})),
         (sharded("keep_ratio: [0.2, 0.4, 1.0]"), sharding(keep_ratio=[0.2, 0.4, 1.0])),
+        (sharded("strategy: Unbiased, server_momentum: 0.5"), sharding(strategy=ls.Unbiased(), server_momentum=0.5)),
         (sharded("strategy: TopN, clip_tau: .inf"), sharding(strategy=ls.TopN(), clip_tau=float("inf"))),
         (sharded("strategy: {class_path: Collective, init_args: {cohort: joint}}"),
          sharding(strategy=ls.Collective(cohort="joint"))),
@@ -114,6 +115,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
     "server_optimizer": [
         ("FedAdam", ls.server.FedAdam()),
         ("{class_path: FedAvgM, init_args: {lr: 0.5}}", ls.server.FedAvgM(lr=0.5)),
+        ("{class_path: lightning_spectral.server.BoundedMomentum, init_args: {momentum: 0.5}}",
+         ls.server.BoundedMomentum(momentum=0.5)),
         ("{class_path: lightning_spectral.server.FedYogi, init_args: {betas: [0.8, 0.9]}}",
          ls.server.FedYogi(betas=(0.8, 0.9))),
         ("{class_path: FedAdagrad, init_args: {tau: 0.1}}", ls.server.FedAdagrad(tau=0.1)),

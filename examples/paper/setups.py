@@ -68,7 +68,8 @@ class Spectral:
         make = ls.SpectralSharding.published if self.published else ls.SpectralSharding
         cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": self.uncut} if output_ratio else {}
         chosen = DESIGNS[design]() if design else None
-        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, **cut)
+        # all averages are plain, as in the papers
+        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, server_momentum=0.0, **cut)
 
 
 DESIGNS = {"Brewer": ls.Brewer, "MinimumSupport": ls.MinimumSupport, "ConditionalPoisson": ls.ConditionalPoisson}

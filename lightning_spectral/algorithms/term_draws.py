@@ -67,6 +67,11 @@ class TermDraws:
     groups: Mapping[float, GroupPlan]
     strategy: ShardingStrategy
 
+    @property
+    def reachable(self) -> Tensor:
+        """Which terms some client of the round could hold, shape ``(N,)``, bool, on the CPU."""
+        return torch.stack([plan.inclusion_probs > 0 for plan in self.groups.values()]).any(dim=0)
+
     def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, Tensor]:
         """One unit's sorted term indices and their multipliers, both of shape ``(n,)``, on the CPU."""
         keep_ratio = cohort.keep_ratio_of(unit)

@@ -184,3 +184,28 @@ class MatrixMeans(TermAggregation):
 
     def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
         return MeanOfMatrices(u, v, cohort, held_rows)
+
+
+class MeanWithinReach(MeanOfMatrices):
+    r"""The weight without the terms that no client could hold, plus the mean change of the clients' matrices.
+
+    With :math:`\pi` the inclusion probabilities of a round, :math:`W_c` the matrix that client c was sent, and
+    :math:`W_c'` what it sent back,
+
+    .. math::
+        W' = \sum_{i:\, \max_c \pi_{ci} > 0} u_i v_i + \operatorname{mean}_c (W_c' - W_c) .
+
+    Where nothing is drawn and all clients hold the same terms, this is the mean of their matrices.
+
+    Args:
+        reachable: Which terms some client could hold, shape ``(N,)``, bool.
+    """
+
+    def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor) -> None:
+        super().__init__(u, v, cohort, held_rows)
+        self._lost = ~reachable.to(v.device)
+
+    def weight_change(self) -> Tensor:
+        mean = dict(self._mean.finish())
+        lost = self.u[: self.held_rows, self._lost].double() @ self.v[self._lost].double()
+        return with_absent_rows(mean["matrix"] - lost, len(self.u))

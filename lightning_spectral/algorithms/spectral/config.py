@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
-from lightning_spectral.algorithms.spectral.aggregation import TermAggregation, TermMeans
+from lightning_spectral.algorithms.spectral.aggregation import TermAggregation
 from lightning_spectral.algorithms.spectral.checks import (
     check_by_round,
     cutting,
@@ -71,7 +71,8 @@ class SpectralSharding(ByKeepRatio):
             others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
             where it is stored.
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
-            FedHM.
+            FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
+            nothing worth keeping, and means of terms elsewhere, as in the paper.
         server_momentum: Momentum of the server's steps, which are never longer than the clients' mean change
             (`BoundedMomentum`); 0 for plain averaging. A ``server_optimizer`` of the user's takes its place.
 
@@ -108,7 +109,7 @@ class SpectralSharding(ByKeepRatio):
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
-    aggregation: TermAggregation = field(default_factory=TermMeans)
+    aggregation: TermAggregation | None = None
     server_momentum: float = 0.8
 
     def __post_init__(self) -> None:
@@ -124,7 +125,8 @@ class SpectralSharding(ByKeepRatio):
         check_by_round(self.strategy, self.design)
         if self.spectral_start is not None:
             check_is("spectral_start", self.spectral_start, SpectralStart)
-        check_is("aggregation", self.aggregation, TermAggregation)
+        if self.aggregation is not None:
+            check_is("aggregation", self.aggregation, TermAggregation)
         check_layers(self.layers)
         if self.exclude:
             object.__setattr__(self, "layers", excluding(self.exclude, self.layers))
@@ -177,14 +179,14 @@ class SpectralSharding(ByKeepRatio):
         decisions: Mapping[str, Any] | None = None,
     ) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
-        missing_rank = None if decisions is None else decisions.get("missing_rank", {})
+        started, missing_rank = ((), None) if decisions is None else _decided(decisions)
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
         planned = PlannedModule(server, plan)
         device_half = self.side(
             plan, tuple(planned.averaged()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
         )
         sampling = Sampling(self.strategy, self.design, self.aggregation)
-        return SpectralHalf(planned, device_half, sampling, self._start())
+        return SpectralHalf(planned, device_half, sampling, self._start(), started)
 
     def _start(self) -> SpectralStart | None:
         """The spectral start for the smallest clients, unless the user says for which."""
@@ -192,3 +194,8 @@ class SpectralSharding(ByKeepRatio):
         if start is None or start.keep_ratio is not None:
             return start
         return replace(start, keep_ratio=min(entries_of(self.keep_ratio)))
+
+
+def _decided(decisions: Mapping[str, Any]) -> tuple[Collection[str], Mapping[str, Any]]:
+    """The matrices that a start has changed, and the layers that lacked rank then."""
+    return decisions.get("started", ()), decisions.get("missing_rank", {})

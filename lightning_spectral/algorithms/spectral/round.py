@@ -9,7 +9,13 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.algorithms.spectral.aggregation import LayerMean, TermAggregation, TrainedTerms
+from lightning_spectral.algorithms.spectral.aggregation import (
+    LayerMean,
+    MeanWithinReach,
+    TermAggregation,
+    TermMeans,
+    TrainedTerms,
+)
 from lightning_spectral.algorithms.spectral.checks import empty_terms, equal_sub_models, noisy_sub_models
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
@@ -62,17 +68,29 @@ class Sampling:
 
     strategy: ShardingStrategy | Schedule[ShardingStrategy]
     design: Design | Schedule[Design | None] | None
-    aggregation: TermAggregation
+    aggregation: TermAggregation | None
 
     def open(
-        self, name: str, terms: tuple[Tensor, ...], cohort: Cohort, granularity: int, held_rows: int | None
+        self,
+        name: str,
+        terms: tuple[Tensor, ...],
+        cohort: Cohort,
+        granularity: int,
+        held_rows: int | None,
+        *,
+        started: bool,
     ) -> LayerRound:
-        """Plan the draws of one matrix from its singular values, left and right vectors, and begin its sums."""
+        """Plan the draws of one matrix from its singular values, left and right vectors, and begin its sums.
+
+        Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the clients'
+        matrices, and loses what clients never see: the start has made it small, and what training adds to it piles up.
+        """
         strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
         singular_values, u, v = terms
-        mean = self.aggregation.open(u, v, cohort, held_rows)
-        draws = plan_draws({name: singular_values}, strategy, design, cohort, granularity=granularity)
-        return LayerRound(draws[name], mean)
+        draws = plan_draws({name: singular_values}, strategy, design, cohort, granularity=granularity)[name]
+        if self.aggregation is None and started:
+            return LayerRound(draws, MeanWithinReach(u, v, cohort, held_rows, draws.reachable))
+        return LayerRound(draws, (self.aggregation or TermMeans()).open(u, v, cohort, held_rows))
 
 
 class SpectralRound(Round):

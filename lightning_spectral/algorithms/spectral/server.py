@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -19,17 +19,31 @@ from lightning_spectral.protocol.cohort import Cohort, SharesWork
 
 
 class SpectralHalf(ServerHalf):
-    """Factorises the sharded matrices of a module in every round; ``start`` is to have its keep ratio."""
+    """Factorises the sharded matrices of a module in every round.
+
+    Args:
+        planned: The module and how clients hold its layers.
+        device_half: The half on devices.
+        sampling: How terms are drawn and averaged.
+        start: The spectral start, with its keep ratio; ``None`` for none.
+        started: The matrices that it has changed, in a run that goes on.
+    """
 
     rounds_are_alike: ClassVar[bool] = True
 
     def __init__(
-        self, planned: PlannedModule, device_half: SpectralSide, sampling: Sampling, start: SpectralStart | None
+        self,
+        planned: PlannedModule,
+        device_half: SpectralSide,
+        sampling: Sampling,
+        start: SpectralStart | None,
+        started: Collection[str] = (),
     ) -> None:
         super().__init__(planned.module)
         self.planned = planned
         self.sampling = sampling
         self.start = start
+        self.started = frozenset(started)
         self._device_half = device_half
 
     @property
@@ -42,15 +56,18 @@ class SpectralHalf(ServerHalf):
 
     @property
     def decisions(self) -> Mapping[str, Any]:
-        """The layers that stay whole because their initial weights lack rank."""
-        return {"missing_rank": dict(found)} if (found := self.plan.missing_rank) else {}
+        """The layers that stay whole because their initial weights lack rank, and the matrices that were changed."""
+        decided = {"missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
+        return {name: found for name, found in decided.items() if found}
 
     def initialize(self, workers: SharesWork) -> str:
         if not self.plan.sharded:
             return ""
         said = [untraced_ends(self.server, self.plan)]
         if self.start is not None:
-            said.append(str(move_energy(self.planned, self.start, workers)))
+            report = move_energy(self.planned, self.start, workers)
+            self.started = frozenset(report.changed)
+            said.append(str(report))
         return "\n".join(filter(None, said))
 
     def open(self, cohort: Cohort) -> SpectralRound:
@@ -61,7 +78,7 @@ class SpectralHalf(ServerHalf):
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
         granularity, held_rows = self.plan.choices.term_granularity, self.plan.blocks[name].held_rows
         with naming_layer(name):
-            return self.sampling.open(name, terms, cohort, granularity, held_rows)
+            return self.sampling.open(name, terms, cohort, granularity, held_rows, started=name in self.started)
 
     @property
     def remedy_for_large_updates(self) -> str:

@@ -157,10 +157,10 @@ class Member:
         owner, runtime = self.owner, self.runtime
         owner.module.on_fit_start()
         half = self._bind(owner.module, owner.algorithm, owner.state, self.decisions if resumed else None)
-        self.decisions = half.decisions if isinstance(half, Decides) else {}
         if not resumed:
             self.frozen_base = FrozenBase()
             self._initialize(half)
+        self.decisions = half.decisions if isinstance(half, Decides) else {}
         may_rest = isinstance(half, MayRestAverages) and half.averages_may_rest
         unreached = self._unreached if resumed else None
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, unreached, may_rest or runtime.averages_are_set)

@@ -82,12 +82,16 @@ def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers | None:
     return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
-def run_end(run: LoggedRun, metric: str) -> tuple[float, float]:
-    """Megabytes sent by the last evaluation, and its result; megabytes are NaN if none were counted."""
+def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
+    """Megabytes sent by the evaluation of a round, the last one if it is NaN, and its result.
+
+    Megabytes are NaN if none were counted.
+    """
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
-    sent = megabytes_at(run, found.rounds[-1:])
-    return (math.nan if sent is None else float(sent[0])), found.last
+    at = -1 if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx))
+    sent = megabytes_at(run, found.rounds[[at]])
+    return (math.nan if sent is None else float(sent[0])), float(found.values[at])
 
 
 def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:

@@ -30,6 +30,9 @@ HISTOGRAMS = "histograms"  # the file that has all of them
 BOOKKEEPING = frozenset({"epoch", "step", "trainer/global_step", "hp_metric"})
 # Settings in which repetitions of one experiment differ, by the last part of their names.
 REPETITION = frozenset({"seed", "seed_everything", "random_state", "fingerprint", "partition"})
+ALGORITHM = "algorithm"  # the setting that names it, with several models of each
+BASELINE = "FedAvg"  # what others are compared with
+SWEEP = "sweep/"  # before the names of settings that a sweep varied
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
 HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 

@@ -34,6 +34,7 @@ class LoggedRun:
     from_clients: frozenset[str] = frozenset()  # metrics logged with the round itself, while clients trained
     notes: tuple[str, ...] = ()  # remarks on the file, for readers of the report
     identity: str = ""  # something that only files of this run have, such as its wandb id
+    label: str = ""  # of its group, if whoever asks for the report named it
 
     @cached_property
     def names(self) -> set[str]:

@@ -56,6 +56,7 @@ class Contents:
     groups: Sequence[Group]
     metric: str
     minimise: bool
+    target: float | None = None  # a value of the metric, of which the cost is asked
 
     @property
     def runs(self) -> list[LoggedRun]:

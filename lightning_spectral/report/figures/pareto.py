@@ -12,7 +12,6 @@ from lightning_spectral.report.drawing import Canvas
 from lightning_spectral.report.figures.panels import cost_axis, panels
 from lightning_spectral.report.groups import Group, pareto_front
 from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
-from lightning_spectral.report.style import look
 from lightning_spectral.report.texts import as_label
 
 GAP = 8.0  # points between the bars of groups that sent the same
@@ -39,7 +38,7 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
 
 def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
     """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
-    style = look(group.index)
+    style = group.look
     (x, y), repeated = points.mean(axis=0), len(points) > 1
     if repeated:
         x_std, y_std = points.std(axis=0, ddof=1)
@@ -57,7 +56,7 @@ def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, sh
     found = [three for run in group.runs if (three := clients_at_end(run, metric)) is not None]
     if not found:
         return
-    style, (low, middle, high) = look(group.index), np.mean(found, axis=0)
+    style, (low, middle, high) = group.look, np.mean(found, axis=0)
     at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
     axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
     axes.plot([x, x], [low, high], color=style.colour, lw=2.5, transform=at)

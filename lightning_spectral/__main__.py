@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_spectral fit --config run.yaml``, ``sweep``, ``report``, ``doctor``, ``network``."""
+"""The command line: ``python -m lightning_spectral fit --config run.yaml``, and ``sweep``, ``report`` and others."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import sys
 from importlib.util import find_spec
 
-EPILOG = """Four further commands: `sweep` trains a config with several settings and seeds, `report RUN ...` writes a page
-on runs, `doctor` checks this installation, and `network` trains clients on other machines; each has a `--help`."""
+EPILOG = """Four further commands: `sweep` trains a config with several settings and seeds, `report RUN ...` writes a
+page on runs, `doctor` checks this installation, and `network` trains clients on other machines; each has a `--help`."""
 
 
 def main() -> None:
-    """Run a command: ``doctor``, ``report``, ``network``, ``sweep``, or ``fit``, ``validate`` or ``test`` of LightningCLI.
+    """Run a command: ``sweep``, ``doctor``, ``report``, ``network``, or one of LightningCLI, such as ``fit``.
 
     Raises:
         SystemExit: With the status of one of the first four, if jsonargparse is not installed, or if the command

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -42,25 +41,6 @@ def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
         return not group.is_baseline, math.inf if math.isnan(cost) else cost
 
     return [group.at(index) for index, group in enumerate(sorted(groups, key=key))]
-
-
-def unequal_lengths(groups: Sequence[Group], metric: str) -> str:
-    """A remark on runs that have fewer rounds than others, and so what is compared; empty if there are none."""
-    ends = [float(found.rounds[-1]) + 1 for group in groups for found in group.each(partial(curve, metric=metric))]
-    if len(set(ends)) == 1:
-        return ""
-    common = last_common_round([run for group in groups for run in group.runs], metric) + 1
-    within = [group.label for group in groups if len(set(_lengths(group, metric))) > 1]
-    parts = [f"Runs end after {min(ends):g} to {max(ends):g} rounds; some may be unfinished."]
-    if within:
-        parts.append(f"Repetitions are compared where the shortest ends: {'; '.join(within)}.")
-    if not math.isnan(common):
-        parts.append(f"The column `at round {common:g}` compares all groups at the last round that all runs have.")
-    return " ".join(parts)
-
-
-def _lengths(group: Group, metric: str) -> list[float]:
-    return [float(found.rounds[-1]) for found in group.each(partial(curve, metric=metric))]
 
 
 def groups_table(groups: Sequence[Group], metric: str) -> LoggedTable:

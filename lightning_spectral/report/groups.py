@@ -52,8 +52,8 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
     """Group runs by the settings in which they differ, apart from seeds.
 
     ``by`` names the settings to group by instead, or the last parts of their names. Runs of a sweep are grouped by what
-    the sweep varied. A run without settings is a group of its own, since it is not known what it repeats. Runs that were
-    given a label are one group, whatever their settings are.
+    the sweep varied. A run without settings is a group of its own, since it is not known what it repeats. Runs with the
+    same label are one group, whatever their settings are.
 
     Returns:
         The groups in order of their first runs, and the names of the settings by which they differ.

@@ -58,7 +58,7 @@ def _section(section: Section) -> str:
         parts.append(_paragraph(section.lead, "faint"))
     if section.picture:
         parts.append(f"<figure>\n{section.picture.svg()}\n</figure>")
-    parts += [_details(caption, table) for caption, table in section.tables]
+    parts += [_details(*table, index < section.num_open) for index, table in enumerate(section.tables)]
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 
@@ -67,12 +67,12 @@ def _paragraph(text: str, style: str = "") -> str:
     return f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>"
 
 
-def _details(caption: str, table: LoggedTable) -> str:
+def _details(caption: str, table: LoggedTable, is_open: bool) -> str:
     head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
     rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
     body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
     scrolling = f'<div class="table" tabindex="0">{body}</div>'
-    return f"<details><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
+    return f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
 
 
 def _cell(value: Any) -> str:

@@ -13,7 +13,7 @@ from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
 from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.page import page
-from lightning_spectral.report.reading import read_runs
+from lightning_spectral.report.reading import labelled, read_runs
 from lightning_spectral.report.resumed import join_resumed
 from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.sections import Contents, Section, all_sections
@@ -34,7 +34,8 @@ def write_report(
     """Read runs and write a page on them.
 
     Args:
-        runs: Files of runs, or folders of them. Parts of a run that was resumed are joined.
+        runs: Files of runs, or folders of them, each maybe as ``label=path``: runs with the same label are one group.
+            Parts of a run that was resumed are joined.
         output: The HTML file to write; missing folders are created.
         metric: The evaluation metric; by default the most telling one that all runs have.
         mode: ``"min"`` or ``"max"``: whether lower or higher values are better; by default its name decides.
@@ -69,7 +70,9 @@ def _made(
     target: float | None,
 ) -> tuple[str, list[Section]]:
     found, left_out = read_runs(map(Path, runs))
-    read, without_metric = with_metric(join_resumed(found), metric, set(map(Path, runs)))
+    read, without_metric = with_metric(
+        join_resumed(found), metric, {path for _, path in map(labelled, map(Path, runs))}
+    )
     chosen = choose_metric(read, metric)
     groups, names = group_runs(read, group_by)
     groups = in_order(groups, chosen)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with some arguments, by default those of this process.
 
     Returns:
-        0; 1 if a run failed; 2 if the sweep cannot begin; 130 if it was interrupted. What is wrong is on standard error.
+        0; 1 if a run failed; 2 if the sweep cannot begin; 130 if it was interrupted. Standard error says what is wrong.
     """
     options, given = _parser().parse_known_args(argv)
     configs = [text for path in options.config for text in ("--config", path)]

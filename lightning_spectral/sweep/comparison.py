@@ -40,10 +40,10 @@ def table(finished: Sequence[Path]) -> LoggedTable:
 
 
 def aligned(shown: LoggedTable) -> Iterator[str]:
-    """The lines of a table, the first column on the left.
+    r"""The lines of a table, the first column on the left.
 
     Example:
-        >>> print("\\n".join(aligned(LoggedTable(("group", "runs"), (("FedAvg", 3), ("LoRA", 12))))))
+        >>> print("\n".join(aligned(LoggedTable(("group", "runs"), (("FedAvg", 3), ("LoRA", 12))))))
         group   runs
         FedAvg     3
         LoRA      12

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import offset_copy
 
 from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.ends import group_end
 from lightning_spectral.report.figures.panels import cost_axis, panels
 from lightning_spectral.report.groups import Group, pareto_front
-from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
+from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end
 from lightning_spectral.report.texts import as_label
 
 GAP = 8.0  # points between the bars of groups that sent the same
@@ -22,7 +23,7 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
     """Draw every run's last evaluation against what was sent until then; below it, the spread over clients."""
     with_clients = any(clients_at_end(run, metric) for group in groups for run in group.runs)
     axes = panels(canvas, 2 if with_clients else 1, stacked=True, sharex=True)
-    ends = [np.array([run_end(run, metric) for run in group.runs]) for group in groups]
+    ends = [group_end(group, metric).points for group in groups]
     means = np.array([points.mean(axis=0) for points in ends])
     for group, points in zip(groups, ends, strict=True):
         _points(canvas, axes[0], group, points)

@@ -12,7 +12,7 @@ import numpy as np
 from lightning_spectral.report import figures
 from lightning_spectral.report.costs import equal_cost_table, target_table
 from lightning_spectral.report.dashboard import client_tables, spectra
-from lightning_spectral.report.drawing import Picture, Size
+from lightning_spectral.report.drawing import INCHES, Picture, Size
 from lightning_spectral.report.ends import groups_table
 from lightning_spectral.report.figures.heat_maps import HeatMap
 from lightning_spectral.report.groups import Band, Group, band
@@ -33,11 +33,13 @@ from lightning_spectral.report.names import (
     SWITCH_ON,
     VISITED,
 )
+from lightning_spectral.report.printed import legend_lines
 from lightning_spectral.report.remarks import on_curves, on_lengths
 from lightning_spectral.report.runs import LoggedRun
 
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
+LEGEND_WIDE, LEGEND_NARROW = (3, INCHES["wide"]), (1, INCHES["narrow"])  # columns at most, and inches
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,9 @@ def _runs_table(contents: Contents) -> LoggedTable:
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
     """Make a picture with room for the legend above it."""
-    lines = len(contents.groups) if legend else 0
-    return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))
+    labels = [group.label for group in contents.groups]
+    wide, narrow = (0.2 * legend_lines(labels, *fits) if legend else 0.0 for fits in (LEGEND_WIDE, LEGEND_NARROW))
+    return Picture(name, description, draw, Size(size.wide + wide, size.narrow + narrow))
 
 
 def _cells(row: Sequence[Any]) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from lightning_spectral.report.ends import in_order
 from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
 from lightning_spectral.report.media import LoggedTable
+from lightning_spectral.report.names import SWEEP
 from lightning_spectral.report.page import page
 from lightning_spectral.report.reading import labelled, read_runs
 from lightning_spectral.report.resumed import join_resumed
@@ -107,7 +108,11 @@ def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
 def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
     sizes = sorted({len(group.runs) for group in groups})
     repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
-    differ = f", which differ in {', '.join(f'`{name}`' for name in names)}" if names and len(groups) > 1 else ""
+    differ = (
+        f", which differ in {', '.join(f'`{name.removeprefix(SWEEP)}`' for name in names)}"
+        if names and len(groups) > 1
+        else ""
+    )
     return f"{_counted(len(groups), 'group')} of {repeated}{differ}."
 
 

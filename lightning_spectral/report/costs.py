@@ -81,5 +81,7 @@ def at_megabytes(run: LoggedRun, metric: str, budget: float) -> float:
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
     sent = megabytes_at(run, found.rounds)
-    within = [] if sent is None else np.flatnonzero(sent <= budget * (1 + 1e-9))  # of a sum of many rounds
-    return float(found.values[within[-1]]) if len(within) else math.nan
+    if sent is None:
+        return math.nan
+    within = found.values[sent <= budget * (1 + 1e-9)]  # the budget is a sum of many rounds, which is rounded
+    return float(within[-1]) if len(within) else math.nan

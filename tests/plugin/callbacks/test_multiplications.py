@@ -51,6 +51,9 @@ class LitPair(LitNet):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return nn.functional.cross_entropy(self(batch[0], 1.0), batch[1])
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
 
 def test_what_cannot_be_counted_is_warned_of_once_and_trains(fit: Fit, data: Any) -> None:
     with pytest.warns(

@@ -91,9 +91,11 @@ class _Training(_ConfigOnly):
 
 def set_seed(model: Namespace, seed: int) -> None:
     """Set the seed of a federation's own draws, and of each of its models, where they take one."""
-    for part in (model, *vars(model.get("models") or Namespace()).values()):
-        if isinstance(part, Namespace) and SEED in part:
-            part[SEED] = seed
+    models = model.get("models") or {}
+    for part in (model, *(vars(models) if isinstance(models, Namespace) else models).values()):
+        arguments = part.get("init_args", part)
+        if SEED in arguments:
+            arguments[SEED] = seed
 
 
 def checked(given: Sequence[str], run: PlannedRun) -> Checked:

@@ -116,6 +116,7 @@ def train(given: Sequence[str], run: PlannedRun, path: Path) -> str:
     """
     folder, began = RunFolder(path), time.monotonic()
     with output_to(folder.output), warnings.catch_warnings():  # so that each run has its own warnings once
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         try:
             cli = _Training(given, run, folder)
             start = str(folder.checkpoint) if folder.checkpoint.is_file() else None

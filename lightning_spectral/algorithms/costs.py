@@ -11,24 +11,31 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.capabilities import CutsInto, HasCapacities, MovesFrozenTensors, PlansAhead
+from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.algorithms.turn_costs import turn_costs
 from lightning_spectral.arguments import Number, each
+from lightning_spectral.client.local_optimizer import OptimizerRecipe
+from lightning_spectral.client.training_checks import foreign_parameters
+from lightning_spectral.client.user_optimizers import recipe_of, untrained_parameters
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.cost.cost import Cost, required_example, whole_cost
 from lightning_spectral.nn.cost.table import CostTable
+from lightning_spectral.nn.cost.units import as_bytes, show_bytes
 from lightning_spectral.nn.plan.trace import Example, example_of
 from lightning_spectral.protocol.exchange import copy_module, kept_buffers
 
 Budget: TypeAlias = float | Sequence[float]
+MemoryBudget: TypeAlias = float | str | Sequence[float | str]
 BUDGET = Number(at_least=0, finite=False)
 CAPACITY = Number(above=0)
 PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
 
-# All of them grow with the capacity, which the search relies on.
+# All of them grow with the capacity, which the search relies on; memory does not always.
 NEEDS: Mapping[str, Callable[[Cost], int]] = MappingProxyType(
     {
         "budget_bytes": lambda cost: cost.round_bytes,
@@ -36,12 +43,19 @@ NEEDS: Mapping[str, Callable[[Cost], int]] = MappingProxyType(
         "budget_uplink_bytes": lambda cost: cost.uplink_bytes,
         "budget_macs": lambda cost: cost.macs,
         "budget_params": lambda cost: cost.parameters,
+        "memory": lambda cost: cost.memory_bytes,
     }
 )
+OF_A_PASS = ("budget_macs", "memory")  # needs that are counted in a pass of the example
 
 
 def cost_table(
-    module: nn.Module, algorithm: Algorithm, capacities: Sequence[float], example_input: Example = None
+    module: nn.Module,
+    algorithm: Algorithm,
+    capacities: Sequence[float],
+    example_input: Example = None,
+    *,
+    optimizer: Optimizer | None = None,
 ) -> CostTable:
     """The cost of each capacity of any algorithm to a client, before any training.
 
@@ -59,10 +73,13 @@ def cost_table(
             compressions of `Zampling`. Where every client trains the whole model, only 1.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, on the module's device;
             ``None`` for the module's ``example_input_array``.
+        optimizer: The optimizer with which clients train, over the module's parameters. With it, the memory of a local
+            step is counted too: one step is taken, and the optimizer's state is what it makes.
 
     Raises:
         TypeError: If ``algorithm`` is no algorithm.
-        ValueError: If there is no example, or the algorithm refuses a capacity or the module.
+        ValueError: If there is no example, the algorithm refuses a capacity or the module, or clients cannot have such
+            an optimizer.
 
     Note:
         Multiplications of normalisations, activations and other elementwise operations are not counted, as in
@@ -81,14 +98,20 @@ def cost_table(
         0.5         85.0 k (100%)  2.70 M (100%)  53.2 k (325%)  208 KiB (325%)   333 KiB (100%)  332 KiB (100%)
         >>> table.at[0.1].parameters
         32778
+        >>> adam = torch.optim.Adam(mlp.parameters())
+        >>> cost_table(mlp, SpectralSharding(), [0.1], torch.zeros(32, 64), optimizer=adam).at[0.1].memory_bytes
+        796416
     """
     _check(module, algorithm)
     capacities = each("capacities", capacities, CAPACITY)
     example = required_example(module, example_input)
-    counted = _Counted(module, algorithm, example)
+    counted = _Counted(module, algorithm, example, optimizer)
     costs = counted.at(capacities, example)  # first, because it says what is wrong with the algorithm
     kept = kept_buffers(module, getattr(algorithm, "keep_buffers", ()))
-    return CostTable(whole_cost(module, example, kept), costs, counted.capacity)
+    full = whole_cost(module, example, kept)
+    if optimizer is not None:
+        full = full.with_memory(_Counted(module, FedAvg(), example, optimizer).at([1.0], example)[1.0])
+    return CostTable(full, costs, counted.capacity)
 
 
 def largest_that_fits(
@@ -101,6 +124,8 @@ def largest_that_fits(
     budget_uplink_bytes: Budget | None = None,
     budget_macs: Budget | None = None,
     budget_params: Budget | None = None,
+    memory: MemoryBudget | None = None,
+    optimizer: Optimizer | None = None,
 ) -> float | list[float]:
     """The largest capacity of an algorithm whose cost fits a budget: a keep ratio, a rank, or the least compression.
 
@@ -110,17 +135,25 @@ def largest_that_fits(
     Args:
         module: Any module; it is not changed.
         algorithm: As in `cost_table`.
-        example_input: As in `cost_table`; needed for ``budget_macs``, and where the algorithm plans with it.
+        example_input: As in `cost_table`; needed for ``budget_macs`` and ``memory``, and where the algorithm plans with
+            it.
         budget_bytes: Bytes that may be sent in a round, down and up together, without frozen parameters, which are sent
             only once.
         budget_downlink_bytes: Bytes that may be sent down.
         budget_uplink_bytes: Bytes that may be sent up.
         budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
         budget_params: Number of parameters that a client's model may have.
+        memory: Bytes that a client may need while it trains on batches like ``example_input``: a number, or a string
+            such as ``"512 MB"`` or ``"0.5 GiB"``.
+        optimizer: As in `cost_table`; needed for ``memory``.
 
     Raises:
         TypeError: If ``algorithm`` is no algorithm, or several budgets are given where all clients share one capacity.
         ValueError: If not exactly one budget is given, nothing fits, or `cost_table` would raise it.
+
+    Note:
+        Memory need not grow with the capacity: where a layer rebuilds its weight, it keeps fewer activations. The
+        answer for ``memory`` fits, and the next larger capacity does not; one much larger may.
 
     Example:
         >>> import torch
@@ -137,11 +170,17 @@ def largest_that_fits(
         "budget_uplink_bytes": budget_uplink_bytes,
         "budget_macs": budget_macs,
         "budget_params": budget_params,
+        "memory": memory,
     }
     _check(module, algorithm)
     name, budget = _only_budget(given)
-    example = required_example(module, example_input) if name == "budget_macs" else example_input
-    counted = _Counted(module, algorithm, example)
+    if name == "memory" and optimizer is None:
+        raise ValueError(
+            "The memory of training depends on the optimizer: give `optimizer`, such as "
+            "torch.optim.Adam(module.parameters()), or what your `configure_optimizers()` returns."
+        )
+    example = required_example(module, example_input) if name in OF_A_PASS else example_input
+    counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None)
     if isinstance(budget, Sequence) and counted.is_shared:
         raise TypeError(f"`{name}` must be one number, since all clients share one {counted.capacity}; give the least.")
     candidates, one = counted.candidates(), not isinstance(budget, Sequence)
@@ -151,17 +190,14 @@ def largest_that_fits(
         # clients of several capacities may be sent more than clients of one: multipliers, for example
         beside = [] if one else [candidates[0], candidates[min(1, len(candidates) - 1)]]
         capacities = list(dict.fromkeys([*beside, candidates[index]]))
-        passed = example if name == "budget_macs" else None
+        passed = example if name in OF_A_PASS else None
         return NEEDS[name](counted.at(capacities, passed)[candidates[index]])
 
     def largest(budget: float) -> float:
         if needed(len(candidates) - 1) <= budget:
             return candidates[-1]
         if needed(0) > budget:
-            raise ValueError(
-                f"No {counted.capacity} fits `{name}={budget:,}`: the smallest sub-model takes {needed(0):,}. Raise "
-                "the budget, or let the algorithm cut more layers."
-            )
+            raise ValueError(_nothing_fits(name, counted.capacity, budget, needed(0)))
         return candidates[_last_fitting(needed, len(candidates) - 1, budget)]
 
     return largest(budget) if not isinstance(budget, Sequence) else [largest(entry) for entry in budget]
@@ -188,7 +224,11 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
 class _Counted:
     """An algorithm on a copy of a module: what its clients cost, and the capacities that differ."""
 
-    def __init__(self, module: nn.Module, algorithm: Algorithm, example: Example) -> None:
+    def __init__(
+        self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
+    ) -> None:
+        self.recipe = None if optimizer is None else _recipe(optimizer, module)
+        self.untrained = () if optimizer is None else untrained_parameters([optimizer], module)
         self.module = copy_module(module)
         if isinstance(algorithm, PlansAhead):
             planning = copy_module(module)
@@ -238,9 +278,9 @@ class _Counted:
         with warnings.catch_warnings():  # what would make a poor run has a cost like any other
             warnings.simplefilter("ignore", SpectralWarning)
             choice.check(self.module)
-        half = choice.bind(self.module, self._state(choice))
+        half = choice.bind(self.module, self._state(choice), untrained=self.untrained)
         moving = half.moving_tensors if isinstance(half, MovesFrozenTensors) else ()
-        first = turn_costs(half, keep_ratios, example, 0, moving)
+        first = turn_costs(half, keep_ratios, example, 0, moving, self.recipe)
         second = first if half.rounds_are_alike else turn_costs(half, keep_ratios, None, 1, moving)
         return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
 
@@ -268,15 +308,35 @@ def _has_ratios(algorithm: Algorithm) -> bool:
     return type(algorithm).keep_ratios is not Algorithm.keep_ratios
 
 
-def _only_budget(given: Mapping[str, Budget | None]) -> tuple[str, Budget]:
+def _recipe(optimizer: Optimizer, module: nn.Module) -> OptimizerRecipe:
+    check_is("optimizer", optimizer, Optimizer)
+    if foreign := foreign_parameters(optimizer, module):
+        raise ValueError(
+            f"`optimizer` must train the parameters of the module, and {foreign[0][0]} is not among them; make it with "
+            f"torch.optim.{type(optimizer).__name__}(module.parameters())."
+        )
+    return recipe_of(optimizer, module)
+
+
+def _nothing_fits(name: str, capacity: str, budget: float, least: int) -> str:
+    shown, needed = f"{name}={budget:,}", f"{least:,}"
+    remedy = "Raise the budget, or let the algorithm cut more layers."
+    if name == "memory":
+        shown, needed = f"memory={show_bytes(budget)!r}", show_bytes(least)
+        remedy = "Raise the budget, take a smaller batch, or let the algorithm cut more layers."
+    return f"No {capacity} fits `{shown}`: the smallest sub-model takes {needed}. {remedy}"
+
+
+def _only_budget(given: Mapping[str, MemoryBudget | None]) -> tuple[str, Budget]:
     budgets = [(name, budget) for name, budget in given.items() if budget is not None]
     if len(budgets) != 1:
         got = ", ".join(name for name, _ in budgets) or "none"
         raise ValueError(f"Give exactly one of {', '.join(given)}; got {got}.")
     name, budget = budgets[0]
+    rule = as_bytes if name == "memory" else BUDGET
     if isinstance(budget, Sequence) and not isinstance(budget, str):
-        return name, [BUDGET(name, entry) for entry in budget]
-    return name, BUDGET(name, budget)
+        return name, [rule(name, entry) for entry in budget]
+    return name, rule(name, budget)
 
 
 def fractions_of(sizes: Collection[int]) -> npt.NDArray[np.float64]:

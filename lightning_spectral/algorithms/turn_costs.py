@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.capabilities import CostsBesides
+from lightning_spectral.algorithms.step_memory import step_memory
+from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.nn.cost.cost import Cost, held_cost
 from lightning_spectral.nn.plan.trace import Example
 from lightning_spectral.protocol.cohort import Cohort
@@ -20,11 +22,12 @@ def turn_costs(
     example: Example,
     round_idx: int = 0,
     moving: Collection[str] = (),
+    recipe: OptimizerRecipe | None = None,
 ) -> list[Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Without an example, no pass is counted. Frozen tensors that change between rounds, and so travel in each, are named
-    in ``moving``.
+    Without an example, no pass is counted; with the recipe of an optimizer, so is the memory of a local step. Frozen
+    tensors that change between rounds, and so travel in each, are named in ``moving``.
     """
     units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
@@ -43,7 +46,9 @@ def turn_costs(
             uplink_bytes=side.collect(client, download).num_bytes,
             frozen_bytes=frozen,
         )
-        costs.append(held + sent + besides)
+        # last, because it changes the client
+        step = Cost() if recipe is None else step_memory(side, client, download, recipe, example)
+        costs.append(held + sent + besides + step)
     return costs
 
 

@@ -17,6 +17,12 @@ from lightning_spectral.nn.plan.trace import Example, as_input, run_example
 from lightning_spectral.protocol.records import Download
 
 
+def widest_step(side: ClientSide, client: nn.Module, download: Download) -> StepActions:
+    """What an algorithm does in a local step, in the largest one where it draws a width for each."""
+    actions = side.start(client, download)
+    return StepActions() if actions is None or actions.after_forward is not None else actions
+
+
 def step_memory(
     side: ClientSide, client: nn.Module, download: Download, recipe: OptimizerRecipe, example: Example
 ) -> Cost:
@@ -29,7 +35,7 @@ def step_memory(
     with LiveBytes() as live:
         local = side.local_optimizer(recipe, client)
         local.start_client(recipe.options)
-        actions = side.start(client, download) or StepActions()
+        actions = widest_step(side, client, download)
         trained = [p for group in local.optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
@@ -37,8 +43,6 @@ def step_memory(
         if actions.before_forward is not None:
             actions.before_forward()
         output = run_example(client, example)
-        if actions.after_forward is not None:
-            actions.after_forward()
         local.optimizer.zero_grad()
         _backward(output, client)
         if actions.before_step is not None:

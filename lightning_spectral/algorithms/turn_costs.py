@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.capabilities import CostsBesides
-from lightning_spectral.algorithms.step_memory import step_memory
+from lightning_spectral.algorithms.step_memory import step_memory, widest_step
 from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.nn.cost.cost import Cost, held_cost
 from lightning_spectral.nn.plan.trace import Example
@@ -40,6 +40,8 @@ def turn_costs(
         client = side.build(half.server, download.capacity)
         side.load(client, download)
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
+        if example is not None and (draw := widest_step(side, client, download).before_forward):
+            draw()  # weights that are drawn for a step have a gradient only in it
         held = held_cost(client, example)
         sent = Cost(
             downlink_bytes=download.num_bytes - frozen,

@@ -201,7 +201,7 @@ def test_the_answer_fits_and_the_next_larger_does_not(algorithm: Any) -> None:
         ("512 XB", "must have a unit"),
         ("-1 GB", r"`memory` must be positive, got '-1 GB'"),
         (-1, r"`memory` must be positive, got -1; a plain number is in bytes"),
-        (512, r"No keep ratio fits `memory='512 B'`: the smallest sub-model takes .* KiB\. .*a smaller batch"),
+        (512, r"No keep ratio fits `memory=512`: the smallest sub-model takes .* KiB\. .*a smaller batch"),
     ],
 )
 def test_a_budget_that_means_nothing_is_refused(budget: Any, says: str) -> None:

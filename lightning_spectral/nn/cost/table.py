@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning_spectral.extras import from_extra
 from lightning_spectral.nn.cost.cost import MEMORY, Cost
 from lightning_spectral.nn.cost.units import show_bytes, show_count
-from lightning_spectral.nn.plan.text_table import aligned, as_html
+from lightning_spectral.tables import Block, as_html, as_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,12 +71,12 @@ class CostTable:
     capacity: str = "keep ratio"
 
     def __str__(self) -> str:
-        return "\n\n".join("\n".join(aligned(cells)) for cells in self._tables())
+        return as_text(self._blocks())
 
     def _repr_html_(self) -> str:
-        return "".join(as_html(cells) for cells in self._tables())
+        return as_html(self._blocks())
 
-    def _tables(self) -> list[list[Sequence[str]]]:
+    def _blocks(self) -> list[Block]:
         """The cells of the costs and, if a step was counted, of the memory of training, with their titles."""
         columns = [COLUMNS, MEMORY_COLUMNS] if self.full.memory_bytes else [COLUMNS]
         return [self._cells(self._shown(each)) for each in columns]
@@ -122,9 +122,9 @@ class CostTable:
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
         with from_extra("examples"):
-            from matplotlib.figure import Figure
+            from lightning_spectral.pictures import Picture
 
-        figure = Figure(figsize=(6.0, 3.5), layout="constrained")
+        figure = Picture(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
         axes.axhline(1.0, color="grey", linewidth=0.8)
         capacities = sorted(self.at)

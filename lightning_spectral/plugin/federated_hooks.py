@@ -32,7 +32,6 @@ from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
 from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
 from lightning_spectral.plugin.trainer.run_config import data_config
 from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
@@ -257,19 +256,13 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The settings that Lightning sends to loggers when a run starts.
-
-        They include how long and where it runs, the version of this package, and the data, once it is dealt.
-        """
-        from lightning_spectral import __version__
-
+        """The settings that Lightning sends to loggers when a run starts; they include the data, once it is dealt."""
         found = super().hparams_initial
         if self._trainer is None or self.trainer.state.fn != "fit":
             return found
         data = {name: self.data_or_none(name) for name in self.federation.members}
         configs = {name: data_config(one) for name, one in data.items() if one is not None}
-        run = {"version": __version__, "rounds": num_rounds(self.trainer), "devices": self.trainer.world_size}
-        return AttributeDict({**found, "run": run, **({"data": configs.get("", configs)} if configs else {})})
+        return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def full_configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed, and across all processes."""

@@ -78,7 +78,6 @@ def test_loggers_get_every_choice_as_a_key(lit: Any, data: Any, fit: Fit, tmp_pa
     dealt = {"batch_size": 4, "num_clients": 12, "num_examples": 120, "seed": 0}
     assert written["data"] == {**dealt, "partitioner": {"name": "IIDPartitioner", "num_clients": 12}}
     assert written["user_module"]["lr"] == 0.1
-    assert written["run"] == {"version": ls.__version__, "rounds": 1, "devices": 1}
 
 
 def test_loggers_get_the_choices_of_each_model(lit_mlp: Any, toy: Any, quiet: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the memory of all tensors that operations make inside the block, for as long as something holds them.
 
     Tensors that share memory count once. What an operation allocates and frees itself is not seen, nor is what existed
@@ -32,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 

@@ -18,7 +18,14 @@ from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.dashboard.drawings import can_draw, partition_drawing
 from lightning_spectral.plugin.dashboard.records import Curve, Record, Shown, Table, of_model
-from lightning_spectral.plugin.dashboard.run_pages import Extremes, announce_metrics, begin_pages, extended, summarize
+from lightning_spectral.plugin.dashboard.run_pages import (
+    Extremes,
+    announce_metrics,
+    begin_pages,
+    extended,
+    run_settings,
+    summarize,
+)
 from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.writers import Write, prefixed, remove_stale, writers_of
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
@@ -172,7 +179,7 @@ class RoundDashboard(RoundCallback):
 
     def _announce(self, trainer: pl.Trainer) -> None:
         if not self._has_announced:
-            announce_metrics(trainer.loggers, [*self._extremes, BYTES])
+            announce_metrics(trainer, [*self._extremes, BYTES])
             self._has_announced = True
 
     def _tables(self, trainer: pl.Trainer, summary: RoundSummary) -> list[Table]:
@@ -208,6 +215,8 @@ def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
 
+    It also adds the version of this package and the numbers of rounds and devices to the run's config.
+
     Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
     """
 
@@ -217,3 +226,4 @@ class WandbRounds(pl.Callback):
                 axis = prefixed(logger, "fl/round")
                 logger.experiment.define_metric(axis)
                 logger.experiment.define_metric("*", step_metric=axis, step_sync=True)
+                logger.experiment.config.update(run_settings(trainer), allow_val_change=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,10 +57,11 @@ def _drawing(width: float, height: float) -> Iterator[Figure]:
         yield Figure(figsize=(width, height), layout="constrained")
 
 
-def _pixels(figure: Figure) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Red, green and blue, shape ``(height, width, 3)``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    canvas = FigureCanvasAgg(figure)
+    canvas: Any = FigureCanvasAgg(figure)
     canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    pixels: np.ndarray[Any, np.dtype[np.uint8]] = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lightning_spectral.plugin.dashboard.writers import prefixed
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
 
 Extremes = dict[str, tuple[float, float]]
 # TensorBoard's "Custom scalars" page: charts of the metrics whose names match a pattern
@@ -17,6 +20,18 @@ CHARTS = {
     "bytes in a round": ["Multiline", [r"fl/bytes_(down|up)$"]],
     "quality of sub-models": ["Multiline", [r"fl/(discrepancy|client_error|terms_visited)$"]],
 }
+
+
+def run_settings(trainer: pl.Trainer) -> dict[str, Any]:
+    """What distinguishes runs besides their settings: the version of this package, and how long and where they run.
+
+    They are no settings in ``hparams.yaml``, since a resumed run may have other ones.
+    """
+    try:
+        installed = version("lightning-spectral")
+    except PackageNotFoundError:  # a copy of the sources
+        installed = "not installed"
+    return {"run": {"version": installed, "rounds": num_rounds(trainer), "devices": trainer.world_size}}
 
 
 def extended(extremes: Extremes, values: Mapping[str, float]) -> Extremes:
@@ -56,17 +71,20 @@ def begin_pages(loggers: Iterable[Logger]) -> None:
             logger.experiment.add_custom_scalars({"Federation": CHARTS})
 
 
-def announce_metrics(loggers: Iterable[Logger], names: Iterable[str]) -> None:
+def announce_metrics(trainer: pl.Trainer, names: Iterable[str]) -> None:
     """Tell TensorBoard's HPARAMS page the run's settings, and which metrics to show of it; it reads their last values.
 
     A page shows the first announcement of a run alone, so this is called once, when all names are known.
     """
-    for logger in loggers:
+    for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             from torch.utils.tensorboard.summary import hparams
 
-            settings, metrics = dict(_flat(logger.hparams)), {prefixed(logger, name): 0.0 for name in names}
-            for summary in hparams(settings, metrics):
+            settings, metrics = (
+                dict(_flat({**logger.hparams, **run_settings(trainer)})),
+                {prefixed(logger, name): 0.0 for name in names},
+            )
+            for summary in hparams(settings, metrics):  # type: ignore[no-untyped-call]
                 logger.experiment._get_file_writer().add_summary(summary)
 
 

@@ -262,7 +262,7 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=callbacks, trainer=trainer)
     wandb.finish()
     records = run_records(tmp_path)
-    (config,) = configs_of(records)
+    config = {name: value for update in configs_of(records) for name, value in update.items()}
     assert config["federation"]["algorithm"]["strategy"]["name"] == "Collective"
     assert config["data"]["num_clients"] == 12
     clients = logged_table(tmp_path, "run-tables/clients")

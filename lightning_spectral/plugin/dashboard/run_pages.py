@@ -80,10 +80,8 @@ def announce_metrics(trainer: pl.Trainer, names: Iterable[str]) -> None:
         if isinstance(logger, TensorBoardLogger):
             from torch.utils.tensorboard.summary import hparams
 
-            settings, metrics = (
-                dict(_flat({**logger.hparams, **run_settings(trainer)})),
-                {prefixed(logger, name): 0.0 for name in names},
-            )
+            settings = dict(_flat({**logger.hparams, **run_settings(trainer)}))
+            metrics = {prefixed(logger, name): 0.0 for name in names}
             for summary in hparams(settings, metrics):  # type: ignore[no-untyped-call]
                 logger.experiment._get_file_writer().add_summary(summary)
 

@@ -6,7 +6,7 @@ Needs no Flower: messages go through files, as they go through a SuperLink's dat
 process when its answer is fetched. The table shows the largest resident memory of a process that plays one round, in
 MiB beyond that of a round of one client. A multi-layer perceptron of 2.1 million parameters (8 MiB) is trained. What
 all clients get is in memory once; a sub-model of a client's own is there until its answer, and `at_once` bounds their
-number. How many are in flight without it depends on how fast answers come. In the rows "returned", glibc is told to give
+number. How many are in flight without it depends on how fast answers come. In the row "returned", glibc is told to give
 freed blocks back: it keeps them otherwise, split into ever smaller ones, and the process grows by what it could reuse.
 """
 

@@ -25,7 +25,7 @@ from lightning_spectral.functional import (
     proportional_inclusion_probs,
     successive_inclusion_probs,
 )
-from lightning_spectral.nn.plan.text_table import aligned
+from lightning_spectral.tables import aligned
 
 COHORT = 10
 SIZES = [(64, 13), (128, 26), (256, 52), (512, 103), (1024, 205), (2048, 410), (4096, 820), (4096, 2048)]

@@ -24,9 +24,9 @@ from lightning_spectral.functional import (
     group_discrepancy,
 )
 from lightning_spectral.functional.factors import factorize, num_terms_for
-from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.report.printed import legend_above, printed
 from lightning_spectral.report.style import PRINTED, look
+from lightning_spectral.tables import aligned
 
 Weights = list[list[float]]
 

@@ -6,10 +6,12 @@ Needs no Flower: messages go through files, as they go through a SuperLink's dat
 process when its answer is fetched. The table shows the largest resident memory of a process that plays one round, in
 MiB beyond that of a round of one client. A multi-layer perceptron of 2.1 million parameters (8 MiB) is trained. What
 all clients get is in memory once; a sub-model of a client's own is there until its answer, and `at_once` bounds their
-number. How many are in flight without it depends on how fast answers come.
+number. How many are in flight without it depends on how fast answers come. In the row "returned", glibc is told to give
+freed blocks back: it keeps them otherwise, split into ever smaller ones, and the process grows by what it could reuse.
 """
 
 import argparse
+import os
 import pickle
 import resource
 import subprocess
@@ -30,7 +32,9 @@ from lightning_spectral.network.device.service import DeviceService
 from lightning_spectral.network.server.line import Answer, Line
 
 WIDTH, COHORTS = 1024, (1, 3, 30, 100)
-CASES = {"FedAvg": None, "spectral sharding, r = 0.2": None, "spectral sharding, r = 0.2, at_once=8": 8}
+SHARDING = "spectral sharding, r = 0.2"
+CASES = {"FedAvg": None, SHARDING: None, f"{SHARDING}, at_once=8": 8, f"{SHARDING}, at_once=8, returned": 8}
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives freed blocks of 64 KiB and more back at once
 
 
 def module():
@@ -84,7 +88,8 @@ def main():
         peaks = []
         for clients in COHORTS:
             command = [sys.executable, __file__, "--play", case, str(clients)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            environment = {**os.environ, **(RETURNED if case.endswith("returned") else {})}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             peaks.append(int(done.stdout.split()[-1]))
         rows.append((case, f"{peaks[0]} MiB", *(f"+{peak - peaks[0]}" for peak in peaks[1:])))
     show([("clients in a round", *map(str, COHORTS)), *rows])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_spectral.nn.plan.text_table import aligned
+from lightning_spectral.tables import aligned
 
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 

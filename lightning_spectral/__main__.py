@@ -1,4 +1,4 @@
-"""The command line: ``python -m lightning_spectral fit --config run.yaml``, ``report``, ``doctor`` or ``network``."""
+"""The command line: ``python -m lightning_spectral fit --config run.yaml``, and ``sweep``, ``report`` and others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import os
 import sys
 from importlib.util import find_spec
 
-EPILOG = """Three further commands: `report RUN ...` writes a page on runs, `doctor` checks this installation, and
-`network` trains clients on other machines; see `report --help`, `doctor --help` and `network --help`."""
+EPILOG = """Four further commands: `sweep` trains a config with several settings and seeds, `report RUN ...` writes a
+page on runs, `doctor` checks this installation, and `network` trains clients on other machines; each has a `--help`."""
 
 
 def main() -> None:
-    """Run a command: ``doctor``, ``report``, ``network``, or ``fit``, ``validate`` or ``test`` of LightningCLI.
+    """Run a command: ``sweep``, ``doctor``, ``report``, ``network``, or one of LightningCLI, such as ``fit``.
 
     Raises:
-        SystemExit: With the status of one of the first three, if jsonargparse is not installed, or if the command
+        SystemExit: With the status of one of the first four, if jsonargparse is not installed, or if the command
             line is wrong.
     """
     if sys.argv[1:2] == ["doctor"]:
@@ -34,6 +34,10 @@ def main() -> None:
     if find_spec("jsonargparse") is None:
         sys.exit('The command line needs jsonargparse: pip install "lightning-spectral[cli]"')
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls methods by their old names
+    if sys.argv[1:2] == ["sweep"]:  # its own processes import Lightning
+        from lightning_spectral.sweep.command import main as sweep
+
+        sys.exit(sweep(sys.argv[2:]))
     from lightning_spectral.plugin.cli.command import FederatedCLI
     from lightning_spectral.plugin.cli.errors import errors_in_one_line
 

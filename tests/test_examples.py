@@ -17,12 +17,12 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 class Finished:
     """An example that ran in a folder of its own, with a home of its own."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "") -> None:
+    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "", warn: str = "error") -> None:
         self.folder = folder
         self.home = folder.with_name(f"{folder.name} home")
         for new in (self.folder, self.home):
             new.mkdir()
-        command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
+        command = [sys.executable, "-W", warn, EXAMPLES / script, *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         caches = {"MPLCONFIGDIR": str(folder.with_name("matplotlib")), "PYTHONDONTWRITEBYTECODE": "1"}
         env = {**kept, **caches, "HOME": str(self.home), "PYTHONPATH": path}
@@ -162,3 +162,19 @@ def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
     assert len(stated) == 3
     done = Finished(tmp_path / "full", "quickstart.py")
     assert done.percentage(r"accuracy after 100 rounds: (\d+\.\d)%") >= mean(stated) - 3 * stdev(stated)
+
+
+@pytest.mark.parametrize(
+    ("package", "says"),
+    [
+        ("timm", r"[\d.]+% of the test images"),
+        ("transformers", r"[\d.]+% of the other lines"),
+        ("pytorch_forecasting", r"mean absolute error \d\.\d+"),
+    ],
+)
+def test_programs_of_other_packages_are_federated(package: str, says: str, tmp_path: Path) -> None:
+    pytest.importorskip(package, reason=f"its example needs {package}", exc_type=ImportError)
+    script = f"federated_{package.removeprefix('pytorch_')}.py"
+    done = Finished(tmp_path / "run", script, "--rounds", "1", path=os.environ.get("PYTHONPATH", ""), warn="default")
+    assert re.search(says, done.output), done.output
+    assert not done.files()

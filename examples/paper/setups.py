@@ -68,8 +68,20 @@ class Spectral:
         make = ls.SpectralSharding.published if self.published else ls.SpectralSharding
         cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": self.uncut} if output_ratio else {}
         chosen = DESIGNS[design]() if design else None
-        # all averages are plain, as in the papers
-        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, server_momentum=0.0, **cut)
+        averages: dict[str, Any] = {
+            "aggregation": ls.algorithms.TermMeans(),
+            "server_momentum": 0.0,
+        }  # as in the papers
+        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, **averages, **cut)
+
+
+@dataclass(frozen=True)
+class Default:
+    """What this package does if nothing else is asked for."""
+
+    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
+        assert keep_ratio is not None, "a row of a grid lacks its keep ratio"
+        return ls.SpectralSharding(keep_ratio=keep_ratio)
 
 
 DESIGNS = {"Brewer": ls.Brewer, "MinimumSupport": ls.MinimumSupport, "ConditionalPoisson": ls.ConditionalPoisson}
@@ -88,5 +100,6 @@ SETUPS: Mapping[str, Setup] = {
     "Unbiased without ClipLR": Spectral(ls.Unbiased()),
     "Collective": Spectral(ls.Collective(), CLIP),
     "Schatten, p = 4": Spectral(ls.sharding.Schatten(4), CLIP),
-    "This package's default": Spectral(ls.Collective(), CLIP, published=False),
+    "Spectral start": Spectral(ls.Collective(), CLIP, published=False),
+    "This package's default": Default(),
 }

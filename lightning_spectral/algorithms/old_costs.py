@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.budgets import largest_that_fits
 from lightning_spectral.algorithms.costs import cost_table as new_table
-from lightning_spectral.algorithms.costs import largest_that_fits
 from lightning_spectral.algorithms.lora import LoRA
 from lightning_spectral.algorithms.spectral import SpectralSharding
 from lightning_spectral.algorithms.zampling import Zampling

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.capabilities import CostsBesides
+from lightning_spectral.algorithms.step_memory import step_memory, widest_step
+from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.nn.cost.cost import Cost, held_cost
 from lightning_spectral.nn.plan.trace import Example
 from lightning_spectral.protocol.cohort import Cohort
@@ -20,11 +22,12 @@ def turn_costs(
     example: Example,
     round_idx: int = 0,
     moving: Collection[str] = (),
+    recipe: OptimizerRecipe | None = None,
 ) -> list[Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Without an example, no pass is counted. Frozen tensors that change between rounds, and so travel in each, are named
-    in ``moving``.
+    Without an example, no pass is counted; with the recipe of an optimizer, so is the memory of a local step. Frozen
+    tensors that change between rounds, and so travel in each, are named in ``moving``.
     """
     units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
@@ -37,13 +40,17 @@ def turn_costs(
         client = side.build(half.server, download.capacity)
         side.load(client, download)
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
+        if example is not None and (draw := widest_step(side, client, download).before_forward):
+            draw()  # weights that are drawn for a step have a gradient only in it
         held = held_cost(client, example)
         sent = Cost(
             downlink_bytes=download.num_bytes - frozen,
             uplink_bytes=side.collect(client, download).num_bytes,
             frozen_bytes=frozen,
         )
-        costs.append(held + sent + besides)
+        # last, because it changes the client
+        step = Cost() if recipe is None else step_memory(side, client, download, recipe, example)
+        costs.append(held + sent + besides + step)
     return costs
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_spectral.extras import from_extra
 from lightning_spectral.partition.partition import Partition
+from lightning_spectral.tables import as_html
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,6 +83,22 @@ class PartitionReport:
         return list(zip(map(str, self.classes.tolist()), self.histogram.T, strict=True))
 
     def __str__(self) -> str:
+        lines = self._summary()
+        lines += ["client  examples  classes" if self.histogram is not None else "client  examples"]
+        lines += [self._row(client) for client in range(min(_ROWS, len(self.counts)))]
+        return "\n".join([*lines, *self._hidden()])
+
+    def _repr_html_(self) -> str:
+        head = ("client", "examples", *(["classes"] if self.histogram is not None else []))
+        shown = range(min(_ROWS, len(self.counts)))
+        rows = [(str(i), str(int(self.counts[i])), *[self._mixture(i)] * (len(head) - 2)) for i in shown]
+        return as_html(["\n".join(self._summary()), [head, *rows], *self._hidden()])
+
+    def _hidden(self) -> list[str]:
+        hidden = len(self.counts) - _ROWS
+        return [f"... and {hidden} more clients"] if hidden > 0 else []
+
+    def _summary(self) -> list[str]:
         sizes = self.counts.double()
         low, middle, high = sizes.min(), sizes.quantile(0.5), sizes.max()
         lines = [
@@ -93,10 +110,7 @@ class PartitionReport:
                 f"of {self.histogram.shape[1]} classes, a client has {self.mean_classes():.1f} on average, "
                 f"{self.mean_classes(0.05):.1f} above a 5 % share"
             )
-        lines += ["client  examples  classes" if self.histogram is not None else "client  examples"]
-        lines += [self._row(client) for client in range(min(_ROWS, len(self.counts)))]
-        hidden = len(self.counts) - _ROWS
-        return "\n".join(lines + ([f"... and {hidden} more clients"] if hidden > 0 else []))
+        return lines
 
     def _row(self, client: int) -> str:
         return f"{client:6d}  {int(self.counts[client]):8d}  {self._mixture(client)}".rstrip()

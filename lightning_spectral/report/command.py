@@ -21,7 +21,8 @@ and where the time went. It reads what runs left on the disk:
   run.json                              what RoundHistory.save wrote
   a folder                              all runs of the first three kinds in it
 
-Runs whose settings differ only in their seeds form one group, drawn as a mean with a band.
+Runs whose settings differ only in their seeds form one group, drawn as a mean with a band; or name the groups, as in
+`report fedavg=runs/a ours=runs/b`.
 A run and those that resumed it count as one run.
 """
 
@@ -59,9 +60,16 @@ def _parser() -> ArgumentParser:
         "python -m lightning_spectral report", description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=_path, metavar="RUN", help="a run, or a folder of runs")
+    add(
+        "runs",
+        nargs="+",
+        type=_path,
+        metavar="[LABEL=]RUN",
+        help="a run or a folder of runs; those with a label are one group",
+    )
     add("-o", "--output", type=_path, default=Path("report.html"), help="the page to write (default: %(default)s)")
     add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
+    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
     add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
     add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
     add("--png", type=_path, metavar="FOLDER", help="also write each figure there as a PNG file")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.measures import Curve, Numbers
 from lightning_spectral.report.runs import LoggedRun
-from lightning_spectral.report.settings import ABSENT, differing, flat_settings, label
+from lightning_spectral.report.settings import ABSENT, differing, flat_settings, is_baseline, label, of_a_sweep
+from lightning_spectral.report.style import Look, baseline_look, look
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,16 @@ class Group:
     label: str  # the settings in which they differ from all others
     runs: tuple[LoggedRun, ...]
     index: int  # among the groups; it decides colour and marker
+    is_baseline: bool = False  # whether it is FedAvg, which others are compared with
+
+    @property
+    def look(self) -> Look:
+        """Colour, marker and line width in all figures."""
+        return baseline_look(self.index) if self.is_baseline else look(self.index)
+
+    def at(self, index: int) -> Group:
+        """The same group at another position."""
+        return replace(self, index=index)
 
     def each(self, of: Callable[[LoggedRun], Curve | None]) -> list[Curve]:
         """A curve of each run that has it."""
@@ -40,24 +51,30 @@ class Band:
 def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
     """Group runs by the settings in which they differ, apart from seeds.
 
-    ``by`` names the settings to group by instead, or the last parts of their names. A run without settings is
-    a group of its own, since it is not known what it repeats.
+    ``by`` names the settings to group by instead, or the last parts of their names. Runs of a sweep are grouped by what
+    the sweep varied. A run without settings is a group of its own, since it is not known what it repeats. Runs with the
+    same label are one group, whatever their settings are.
 
     Returns:
         The groups in order of their first runs, and the names of the settings by which they differ.
     """
     settings = [flat_settings(run.config) for run in runs]
-    names = _named(settings, by) if by else differing([one for one in settings if one])
+    to_tell = [own for run, own in zip(runs, settings, strict=True) if own and not run.label]
+    names = _named(settings, by) if by else differing(of_a_sweep(to_tell) or to_tell)
     members: dict[tuple[str, ...], list[LoggedRun]] = {}
     labels: dict[tuple[str, ...], str] = {}
     for run, own in zip(runs, settings, strict=True):
         key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
+        key = ("label", run.label) if run.label else ("", *key)
         members.setdefault(key, []).append(run)
-        labels[key] = (label(own, names) if own else "") or run.name
-    if len(members) == 1:
+        labels[key] = run.label or (label(own, names) if own else "") or run.name
+    if len(members) == 1 and not runs[0].label:
         labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
     distinct = numbered([labels[key] for key in members])
-    return [Group(distinct[index], tuple(found), index) for index, found in enumerate(members.values())], names
+    return [
+        Group(distinct[index], tuple(found), index, all(is_baseline(flat_settings(run.config)) for run in found))
+        for index, found in enumerate(members.values())
+    ], names
 
 
 def numbered(labels: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.names import (
+    AFTER_TRAINING,
     BYTES,
     CLIENTS,
     HIGH,
@@ -76,18 +77,34 @@ def megabytes(run: LoggedRun) -> Curve | None:
     return Curve(np.array([row[ROUND] for row in run.rows]), np.cumsum(sums) / 1e6)
 
 
+def total(run: LoggedRun, name: str, over_models: Callable[[list[float]], float] = math.fsum) -> Curve | None:
+    """A cost by the end of each round, of all models; ``None`` if no round has it."""
+    columns = [own for own in run.names if own == name or own.endswith(f"/{name}")]
+    rows = [(row[ROUND], [row[own] for own in columns if own in row]) for row in run.rows]
+    if not columns:
+        return None
+    return Curve(
+        np.array([index for index, _ in rows]),
+        np.cumsum([over_models(values) if values else 0.0 for _, values in rows]),
+    )
+
+
 def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers | None:
     """Traffic by the end of given rounds."""
     sent = megabytes(run)
     return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
-def run_end(run: LoggedRun, metric: str) -> tuple[float, float]:
-    """Megabytes sent by the last evaluation, and its result; megabytes are NaN if none were counted."""
+def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
+    """Megabytes sent by the evaluation of a round, the last one if it is NaN, and its result.
+
+    Megabytes are NaN if none were counted.
+    """
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
-    sent = megabytes_at(run, found.rounds[-1:])
-    return (math.nan if sent is None else float(sent[0])), found.last
+    at = -1 if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx))
+    sent = megabytes_at(run, found.rounds[[at]])
+    return (math.nan if sent is None else float(sent[0])), float(found.values[at])
 
 
 def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:
@@ -137,10 +154,13 @@ def with_metric(
         a metric.
     """
     measured = [run for run in runs if run.path in kept or _has_metric(run, wanted)]
+    validated = [run for run in measured if run.path in kept or not all(map(_is_of_a_test, _evaluated(run)))]
+    if wanted is None and any(not all(map(_is_of_a_test, _evaluated(run))) for run in validated):
+        measured = validated
     if not measured:
         return runs, []
     lacking = [run for run in runs if not any(run is one for one in measured)]
-    return measured, [_no_metric(run, 1) if wanted is None else _lacks(run, wanted) for run in lacking]
+    return measured, [_why_left_out(run, wanted) for run in lacking]
 
 
 def choose_metric(runs: Sequence[LoggedRun], wanted: str | None) -> str:
@@ -194,14 +214,26 @@ def _has_metric(run: LoggedRun, wanted: str | None) -> bool:
     return bool(_evaluated(run)) if wanted is None else curve(run, wanted) is not None
 
 
+def _why_left_out(run: LoggedRun, wanted: str | None) -> str:
+    if wanted is not None:
+        return _lacks(run, wanted)
+    if _evaluated(run):
+        return f"{run.path} has only {_listed(_evaluated(run))}, of a test, which others were not compared by."
+    return _no_metric(run, 1)
+
+
 def _lacks(run: LoggedRun, metric: str) -> str:
     return f"{run.path} has no metric `{metric}`; it has {_listed(_plain(run))}."
 
 
-def _preference(metric: str) -> tuple[bool, bool, bool, str]:
-    """Key that sorts metrics to maximise before losses, and metrics of the whole before those of parts."""
+def _is_of_a_test(metric: str) -> bool:
+    return metric.rpartition("/")[2].startswith(AFTER_TRAINING)
+
+
+def _preference(metric: str) -> tuple[bool, bool, bool, bool, str]:
+    """Key that sorts validation before tests, metrics of the whole before those of parts, and losses last."""
     known = any(word in metric.lower() for word in HIGHER_IS_BETTER)
-    return "/" in metric, lower_is_better(metric), not known, metric
+    return _is_of_a_test(metric), "/" in metric, lower_is_better(metric), not known, metric
 
 
 def _no_metric(run: LoggedRun, num_runs: int) -> str:

@@ -2,6 +2,8 @@
 
 ROUND = "fl/round"
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
+MULTIPLICATIONS = "fl/multiplications"  # of local training, of all clients
+VIRTUAL_SECONDS = "fl/virtual_seconds"  # until the last client of a round is done
 VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"
 MOVED = "fl/probs_moved"
@@ -30,7 +32,11 @@ HISTOGRAMS = "histograms"  # the file that has all of them
 BOOKKEEPING = frozenset({"epoch", "step", "trainer/global_step", "hp_metric"})
 # Settings in which repetitions of one experiment differ, by the last part of their names.
 REPETITION = frozenset({"seed", "seed_everything", "random_state", "fingerprint", "partition"})
+ALGORITHM = "algorithm"  # the setting that names it, with several models of each
+BASELINE = "FedAvg"  # what others are compared with
+SWEEP = "sweep/"  # before the names of settings that a sweep varied
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
+AFTER_TRAINING = "test"  # how names of metrics begin that are evaluated once, at the end
 HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 
 # What to switch on if a section has nothing to show.
@@ -53,3 +59,9 @@ EQUAL_CURVES = (
     "While `fl/inclusion_entropy` is 0, every client holds the largest terms and strategies do not differ; after a "
     "spectral start, that is the rule. Compare strategies with `spectral_start=None`."
 )
+FLAT_CURVES = (
+    "If that is chance, nothing has been learned yet: train longer, with a larger learning rate, or with a spectral "
+    "start; `fl/loss`, of clients, says whether they learn at all. Pretrained networks may begin where they end."
+)
+FLAT_BASELINE = "FedAvg is among them, so sharding is not the reason."
+DIVERGED = "Training diverged: lower the clients' learning rate, or bound their updates."

@@ -12,6 +12,7 @@ from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.sections import Section
 from lightning_spectral.report.texts import printable
 
+NUMBER = r"-?[0-9.]+(e[-+]?[0-9]+)?"
 # Even if a name in a run smuggled in something, a browser would neither load nor execute it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -58,7 +59,7 @@ def _section(section: Section) -> str:
         parts.append(_paragraph(section.lead, "faint"))
     if section.picture:
         parts.append(f"<figure>\n{section.picture.svg()}\n</figure>")
-    parts += [_details(caption, table) for caption, table in section.tables]
+    parts += [_details(*table, index < section.num_open) for index, table in enumerate(section.tables)]
     return "<section>\n" + "\n".join(parts) + "\n</section>"
 
 
@@ -67,15 +68,23 @@ def _paragraph(text: str, style: str = "") -> str:
     return f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>"
 
 
-def _details(caption: str, table: LoggedTable) -> str:
-    head = "".join(f"<th>{escape(str(name))}</th>" for name in table.columns)
+def _details(caption: str, table: LoggedTable, is_open: bool) -> str:
+    numeric = [all(map(_is_number, filter(None, column))) for column in zip(*table.rows, strict=True)]
+    head = "".join(
+        f"<th{' class=number' if number else ''}>{escape(str(name))}</th>"
+        for name, number in zip(table.columns, numeric or [False] * len(table.columns), strict=True)
+    )
     rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
     body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
     scrolling = f'<div class="table" tabindex="0">{body}</div>'
-    return f"<details><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
+    return f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
 
 
 def _cell(value: Any) -> str:
     text = "" if value is None else str(value)
-    number = bool(re.fullmatch(r"-?[0-9.]+(e[-+]?[0-9]+)?", text))
-    return f"<td{' class=number' if number else ''}>{escape(text)}</td>"
+    return f"<td{' class=number' if _is_number(text) else ''}>{escape(text)}</td>"
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a cell is a number, which may have a deviation."""
+    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?", str(value)) is not None

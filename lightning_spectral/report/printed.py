@@ -18,6 +18,7 @@ from lightning_spectral.report.texts import in_lines
 
 MARKS = 10  # markers on a curve
 LABEL = 44  # letters in a line of a legend
+LETTER, HANDLE = 5.5, 36.0  # points: of the width of a letter, and of what stands before a label
 
 
 @contextmanager
@@ -76,4 +77,23 @@ def legend_above(figure: Figure, columns: int) -> None:
         found.update(zip(labels, handles, strict=True))
     if found:
         labels = ["\n".join(in_lines(label, LABEL)) for label in found]
-        figure.legend(found.values(), labels, loc="outside upper left", ncols=min(columns, len(found)))
+        fitting = legend_columns(list(found), columns, figure.get_figwidth())
+        figure.legend(found.values(), labels, loc="outside upper left", ncols=fitting)
+
+
+def legend_columns(labels: Sequence[str], columns: int, inches: float) -> int:
+    """How many columns of a legend fit side by side, at most ``columns``: what does not fit would be cut off.
+
+    Example:
+        >>> legend_columns(["FedAvg", "LoRA"], 3, 8.0), legend_columns(["x" * 44] * 4, 3, 8.0)
+        (2, 2)
+    """
+    widest = max(len(line) for label in labels for line in in_lines(label, LABEL))
+    return max(1, min(columns, len(labels), int(inches * 72 // (LETTER * widest + HANDLE))))
+
+
+def legend_lines(labels: Sequence[str], columns: int, inches: float) -> int:
+    """How many lines of text a legend is high; it is filled column by column."""
+    rows = -(-len(labels) // legend_columns(labels, columns, inches))
+    heights = [len(in_lines(label, LABEL)) for label in labels]
+    return max(sum(heights[start : start + rows]) for start in range(0, len(labels), rows))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +34,34 @@ EXPECTED = (
 )
 
 
+def labelled(path: Path) -> tuple[str, Path]:
+    """Take ``label=path`` apart; anything that exists is a path without a label.
+
+    Example:
+        >>> labelled(Path("ours=runs/a")), labelled(Path("runs/b"))
+        (('ours', PosixPath('runs/a')), ('', PosixPath('runs/b')))
+    """
+    label, _, named = str(path).partition("=")
+    is_label = label and named and not os.path.lexists(path)
+    return (printable(label), Path(named)) if is_label else ("", path)
+
+
 def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
-    """Read the runs at some paths; folders are searched for all kinds but JSON files.
+    """Read the runs at some paths, which may have labels; folders are searched for all kinds but JSON files.
 
     Returns:
         The runs, each once, and the reasons why other runs found in a folder are left out.
     """
     runs: dict[Path, LoggedRun] = {}
     left_out: list[str] = []
-    for path in paths:
+    for label, path in map(labelled, paths):
         is_folder = os.path.isdir(path)  # `Path.is_dir` raises for names that are too long
         found = _runs_in(path) if is_folder else [path]
         for file in found:
             if real_path(file) not in runs:
                 try:
-                    runs[real_path(file)] = read_run(file, within=path if is_folder else None)
+                    found_run = read_run(file, within=path if is_folder else None)
+                    runs[real_path(file)] = replace(found_run, label=label)
                 except ReportError as error:
                     if len(found) == 1:
                         raise

@@ -61,6 +61,8 @@ def _place(path: Path) -> list[str | int]:
 
 def _belongs(part: Part, chain: Sequence[Part]) -> bool:
     first, run = chain[0], _joined(chain)
+    if part.run.label != run.label:
+        return False
     if part.run.identity and part.run.identity == run.identity:
         return _seeds(part) == _seeds(first)
     if not part.settings or part.settings != first.settings:

@@ -34,6 +34,7 @@ class LoggedRun:
     from_clients: frozenset[str] = frozenset()  # metrics logged with the round itself, while clients trained
     notes: tuple[str, ...] = ()  # remarks on the file, for readers of the report
     identity: str = ""  # something that only files of this run have, such as its wandb id
+    label: str = ""  # of its group, if whoever asks for the report named it
 
     @cached_property
     def names(self) -> set[str]:
@@ -53,15 +54,17 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
     """Arrange what was logged, in order, in one row per round.
 
     An entry was written together: numbers, or `Media`; anything else is ignored. Entries without a round belong to that
-    of their epoch, or otherwise to the round before them.
+    of their epoch, or otherwise to the round before them; those of an epoch after the last round, such as
+    `Trainer.test`'s, belong to the last round.
     """
     rows: dict[int, dict[str, float]] = {}
     media: dict[str, dict[int, Media]] = {}
     from_clients: set[str] = set()
-    round_idx = 0
+    round_idx, trained = 0, -1
     for entry in without_prefix([_with_printable_names(entry) for entry in logged]):
         numbers = {key: number for key, value in entry.items() if (number := as_number(value)) is not None}
         round_idx = _round_of(path, numbers, round_idx)
+        trained = max(trained, round_idx if ROUND in numbers else -1)
         kept = {key: value for key, value in numbers.items() if key not in BOOKKEEPING and not key.startswith("_")}
         if kept:
             rows.setdefault(round_idx, {}).update({**kept, ROUND: float(round_idx)})
@@ -72,12 +75,22 @@ def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable
                 media.setdefault(key, {})[round_idx] = value
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
-    ordered = tuple(rows[index] for index in sorted(rows))
+    ordered = _ending_with(rows, trained)
     run = LoggedRun(
         shortened(printable(name), MAX_NAME), path, config, ordered, media, frozenset(from_clients), gaps(ordered)
     )
     _check_size(run)
     return run
+
+
+def _ending_with(rows: Mapping[int, dict[str, float]], last: int) -> tuple[dict[str, float], ...]:
+    """The rows in order; what comes after the last round is part of it. A run that trained no round keeps its rows."""
+    after = [rows[index] for index in sorted(rows) if 0 <= last < index]
+    found = [rows[index] for index in sorted(rows)]
+    found = found[: len(found) - len(after)]
+    for row in after:
+        found[-1] = {**row, **found[-1]}
+    return tuple(found)
 
 
 def _with_printable_names(entry: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from lightning_spectral.report import figures
+from lightning_spectral.report.costs import equal_cost_table, target_table
 from lightning_spectral.report.dashboard import client_tables, spectra
-from lightning_spectral.report.drawing import Picture, Size
+from lightning_spectral.report.drawing import INCHES, Picture, Size
+from lightning_spectral.report.ends import groups_table
 from lightning_spectral.report.figures.heat_maps import HeatMap
-from lightning_spectral.report.groups import Band, Group, band, equal_groups
+from lightning_spectral.report.groups import Band, Group, band
 from lightning_spectral.report.measures import (
     client_statistics,
     clients_at_end,
@@ -26,16 +28,18 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.media import LoggedTable
 from lightning_spectral.report.names import (
     BITS,
-    EQUAL_CURVES,
     EXPECTED_COVERAGE,
     SAMPLING_GAP,
     SWITCH_ON,
     VISITED,
 )
+from lightning_spectral.report.printed import legend_lines
+from lightning_spectral.report.remarks import on_curves, on_lengths
 from lightning_spectral.report.runs import LoggedRun
 
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
+LEGEND_WIDE, LEGEND_NARROW = (3, INCHES["wide"]), (1, INCHES["narrow"])  # columns at most, and inches
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Section:
     picture: Picture | None = None
     tables: tuple[tuple[str, LoggedTable], ...] = ()  # each under a caption
     remark: str = ""  # what to switch on if there is nothing to show, or what to know of the picture
+    num_open: int = 0  # how many of the tables can be seen at once; the others unfold
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Contents:
     groups: Sequence[Group]
     metric: str
     minimise: bool
+    target: float | None = None  # a value of the metric, of which the cost is asked
 
     @property
     def runs(self) -> list[LoggedRun]:
@@ -65,25 +71,50 @@ class Contents:
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
-    parts = (pareto_section, curves_section, fairness_section, coverage_section, bits_section, seconds_section)
+    parts = (
+        pareto_section,
+        costs_section,
+        curves_section,
+        fairness_section,
+        coverage_section,
+        bits_section,
+        seconds_section,
+    )
     return [part(contents) for part in (*parts, spectra_section, clients_section)]
 
 
 def pareto_section(contents: Contents) -> Section:
     """The first figure."""
     title = f"{contents.metric} against megabytes"
+    tables = (("Groups", groups_table(contents.groups, contents.metric)), ("All runs", _runs_table(contents)))
+    remark = on_lengths(contents.groups, contents.metric)
     if not all(megabytes(run) for run in contents.runs):
-        return Section(title, remark=SWITCH_ON["bytes"])
+        return Section(title, "", None, tables, f"{SWITCH_ON['bytes']} {remark}".strip(), num_open=1)
     with_clients = any(clients_at_end(run, contents.metric) for run in contents.runs)
     lead = (
-        "Every run at its last evaluation: small marks are runs, large marks are means of repetitions with their "
-        "standard deviations. The dashed line joins the groups that no other group beats in both respects."
+        "Small marks are runs, at the last evaluation that all repetitions have; large marks are means of repetitions, "
+        "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
     height = 6.4 if with_clients else 4.2
     draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
     picture = _picture(contents, "pareto", f"{title}: a point for each run.", draw, Size(height, height - 0.8))
-    return Section(title, lead, picture, (("All runs", _runs_table(contents)),))
+    return Section(title, lead, picture, tables, remark, num_open=1)
+
+
+def costs_section(contents: Contents) -> Section:
+    """What it takes to reach a target, and what is reached for the same megabytes."""
+    groups, metric, target = contents.groups, contents.metric, contents.target
+    tables = []
+    if target is not None:
+        caption = f"Until {metric} is {'at most' if contents.minimise else 'at least'} {target:g}"
+        tables.append((caption, target_table(groups, metric, target, contents.minimise)))
+    if (equal := equal_cost_table(groups, metric)) is not None:
+        tables.append((f"{metric} for the same megabytes", equal))
+    remark = "" if tables else SWITCH_ON["bytes"]
+    more = "" if target is not None else " `--target VALUE` adds what it costs to reach a value."
+    lead = f"Mean and standard deviation over the runs of a group.{more}"
+    return Section("Cost", lead, None, tuple(tables), remark, num_open=len(tables))
 
 
 def curves_section(contents: Contents) -> Section:
@@ -92,14 +123,7 @@ def curves_section(contents: Contents) -> Section:
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
     picture = _picture(contents, "curves", f"{title}: a line for each group.", draw, Size(3.8, 5.6))
-    return Section(title, lead, picture, remark=_equal_curves(contents))
-
-
-def _equal_curves(contents: Contents) -> str:
-    """Which lines of the picture lie on each other, with the likely reason; empty if none do."""
-    found = equal_groups(contents.groups, partial(curve, metric=contents.metric))
-    listed = "; ".join(" = ".join(group.label for group in alike) for alike in found)
-    return f"Curves that are equal to the last digit: {listed}. {EQUAL_CURVES}" if listed else ""
+    return Section(title, lead, picture, remark=on_curves(contents.groups, contents.metric))
 
 
 def fairness_section(contents: Contents) -> Section:
@@ -217,8 +241,9 @@ def _runs_table(contents: Contents) -> LoggedTable:
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
     """Make a picture with room for the legend above it."""
-    lines = len(contents.groups) if legend else 0
-    return Picture(name, description, draw, Size(size.wide + 0.2 * -(-lines // 3), size.narrow + 0.2 * lines))
+    labels = [group.label for group in contents.groups]
+    wide, narrow = (0.2 * legend_lines(labels, *fits) if legend else 0.0 for fits in (LEGEND_WIDE, LEGEND_NARROW))
+    return Picture(name, description, draw, Size(size.wide + wide, size.narrow + narrow))
 
 
 def _cells(row: Sequence[Any]) -> tuple[Any, ...]:

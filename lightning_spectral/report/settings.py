@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
-from lightning_spectral.report.names import REPETITION
+from lightning_spectral.report.names import ALGORITHM, BASELINE, REPETITION, SWEEP
 from lightning_spectral.report.texts import printable, shortened
 
 Settings: TypeAlias = Mapping[str, str]
@@ -107,6 +107,31 @@ def differing(all_settings: Sequence[Settings]) -> list[str]:
         if any(len(alike) > 1 for alike in options.values()) and not REPETITION & set(name.split("/")):
             found.append(name)
     return found
+
+
+def of_a_sweep(all_settings: Sequence[Settings]) -> list[Settings]:
+    """Of runs that are all of a sweep, only what it varied, which is all that can differ; otherwise none.
+
+    Example:
+        >>> of_a_sweep([{"sweep/alpha": "0.3", "data/partitioner/alpha": "0.3"}]), of_a_sweep([{"seed": "0"}])
+        ([{'sweep/alpha': '0.3'}], [])
+    """
+    found = [{name: value for name, value in one.items() if name.startswith(SWEEP)} for one in all_settings]
+    return [*found] if all(found) else []
+
+
+def is_baseline(settings: Settings) -> bool:
+    """Whether all models of a run are trained by FedAvg.
+
+    Example:
+        >>> is_baseline({"federation/algorithm": "FedAvg"}), is_baseline({"federation/algorithm": "LoRA"})
+        (True, False)
+        >>> is_baseline({"federation/a/algorithm": "FedAvg", "federation/b/algorithm": "LoRA"}), is_baseline({})
+        (False, False)
+    """
+    own = {name: value for name, value in settings.items() if not name.startswith(SWEEP)}
+    found = {value for name, value in own.items() if name.split("/")[-1] == ALGORITHM}
+    return found == {BASELINE}
 
 
 def _names(all_settings: Iterable[Settings]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 # Okabe and Ito's colours, without black, which is used for text, and yellow, which is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: 42 groups look different
+GREY = "#808080"  # of the baseline; it can be seen on white and on black
 WIDTHS = (2.6, 2.0, 1.5, 1.1)
 HEAT = "viridis"
 FONT_POINTS = 9.0
@@ -39,6 +40,11 @@ BASELINE = Look(PRINTED.ink, "*", 1.6)  # what others are compared with
 def look(index: int) -> Look:
     """Colour, marker and line width of the group at a position; thinner lines are drawn on top of wider ones."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
+
+
+def baseline_look(index: int) -> Look:
+    """The look of the baseline at a position: the same colour for all, so that it is the same on every page."""
+    return look(index)._replace(colour=GREY)
 
 
 def settings(theme: Theme) -> Any:

@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from lightning_spectral.errors import ReportError
+from lightning_spectral.report.ends import in_order
 from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
 from lightning_spectral.report.media import LoggedTable
+from lightning_spectral.report.names import SWEEP
 from lightning_spectral.report.page import page
-from lightning_spectral.report.reading import read_runs
+from lightning_spectral.report.reading import labelled, read_runs
 from lightning_spectral.report.resumed import join_resumed
 from lightning_spectral.report.runs import LoggedRun
 from lightning_spectral.report.sections import Contents, Section, all_sections
@@ -28,17 +30,20 @@ def write_report(
     group_by: Sequence[str] = (),
     png: str | Path | None = None,
     title: str | None = None,
+    target: float | None = None,
 ) -> list[Path]:
     """Read runs and write a page on them.
 
     Args:
-        runs: Files of runs, or folders of them. Parts of a run that was resumed are joined.
+        runs: Files of runs, or folders of them, each maybe as ``label=path``: runs with the same label are one group.
+            Parts of a run that was resumed are joined.
         output: The HTML file to write; missing folders are created.
         metric: The evaluation metric; by default the most telling one that all runs have.
         mode: ``"min"`` or ``"max"``: whether lower or higher values are better; by default its name decides.
         group_by: Settings by which runs are grouped; by default all in which they differ, except seeds.
         png: A folder to which each figure is written as a PNG file; none are written by default.
         title: Title of the page.
+        target: A value of the metric; the page says what it costs each group to reach it.
 
     Returns:
         The files that were written.
@@ -49,7 +54,7 @@ def write_report(
     try:
         _check_destinations(output, png)
         with np.errstate(all="ignore"):  # differences of infinite values are NaN, which figures leave out
-            text, sections = _made(runs, metric, mode, group_by, title)
+            text, sections = _made(runs, metric, mode, group_by, title, target)
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(text, encoding="utf-8")
             return [output, *(_write_pictures(sections, png) if png else [])]
@@ -58,14 +63,22 @@ def write_report(
 
 
 def _made(
-    runs: Sequence[str | Path], metric: str | None, mode: str | None, group_by: Sequence[str], title: str | None
+    runs: Sequence[str | Path],
+    metric: str | None,
+    mode: str | None,
+    group_by: Sequence[str],
+    title: str | None,
+    target: float | None,
 ) -> tuple[str, list[Section]]:
     found, left_out = read_runs(map(Path, runs))
-    read, without_metric = with_metric(join_resumed(found), metric, set(map(Path, runs)))
+    read, without_metric = with_metric(
+        join_resumed(found), metric, {path for _, path in map(labelled, map(Path, runs))}
+    )
     chosen = choose_metric(read, metric)
     groups, names = group_runs(read, group_by)
+    groups = in_order(groups, chosen)
     minimise = mode == "min" if mode else lower_is_better(chosen)
-    sections = [*all_sections(Contents(groups, chosen, minimise)), _settings_section(read)]
+    sections = [*all_sections(Contents(groups, chosen, minimise, target)), _settings_section(read)]
     title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
     reasons = [f"Left out: {reason}" for reason in (*left_out, *without_metric)]
     notes = [_noted(run) for run in read if run.notes]
@@ -95,7 +108,11 @@ def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
 def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
     sizes = sorted({len(group.runs) for group in groups})
     repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
-    differ = f", which differ in {', '.join(f'`{name}`' for name in names)}" if names and len(groups) > 1 else ""
+    differ = (
+        f", which differ in {', '.join(f'`{name.removeprefix(SWEEP)}`' for name in names)}"
+        if names and len(groups) > 1
+        else ""
+    )
     return f"{_counted(len(groups), 'group')} of {repeated}{differ}."
 
 

@@ -23,7 +23,7 @@ Rounds = Callable[..., Fitted]
 @pytest.fixture
 def rounds(fit: Fit, lit_mlp: Any, data: Any) -> Rounds:
     def rounds(max_epochs: int, ckpt_path: Path | None = None, **options: Any) -> Fitted:
-        algorithm = ls.SpectralSharding(keep_ratio=KEEP, **options)
+        algorithm = ls.SpectralSharding(keep_ratio=KEEP, spectral_start=None, **options)
         return fit(seeded(lit_mlp), data, algorithm=algorithm, max_epochs=max_epochs, ckpt_path=ckpt_path)
 
     return rounds
@@ -59,7 +59,7 @@ def switched(fit: Fit, lit_mlp: Any, data: Any) -> Callable[[list[ls.sharding.Sh
     def switched(values: list[ls.sharding.ShardingStrategy]) -> Fitted:
         switch = Switched(values[0])
         options: dict[str, Any] = {"callbacks": [TurnsTheSwitch(switch, values)], "max_epochs": len(values)}
-        return fit(seeded(lit_mlp), data, algorithm=ls.SpectralSharding(switch, KEEP), **options)
+        return fit(seeded(lit_mlp), data, algorithm=ls.SpectralSharding(switch, KEEP, spectral_start=None), **options)
 
     return switched
 

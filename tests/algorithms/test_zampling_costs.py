@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.costs import NEEDS
+from lightning_spectral.algorithms.budgets import NEEDS
 from lightning_spectral.nn.zampling.compressed import Compression, Compressions
 
 EXAMPLE = torch.zeros(5, 6)
@@ -119,7 +119,7 @@ def test_what_zampling_refuses_has_no_cost() -> None:
         ls.cost_table(nn.BatchNorm1d(3), ls.Zampling(), [8], torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("budgeted", [name for name in NEEDS if name != "budget_macs"])  # the same at any compression
+@pytest.mark.parametrize("budgeted", sorted(NEEDS.keys() - {"budget_macs", "memory"}))  # the former is always the same
 @pytest.mark.parametrize("downlink_bits", [None, 3])
 def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink_bits: int | None) -> None:
     """Every number of probabilities is tried, and budgets just below, at and above what each takes."""
@@ -156,3 +156,10 @@ def test_if_nothing_fits_the_smallest_cost_is_named() -> None:
 def test_a_budget_for_each_client_is_refused() -> None:
     with pytest.raises(TypeError, match="`budget_bytes` must be one number, since all clients share one compression"):
         ls.largest_that_fits(nn.Linear(6, 6), ls.Zampling(), budget_bytes=[100, 200])
+
+
+def test_activations_are_kept_where_every_weight_is_drawn() -> None:
+    """Nothing but the drawn weights needs a gradient: the first output and the weight behind it are kept."""
+    net = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 3, bias=False))
+    cost = ls.cost_table(net, ls.Zampling(degree=2), [2], torch.zeros(5, 8)).at[2]
+    assert cost.kept_values == 5 * 16 + (8 * 16 + 16 * 3)  # weights are views of one vector

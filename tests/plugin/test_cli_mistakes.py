@@ -84,7 +84,7 @@ IN_THE_FILE = {
 OTHERS = {
     "fti --config run.yaml": "there is no command 'fti'; did you mean 'fit'?",
     "reprot run": "there is no command 'reprot'; did you mean 'report'?",
-    "train": "there is no command 'train'; choose from fit, validate, test, report, doctor",
+    "train": "there is no command 'train'; choose from fit, validate, test, sweep, report, doctor",
     "": 'expected "subcommand" to be one of {fit,validate,test}',
     "fit": "the following arguments are required: fit.data, fit.model",
     "fit --config": "argument -c/--config: expected one argument",

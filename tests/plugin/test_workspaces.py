@@ -45,6 +45,20 @@ def test_a_runs_page_has_every_panel_of_its_specification() -> None:
         assert json.dumps(sent(made)).count(f'"words/tables/{name}"') == 1
 
 
+def test_a_runs_page_has_its_pictures_and_the_histograms_that_were_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    key = "singular_values/net.2"
+    drawn = panels(workspace(run_view("acc", model="words", histograms=[key]), "team", "spectral"))
+    media = [panel["config"]["mediaKeys"] for panel in drawn if panel["viewType"] == "Media Browser"]
+    assert media == [["words/pictures/spectra"], ["words/pictures/partition"]]
+    lines = [panel["config"]["metrics"] for panel in drawn if panel["viewType"] == "Run History Line Plot"]
+    assert [f"words/{key}"] in lines
+    main(["team", "spectral", "--histogram", key])
+    (run, _) = json.loads(capsys.readouterr().out)
+    assert {"panel": "bins", "name": key} in run["sections"]["Spectra"]
+
+
 def test_a_key_may_be_written_as_in_a_report() -> None:
     by_dots, by_slashes = (comparison_view("acc", group_by=f"data{sep}partitioner{sep}alpha") for sep in "./")
     assert by_dots == by_slashes
@@ -67,7 +81,10 @@ def test_nothing_is_sent_unless_asked(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(Workspace, "url", "somewhere")
     main(["team", "spectral", "--metric", "acc"])
     assert not saved
-    assert "Comparison: acc, by federation.algorithm.strategy.name" in capsys.readouterr().out
+    run, comparison = json.loads(capsys.readouterr().out)
+    assert (run["name"], run["group_by"]) == ("One run: acc", None)
+    assert (comparison["name"], comparison["group_by"]) == ("Comparison: acc", "federation.algorithm.strategy.name")
+    assert comparison["sections"]["Accuracy"][0] == {"panel": "lines", "metrics": ["acc"], "over": "fl/round"}
     main(["team", "spectral", "--metric", "acc", "--publish"])
     assert saved == ["One run: acc", "Comparison: acc"]
 

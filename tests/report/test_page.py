@@ -162,7 +162,7 @@ def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path)
     )
     ((_, of_clients),) = sections["Fairness"].tables
     assert of_clients.column("run") == ["run", "run"]
-    ((_, every_run),) = sections["val_acc against megabytes"].tables
+    _, (_, every_run) = sections["val_acc against megabytes"].tables
     assert every_run.column("remarks") == ["", "its last val_acc is nan"]
 
 

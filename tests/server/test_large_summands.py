@@ -100,7 +100,10 @@ def test_a_round_ends_where_faults_end_it(algorithm: Any, few: Any, fit: Fit) ->
 
 @pytest.mark.parametrize(
     "algorithm",
-    [ls.SpectralSharding(ls.Collective(), keep_ratio=0.5), ls.LoRA(**LORA, aggregation=ls.TruncatedProducts())],
+    [
+        ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.TermMeans()),
+        ls.LoRA(**LORA, aggregation=ls.TruncatedProducts()),
+    ],
     ids=repr,
 )
 @pytest.mark.filterwarnings("ignore:Round 0. the clients' mean update:lightning_spectral.SpectralWarning")

@@ -28,11 +28,14 @@ AGGREGATIONS = [
     and not inspect.isabstract(getattr(ls.algorithms, name))
 ]
 
-# Algorithms whose weights rest if nobody trains, and those that average what they draw, cut or truncate.
+# Algorithms whose weights rest if nobody trains, and those that average what they draw, cut or truncate, or drop what
+# nobody can hold.
 RESTING = {
     "FedAvg": ls.FedAvg(),
     "spectral": ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=2.0, layers=ALL_LAYERS),
-    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(output_ratio=0.4)),
+    "outputs cut": ls.SpectralSharding(
+        keep_ratio=0.5, layers=ls.LayerChoices(output_ratio=0.4), aggregation=ls.algorithms.TermMeans()
+    ),
     "matrix means of all terms": ls.SpectralSharding(keep_ratio=1.0, aggregation=ls.algorithms.MatrixMeans()),
     "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
     "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
@@ -48,6 +51,7 @@ RESTING = {
     **{f"LoRA with {kind.__name__}": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=kind()) for kind in AGGREGATIONS},
 }
 DRAWING = {
+    "spectral, within reach": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(output_ratio=0.4)),
     "matrix means": ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.MatrixMeans()),
     "Zampling": ls.Zampling(4, degree=3),
     "Zampling, coordinated": ls.Zampling(4, degree=3, coordinated=True),

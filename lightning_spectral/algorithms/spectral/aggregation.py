@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.dense_mean import sum_of
@@ -152,9 +153,11 @@ class MeanOfMatrices(LayerMean):
         self._mean.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
 
     def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
-        """How far a client's training moved its own matrix."""
-        u, v = self.u[: self.held_rows, client.terms].double(), self.v[client.terms].double()
-        return weight_change(u * omega, v, (client.u.double() - u) * omega, client.v.double() - v)
+        """How far a client's training moved its own matrix; in its own type, since it is a sum of small products."""
+        exact = torch.promote_types(self.u.dtype, torch.float32)
+        u, v = self.u[: self.held_rows, client.terms].to(exact), self.v[client.terms].to(exact)
+        scale = omega.to(exact)
+        return weight_change(u * scale, v, (client.u.to(exact) - u) * scale, client.v.to(exact) - v)
 
     def largest_summand(self, client: TrainedTerms) -> float:
         """A bound on the matrix, which is multiplied out only if the bound is too large."""

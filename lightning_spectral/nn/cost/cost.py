@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_
 from lightning_spectral.protocol.exchange import averaged_tensors, copy_module, travelling_tensors
 from lightning_spectral.protocol.records import num_bytes
 
+MEMORY = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")  # counted only with an optimizer
 Storages = dict[int, torch.UntypedStorage]
 
 
@@ -38,6 +39,12 @@ class Cost:
         downlink_bytes: Bytes sent to the client in a round.
         uplink_bytes: Bytes it sends back.
         frozen_bytes: Bytes of frozen parameters, which are sent to it once.
+        weight_bytes: Bytes of the parameters and buffers of its model; this and the following are 0 if no step of an
+            optimizer was counted.
+        gradient_bytes: Bytes of a gradient of every trained parameter.
+        optimizer_bytes: Bytes of the optimizer's state after its first step.
+        activation_bytes: The most bytes that a local step holds at once besides all of these: the batch, activations,
+            their gradients, temporary values of the algorithm and of the optimizer.
     """
 
     parameters: int = 0
@@ -49,6 +56,23 @@ class Cost:
     downlink_bytes: int = 0
     uplink_bytes: int = 0
     frozen_bytes: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of everything that a client is sent, which it keeps until it answers."""
+        return self.downlink_bytes + self.frozen_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most bytes that a client needs while it trains; 0 if no step was counted."""
+        if not self.weight_bytes:
+            return 0
+        step = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        return step + self.download_bytes + self.held_bytes
 
     @property
     def round_bytes(self) -> int:
@@ -57,6 +81,10 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def with_memory(self, other: Cost) -> Cost:
+        """This cost with another's figures of a local step."""
+        return replace(self, **{name: getattr(other, name) for name in MEMORY})
 
     def or_more(self, other: Cost) -> Cost:
         """The larger of two costs, number by number."""

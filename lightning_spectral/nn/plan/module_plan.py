@@ -11,8 +11,8 @@ from torch import nn
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType, is_missing_rank
-from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.protocol.exchange import RETURNED
+from lightning_spectral.tables import Block, as_html, as_text
 
 
 @dataclass(frozen=True)
@@ -141,14 +141,20 @@ class ModulePlan:
                 raise ValueError(_of_another_module(f"{name} is {found} as a matrix, not {planned}"))
 
     def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
         header = ("layer", "type", "weight", "N", "in forward", "held", "reason")
-        lines = list(aligned([header, *(_row(layer) for layer in self.layers)]))
+        blocks: list[Block] = [[header, *(_row(layer) for layer in self.layers)]]
         if self.buffers:
             rows = [(buffer.name, _size(buffer.shape), buffer.policy) for buffer in self.buffers]
-            lines += ["", *aligned([("buffer", "shape", "policy"), *rows])]
+            blocks.append([("buffer", "shape", "policy"), *rows])
         if self.problems:
-            lines += ["", *(f"PROBLEM: {problem}" for problem in self.problems)]
-        return "\n".join(lines)
+            blocks.append("\n".join(f"PROBLEM: {problem}" for problem in self.problems))
+        return blocks
 
 
 def _of_another_module(difference: str) -> str:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.functional.factors import num_terms_for
-from lightning_spectral.nn.plan.text_table import aligned
 from lightning_spectral.nn.width.units import Key, Labels
 from lightning_spectral.protocol.exchange import travelling_tensors
+from lightning_spectral.tables import Block, as_html, as_text
 
 LISTED = 6  # names in a line of the table
 
@@ -121,11 +121,15 @@ class WidthPlan:
         return {n: _positions(dims, whole) for n, (dims, whole) in indices.items() if tuple(map(len, dims)) != whole}
 
     def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
         rows = [(group.name or "-", str(group.num_units), _listed(group.layers)) for group in self.groups]
-        lines = list(aligned([("group", "channels", "layers"), *rows]))
-        if self.whole:
-            lines += ["", f"held whole: {_listed(self.whole)}"]
-        return "\n".join([*lines, *self.notes])
+        below = [*([f"held whole: {_listed(self.whole)}"] if self.whole else []), *self.notes]
+        return [[("group", "channels", "layers"), *rows], *(["\n".join(below)] if below else [])]
 
 
 def _listed(names: Sequence[str]) -> str:

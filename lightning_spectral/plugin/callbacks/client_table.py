@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_spectral.functional.figures.fairness import decile_means, gini_coefficient, jain_index
-from lightning_spectral.nn.plan.text_table import aligned
+from lightning_spectral.tables import Block, as_html, as_text
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,14 @@ class ClientTable:
         return figures
 
     def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
         head = ("client", "examples", *self.metrics)
-        lines = [(str(row.client_id), str(row.num_examples), *self._cells(row)) for row in self.rows]
-        return "\n".join(aligned([head, *lines]))
+        return [[head, *((str(row.client_id), str(row.num_examples), *self._cells(row)) for row in self.rows)]]
 
     def _cells(self, row: ClientRow) -> list[str]:
         return [f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics]

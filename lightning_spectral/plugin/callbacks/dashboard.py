@@ -9,15 +9,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.partition import report
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.records import Curve, Histogram, Record, Table, of_model
+from lightning_spectral.plugin.dashboard.drawings import can_draw, partition_drawing
+from lightning_spectral.plugin.dashboard.records import Curve, Record, Shown, Table, of_model
+from lightning_spectral.plugin.dashboard.run_pages import (
+    Extremes,
+    announce_metrics,
+    begin_pages,
+    extended,
+    run_settings,
+    summarize,
+)
 from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table, round_bytes
 from lightning_spectral.plugin.dashboard.writers import Write, prefixed, remove_stale, writers_of
+from lightning_spectral.plugin.data.data_module import FederatedDataModule
+from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -47,6 +59,11 @@ class RoundDashboard(RoundCallback):
       ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
       layer; and what `SpectralDiagnostics` logs, if that callback does not act itself.
     - With `Zampling`, a histogram of ``probs``, the probabilities after the round.
+    - In wandb and TensorBoard, ``pictures/spectra``, and before the first round ``pictures/partition``, if matplotlib
+      is installed.
+
+    wandb's summary has ``M/min`` and ``M/max`` of ``fl/loss`` and every validation metric M, TensorBoard's HPARAMS page
+    their last values and the bytes, and its custom scalars some charts.
 
     A `WandbLogger`, offline or not, gets histograms, tables, and curves with their axis. A ``TensorBoardLogger`` gets
     histograms, tables as text, and curves whose step is the number of bytes. A ``CSVLogger`` gets one file per table
@@ -67,7 +84,9 @@ class RoundDashboard(RoundCallback):
         self._bytes: dict[str, int] = {}
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
-        self._records: list[Histogram | Table] = []
+        self._records: list[Shown] = []
+        self._extremes: Extremes = {}
+        self._has_announced = self._draws = False
         self._new = NewlyLogged()
         self._writers: list[Write] = []
 
@@ -81,10 +100,18 @@ class RoundDashboard(RoundCallback):
         if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
+        self._draws = can_draw() and any(not isinstance(logger, CSVLogger) for logger in trainer.loggers)
+        self._has_announced = False
+        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            begin_pages(trainer.loggers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:  # what an earlier fit wrote about rounds that are trained again
             remove_stale(trainer.loggers, trainer.current_epoch)
+        if trainer.current_epoch == 0:
+            self._extremes = {}
+            if self._draws and self._writers:
+                self._write(0, _partitions(trainer))
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if self._diagnostics.is_due(trainer.current_epoch):
@@ -107,7 +134,7 @@ class RoundDashboard(RoundCallback):
         self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
-            shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures)
+            shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures, self._draws)
             self._records += of_model(summary.model, shown)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -126,6 +153,7 @@ class RoundDashboard(RoundCallback):
         finite = {f"{OVER_BYTES}/{name}": value for name, value in values.items() if math.isfinite(value)}
         if finite:
             self._write(trainer.current_epoch, [Curve(finite, BYTES, float(self.total_bytes))])
+            self._extremes = extended(self._extremes, {n.removeprefix(f"{OVER_BYTES}/"): v for n, v in finite.items()})
 
     def _write(self, round_idx: int, records: Sequence[Record]) -> None:
         for write in self._writers:
@@ -140,6 +168,19 @@ class RoundDashboard(RoundCallback):
             for summary in summaries:
                 records += of_model(summary.model, self._tables(trainer, summary))
             self._write(trainer.current_epoch, records)
+        if self._writers:
+            summarize(trainer.loggers, self._extremes)
+            if any("fl/loss" not in name for name in self._extremes):  # the model has been validated
+                self._announce(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._writers and self._extremes:
+            self._announce(trainer)
+
+    def _announce(self, trainer: pl.Trainer) -> None:
+        if not self._has_announced:
+            announce_metrics(trainer, [*self._extremes, BYTES])
+            self._has_announced = True
 
     def _tables(self, trainer: pl.Trainer, summary: RoundSummary) -> list[Table]:
         if not summary.clients:
@@ -149,10 +190,22 @@ class RoundDashboard(RoundCallback):
         return [client_table(summary, known), keep_ratio_table(summary)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bytes": dict(self._bytes)}
+        return {"bytes": dict(self._bytes), "extremes": dict(self._extremes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._bytes = dict(state_dict["bytes"])
+        self._extremes = dict(state_dict.get("extremes", {}))  # older checkpoints have none
+
+
+def _partitions(trainer: pl.Trainer) -> list[Shown]:
+    """A picture of how the data of each model is dealt; by class where the split needed to know the classes."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    found: list[Shown] = []
+    for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
+        if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
+            split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
+            found += of_model(model, [partition_drawing(split)])
+    return found
 
 
 def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
@@ -161,6 +214,8 @@ def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
 
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
+
+    It also adds the version of this package and the numbers of rounds and devices to the run's config.
 
     Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
     """
@@ -171,3 +226,4 @@ class WandbRounds(pl.Callback):
                 axis = prefixed(logger, "fl/round")
                 logger.experiment.define_metric(axis)
                 logger.experiment.define_metric("*", step_metric=axis, step_sync=True)
+                logger.experiment.config.update(run_settings(trainer), allow_val_change=True)

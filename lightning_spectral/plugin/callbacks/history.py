@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 
@@ -15,6 +16,12 @@ from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
+from lightning_spectral.tables import as_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 10  # rounds of a notebook's table
 
 
 class RoundHistory(RoundCallback):
@@ -75,22 +82,43 @@ class RoundHistory(RoundCallback):
         """One metric over the rounds that have it."""
         return [row[name] for row in self.rows if name in row]
 
-    def plot(self, name: str, path: str | Path) -> None:
-        """Plot one metric over the rounds, as an image file; needs matplotlib (the ``examples`` extra)."""
-        points = [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row]
-        if not points:
+    def plot(self, name: str | None = None, path: str | Path | None = None) -> Figure:
+        """Plot a metric over the rounds; needs matplotlib (the ``examples`` extra).
+
+        Args:
+            name: The metric; ``None`` for the loss and what validation logged, side by side.
+            path: An image file to write; ``None`` to return the figure alone, which a notebook shows.
+        """
+        names = self._plotted() if name is None else [name]
+        curves = {name: [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row] for name in names}
+        if not all(curves.values()) or not curves:
             known = ", ".join(sorted({name for row in self.rows for name in row})) or "none"
-            raise ValueError(f"no round has a metric {name!r}; known metrics: {known}.")
+            raise ValueError(f"no round has a metric {name or 'to plot'!r}; known metrics: {known}.")
         with from_extra("examples"):
             from lightning_spectral.report.printed import draw_line, printed, round_axis
             from lightning_spectral.report.style import look
             from lightning_spectral.report.texts import as_label
 
-        with printed(Path(path), 6.0, 3.5) as figure:
-            axes = figure.add_subplot(ylabel=as_label(name))
-            rounds, values = zip(*points, strict=True)
-            draw_line(axes, rounds, values, look(0), name)
-            round_axis(axes)
+        size = (6.0 if len(curves) == 1 else 3.5 * len(curves), 3.5)
+        with _picture(*size) if path is None else printed(Path(path), *size) as figure:
+            for position, (name, points) in enumerate(curves.items(), start=1):
+                axes = figure.add_subplot(1, len(curves), position, ylabel=as_label(name))
+                rounds, values = zip(*points, strict=True)
+                draw_line(axes, rounds, values, look(0), name)
+                round_axis(axes)
+        return figure
+
+    def _plotted(self) -> list[str]:
+        """The loss, and the metrics that are neither a federation's own nor a client's."""
+        own = [name for row in self.rows for name in row if "fl/" not in name and name not in self._from_clients]
+        return [*dict.fromkeys([*(["fl/loss"] if self.column("fl/loss") else []), *own])]
+
+    def _repr_html_(self) -> str:
+        """The last rounds as a table, for a notebook."""
+        shown = self.rows[-SHOWN:]
+        names = list(dict.fromkeys(name for row in shown for name in row if "fl/seconds" not in name))
+        table = [names, *([f"{row[name]:.4g}" if name in row else "" for name in names] for row in shown)]
+        return as_html([f"{len(self.rows)} rounds", *([table] if shown else [])])
 
     def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the rows to a JSON file, for `load` and for ``python -m lightning_spectral report``.
@@ -121,3 +149,15 @@ class RoundHistory(RoundCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rows = [dict(row) for row in state_dict["rows"]]
         self._from_clients = set(state_dict["from_clients"])
+
+
+@contextmanager
+def _picture(width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on, in the style of those in files."""
+    import matplotlib
+
+    from lightning_spectral.pictures import Picture
+    from lightning_spectral.report.style import PRINTED, settings
+
+    with matplotlib.rc_context(settings(PRINTED)):
+        yield Picture(figsize=(width, height), layout="constrained")

@@ -49,10 +49,10 @@ class OneLineParser(LightningArgumentParser):
         """End the process with status 2; within a larger value, raise an error with the nearest key."""
         if found := UNKNOWN_KEY.search(message):
             message += _nearest(next(filter(None, found.groups())), _keys(self))
-        if not self.exit_on_error:
-            super().error(message, ex)
         if message.startswith(("Problems parsing config", "Unexpected config")):
             message = f"{self._config_file}: {' '.join(message.split())}"
+        if not self.exit_on_error:
+            super().error(message, ex)
         _end(one_line(message))
 
 
@@ -65,12 +65,20 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if "JSONARGPARSE_DEBUG" in os.environ or not _is_on_purpose(error):
+        message = explained(error)
+        if message is None or "JSONARGPARSE_DEBUG" in os.environ:
             raise
-        if _raised_in(error, JSONARGPARSE):
-            _end(one_line(str(error)))
-        listed = re.sub(r"\n *- ", "; ", str(error).replace(":\n  - ", ": "))  # as in errors of this package
-        _end(" ".join(listed.split()))
+        _end(message)
+
+
+def explained(error: Exception) -> str | None:
+    """An error in one line if it was raised on purpose; ``None`` if only its traceback can explain it."""
+    if not _is_on_purpose(error):
+        return None
+    if _raised_in(error, JSONARGPARSE):
+        return one_line(str(error))
+    listed = re.sub(r"\n *- ", "; ", str(error).replace(":\n  - ", ": "))  # as in errors of this package
+    return " ".join(listed.split())
 
 
 def one_line(message: str) -> str:
@@ -107,7 +115,13 @@ def _explained(same: list[str], value: str) -> str:
     if found := UNKNOWN_ATTRIBUTE.search(same[0]):
         return same[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
     if found := UNKNOWN_COMMAND.search(same[0]):
-        commands = [*re.findall(r"\w+", found[2]), "report", "doctor", "network"]  # which are not LightningCLI's
+        commands = [
+            *re.findall(r"\w+", found[2]),
+            "sweep",
+            "report",
+            "doctor",
+            "network",
+        ]  # which are not LightningCLI's
         return (
             f"there is no command {found[1]!r}{_nearest(found[1], commands) or '; choose from ' + ', '.join(commands)}"
         )

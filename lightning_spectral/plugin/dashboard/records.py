@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +48,16 @@ class Curve:
     at: float
 
 
-Record = Histogram | Table | Curve
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """A picture under a name, as bytes of red, green and blue, shape ``(height, width, 3)``."""
+
+    name: str
+    pixels: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+Shown = Histogram | Table | Drawing
+Record = Shown | Curve
 
 
 def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
@@ -79,6 +90,6 @@ def _cell(value: Cell) -> Cell:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def of_model(model: str, records: Iterable[Histogram | Table]) -> list[Histogram | Table]:
+def of_model(model: str, records: Iterable[Shown]) -> list[Shown]:
     """The records of one of several models, with names that begin with the model's name."""
     return [replace(record, name=f"{model}/{record.name}") if model else record for record in records]

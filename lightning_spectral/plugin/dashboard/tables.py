@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.capabilities import DrawsTerms, HasHistograms
 from lightning_spectral.algorithms.term_draws import TermDraws
-from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Table, histogram, table
+from lightning_spectral.plugin.dashboard.drawings import spectra_drawing
+from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Shown, Table, histogram, table
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 
@@ -83,11 +84,20 @@ LayerFigures = Mapping[str, Mapping[str, float]]
 
 
 def algorithm_records(
-    opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures
-) -> list[Histogram | Table]:
-    """All records of a finished round of one model, apart from its clients; none for a dense algorithm."""
+    opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures, draws: bool = False
+) -> list[Shown]:
+    """All records of a finished round of one model, apart from its clients; none for a dense algorithm.
+
+    Args:
+        opened: The round.
+        state: The algorithm's state.
+        round_idx: The round's index.
+        figures: Further figures of each layer, for the table.
+        draws: Whether to draw the spectra as well.
+    """
     if isinstance(opened, DrawsTerms):
-        return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures)]
+        pictures = [spectra_drawing(opened.term_draws)] if draws and opened.term_draws else []
+        return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures), *pictures]
     shown: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
     return [histogram(name, values) for name, values in shown.items()]
 

@@ -2,16 +2,17 @@
 
     python -m lightning_spectral.plugin.dashboard.workspaces ENTITY PROJECT --metric val_acc --publish
 
-Without ``--publish`` the specification is printed and nothing is sent. Publishing is the only thing here that needs an
-account and the network; for a server of your own, set ``WANDB_BASE_URL``. Needs the ``dashboards`` extra.
+Without ``--publish`` the specification is printed as JSON and nothing is sent. Publishing is the only thing here that
+needs an account and the network; for a server of your own, set ``WANDB_BASE_URL``. Needs the ``dashboards`` extra.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_spectral.extras import from_extra
 
@@ -39,6 +40,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Bins:
+    """One histogram of `RoundDashboard`, over the rounds."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures of `RoundDashboard`, with a slider over the rounds."""
+
+    names: tuple[str, ...]
+
+
+Panel: TypeAlias = Lines | Rows | Bins | Pictures
+
+
+@dataclass(frozen=True)
 class View:
     """One page.
 
@@ -49,24 +67,27 @@ class View:
     """
 
     name: str
-    sections: Mapping[str, Sequence[Lines | Rows]]
+    sections: Mapping[str, Sequence[Panel]]
     group_by: str | None = None
 
-    def __str__(self) -> str:
-        lines = [self.name if self.group_by is None else f"{self.name}, by {self.group_by}"]
-        for title, panels in self.sections.items():
-            lines += [f"  {title}", *(f"    {panel}" for panel in panels)]
-        return "\n".join(lines)
+    def as_dict(self) -> dict[str, Any]:
+        """The page as JSON: each panel has its kind, under ``"panel"``, and its fields."""
+        sections = {
+            title: [{"panel": type(panel).__name__.lower(), **asdict(panel)} for panel in panels]
+            for title, panels in self.sections.items()
+        }
+        return {"name": self.name, "group_by": self.group_by, "sections": sections}
 
 
-def run_view(metric: str, model: str = "") -> View:
+def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> View:
     """One run: whether it learns, what it costs, how well its sub-models represent the weights, who its clients were.
 
-    wandb adds sections of its own for everything else that is logged, including the histograms.
+    wandb adds sections of its own for everything else that is logged.
 
     Args:
         metric: A validation metric, as the model's module logs it, such as ``"val_acc"``.
         model: Which of several models; empty if there is only one.
+        histograms: Histograms of `RoundDashboard` to show, such as ``"singular_values/net.2"``.
 
     Example:
         >>> print(run_view("val_acc").sections["Accuracy"][1])
@@ -83,9 +104,12 @@ def run_view(metric: str, model: str = "") -> View:
                 Lines((f"{own}fl/discrepancy", f"{own}fl/client_error")),
                 Lines((f"{own}fl/expected_coverage", f"{own}fl/terms_visited")),
                 Lines(tuple(f"{own}fl/{rank}" for rank in ranks)),
+                Pictures((f"{own}pictures/spectra",)),
+                *(Bins(f"{own}{name}") for name in histograms),
                 Rows(f"{own}tables/layers"),
             ],
             "Clients": [
+                Pictures((f"{own}pictures/partition",)),
                 Lines((f"{own}fl/clients", f"{own}fl/clients_left_out")),
                 Rows(f"{own}tables/clients"),
                 Rows(f"{own}tables/keep_ratios"),
@@ -115,7 +139,7 @@ def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> V
     )
 
 
-def _over_bytes(own: str, metric: str) -> list[Lines | Rows]:
+def _over_bytes(own: str, metric: str) -> list[Panel]:
     return [Lines((f"over_bytes/{own}{metric}",), BYTES)]
 
 
@@ -138,11 +162,15 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
     )
 
 
-def _panel(panel: Lines | Rows, group_by: str | None) -> Any:
+def _panel(panel: Panel, group_by: str | None) -> Any:
     from wandb_workspaces.reports import v2 as wr
 
     if isinstance(panel, Rows):
         return wr.WeavePanelSummaryTable(table_name=panel.name)
+    if isinstance(panel, Pictures):
+        return wr.MediaBrowser(media_keys=list(panel.names))
+    if isinstance(panel, Bins):  # wandb draws a histogram over rounds as a heat map, in a panel of this type
+        return wr.LinePlot(title=panel.name, x=ROUND, y=[panel.name])
     grouping: dict[str, Any] = {}
     if group_by is not None:
         grouping = {"groupby": wr.Config(group_by), "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
@@ -150,7 +178,7 @@ def _panel(panel: Lines | Rows, group_by: str | None) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print both pages, or publish them."""
+    """Print both pages as one JSON list, or publish them."""
     parser = argparse.ArgumentParser(
         "python -m lightning_spectral.plugin.dashboard.workspaces",
         description=__doc__,
@@ -161,11 +189,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--metric", default="val_acc", help="metric of validation (default: %(default)s)")
     parser.add_argument("--model", default="", help="which of several models")
     parser.add_argument("--group-by", default=STRATEGY, help="key of the config (default: %(default)s)")
+    parser.add_argument("--histogram", action="append", default=[], help="one to show, such as singular_values/net.2")
     parser.add_argument("--publish", action="store_true", help="send them to the server")
     options = parser.parse_args(arguments)
     page = options.metric, options.model
-    for view in (run_view(*page), comparison_view(*page, options.group_by)):
-        print(workspace(view, options.entity, options.project).save().url if options.publish else view)
+    views = [run_view(*page, options.histogram), comparison_view(*page, options.group_by)]
+    if options.publish:
+        for view in views:
+            print(workspace(view, options.entity, options.project).save().url)
+    else:
+        print(json.dumps([view.as_dict() for view in views], indent=2))
 
 
 if __name__ == "__main__":

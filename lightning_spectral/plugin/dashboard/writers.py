@@ -15,14 +15,14 @@ import numpy as np
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
-from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Record, Table
+from lightning_spectral.plugin.dashboard.records import Cell, Curve, Drawing, Histogram, Record, Table
 
 Write = Callable[[int, Sequence[Record]], None]
 
 
 def writers_of(loggers: Iterable[Logger]) -> list[Write]:
     """Functions that write a round's records to each logger that can hold any, given the round and the records."""
-    return [partial(write, logger) for logger in loggers for kind, write in WRITERS.items() if isinstance(logger, kind)]
+    return [make(logger) for logger in loggers for kind, make in WRITERS.items() if isinstance(logger, kind)]
 
 
 def prefixed(logger: TensorBoardLogger | WandbLogger, name: str) -> str:
@@ -30,25 +30,43 @@ def prefixed(logger: TensorBoardLogger | WandbLogger, name: str) -> str:
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
 
 
-def write_wandb(logger: WandbLogger, round_idx: int, records: Sequence[Record]) -> None:
-    """Log histograms and tables as one row, and each point of curves as one, with its axis.
+class WandbWriter:
+    """Logs histograms, tables and pictures as one row, and each point of curves as one, with its axis.
 
     No row has a ``step=``: wandb drops rows whose step goes backwards.
     """
+
+    def __init__(self, logger: WandbLogger) -> None:
+        self.logger = logger
+        self._defined: set[str] = set()
+
+    def __call__(self, round_idx: int, records: Sequence[Record]) -> None:
+        row: dict[str, Any] = {}
+        for record in records:
+            if isinstance(record, Curve):
+                self._define(record)
+                self.logger.log_metrics({**record.values, record.axis: record.at, "fl/round": float(round_idx)})
+            else:
+                row[record.name] = _for_wandb(record)
+        if row:
+            self.logger.log_metrics({**row, "fl/round": float(round_idx)})
+
+    def _define(self, curve: Curve) -> None:
+        """Give each curve its axis, once, and by its name: wandb does not specify which of two patterns wins."""
+        for name in curve.values.keys() - self._defined:
+            axis = prefixed(self.logger, curve.axis)
+            self.logger.experiment.define_metric(prefixed(self.logger, name), step_metric=axis)
+            self._defined.add(name)
+
+
+def _for_wandb(record: Histogram | Table | Drawing) -> Any:
     import wandb
 
-    row: dict[str, Any] = {}
-    for record in records:
-        if isinstance(record, Histogram):
-            row[record.name] = wandb.Histogram(np_histogram=(np.array(record.counts), np.array(record.edges)))
-        elif isinstance(record, Table):
-            row[record.name] = wandb.Table(columns=list(record.columns), data=[list(cells) for cells in record.rows])
-        else:
-            for name in record.values:  # exactly: wandb does not specify which of two matching patterns wins
-                logger.experiment.define_metric(prefixed(logger, name), step_metric=prefixed(logger, record.axis))
-            logger.log_metrics({**record.values, record.axis: record.at, "fl/round": float(round_idx)})
-    if row:
-        logger.log_metrics({**row, "fl/round": float(round_idx)})
+    if isinstance(record, Histogram):
+        return wandb.Histogram(np_histogram=(np.array(record.counts), np.array(record.edges)))
+    if isinstance(record, Drawing):
+        return wandb.Image(record.pixels)
+    return wandb.Table(columns=list(record.columns), data=[list(cells) for cells in record.rows])
 
 
 def write_tensorboard(logger: TensorBoardLogger, round_idx: int, records: Sequence[Record]) -> None:
@@ -58,6 +76,9 @@ def write_tensorboard(logger: TensorBoardLogger, round_idx: int, records: Sequen
             _add_histogram(logger.experiment, prefixed(logger, record.name), record, round_idx)
         elif isinstance(record, Table):
             logger.experiment.add_text(prefixed(logger, record.name), _markdown(record), round_idx)
+        elif isinstance(record, Drawing):
+            name = prefixed(logger, record.name)
+            logger.experiment.add_image(name, record.pixels, round_idx, dataformats="HWC")
         else:
             logger.log_metrics(record.values, step=round(record.at))
 
@@ -140,8 +161,8 @@ def _write_file(path: str, table: Table) -> None:
         file.write(text.getvalue())
 
 
-WRITERS: dict[type[Logger], Callable[..., None]] = {
-    CSVLogger: write_csv,
-    TensorBoardLogger: write_tensorboard,
-    WandbLogger: write_wandb,
+WRITERS: dict[type[Logger], Callable[..., Write]] = {
+    CSVLogger: lambda logger: partial(write_csv, logger),
+    TensorBoardLogger: lambda logger: partial(write_tensorboard, logger),
+    WandbLogger: WandbWriter,
 }

@@ -23,7 +23,7 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.names import BITS, EXPECTED_COVERAGE, MOVED, SAMPLING_GAP, VISITED
 from lightning_spectral.report.printed import round_axis
 from lightning_spectral.report.runs import LoggedRun
-from lightning_spectral.report.style import COLOURS, look
+from lightning_spectral.report.style import COLOURS
 from lightning_spectral.report.texts import in_lines
 
 TITLE = 60  # letters above a panel
@@ -71,7 +71,7 @@ def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
         if visited is not None:
             draw_band(axes, group, visited, visited.rounds + 1)
         if expected is not None:
-            axes.plot(expected.rounds + 1, expected.mean, ls=":", color=look(group.index).colour)
+            axes.plot(expected.rounds + 1, expected.mean, ls=":", color=group.look.colour)
     axes.set(ylabel="share of terms held", ylim=(0, 1.03))
     round_axis(axes)
     canvas.legend()

@@ -11,7 +11,6 @@ from lightning_spectral.report.drawing import Canvas
 from lightning_spectral.report.groups import Band, Group
 from lightning_spectral.report.measures import Numbers
 from lightning_spectral.report.printed import draw_line, draw_spread, log_axis
-from lightning_spectral.report.style import look
 from lightning_spectral.report.texts import as_label
 
 MEGABYTES = "megabytes sent, both ways, all clients"
@@ -29,7 +28,7 @@ def panels(canvas: Canvas, number: int, columns: int = 0, stacked: bool = False,
 
 def draw_band(axes: Axes, group: Group, found: Band, x: Numbers) -> None:
     """Draw a mean with its band. Overlapping curves stay visible: later ones are thinner, with other marks."""
-    own = look(group.index)
+    own = group.look
     draw_line(axes, x, found.mean, own, group.label, first_mark=group.index)
     if found.std.any():
         draw_spread(axes, x, found.mean - found.std, found.mean + found.std, own)

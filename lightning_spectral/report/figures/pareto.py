@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import offset_copy
 
 from lightning_spectral.report.drawing import Canvas
+from lightning_spectral.report.ends import group_end
 from lightning_spectral.report.figures.panels import cost_axis, panels
 from lightning_spectral.report.groups import Group, pareto_front
-from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end, run_end
-from lightning_spectral.report.style import look
+from lightning_spectral.report.measures import Numbers, client_statistics, clients_at_end
 from lightning_spectral.report.texts import as_label
 
 GAP = 8.0  # points between the bars of groups that sent the same
@@ -23,7 +23,7 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
     """Draw every run's last evaluation against what was sent until then; below it, the spread over clients."""
     with_clients = any(clients_at_end(run, metric) for group in groups for run in group.runs)
     axes = panels(canvas, 2 if with_clients else 1, stacked=True, sharex=True)
-    ends = [np.array([run_end(run, metric) for run in group.runs]) for group in groups]
+    ends = [group_end(group, metric).points for group in groups]
     means = np.array([points.mean(axis=0) for points in ends])
     for group, points in zip(groups, ends, strict=True):
         _points(canvas, axes[0], group, points)
@@ -39,7 +39,7 @@ def pareto(canvas: Canvas, groups: Sequence[Group], metric: str, minimise: bool)
 
 def _points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
     """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
-    style = look(group.index)
+    style = group.look
     (x, y), repeated = points.mean(axis=0), len(points) > 1
     if repeated:
         x_std, y_std = points.std(axis=0, ddof=1)
@@ -57,7 +57,7 @@ def _clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, sh
     found = [three for run in group.runs if (three := clients_at_end(run, metric)) is not None]
     if not found:
         return
-    style, (low, middle, high) = look(group.index), np.mean(found, axis=0)
+    style, (low, middle, high) = group.look, np.mean(found, axis=0)
     at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
     axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
     axes.plot([x, x], [low, high], color=style.colour, lw=2.5, transform=at)

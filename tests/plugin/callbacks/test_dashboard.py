@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, diagnostics
 from lightning_spectral.plugin.dashboard.records import histogram
+from lightning_spectral.plugin.dashboard.run_pages import extended
 from lightning_spectral.plugin.dashboard.tables import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -260,7 +262,7 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=callbacks, trainer=trainer)
     wandb.finish()
     records = run_records(tmp_path)
-    (config,) = configs_of(records)
+    config = {name: value for update in configs_of(records) for name, value in update.items()}
     assert config["federation"]["algorithm"]["strategy"]["name"] == "Collective"
     assert config["data"]["num_clients"] == 12
     clients = logged_table(tmp_path, "run-tables/clients")
@@ -278,3 +280,54 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
         (row["run-fl/bytes_total"], row["run-over_bytes/val_acc"]) for row in rows if "run-over_bytes/val_acc" in row
     ]
     assert points == list(zip(fitted.history.column("fl/bytes_total"), fitted.history.column("val_acc"), strict=True))
+    metrics = [record["metric"] for record in records if record["type"] == "metric"]
+    defined = [metric["name"] for metric in metrics if "name" in metric]  # the others are patterns
+    assert len(defined) == len(set(defined))  # once, whatever the number of rounds
+    assert config["run"] == {"version": ls.__version__, "rounds": 2, "devices": 1}
+    for name in ("spectra", "partition"):
+        (picture,) = [row for row in rows if row.get(f"run-pictures/{name}._type") == "image-file"]
+        assert picture["run-fl/round"] == 0
+        width, height = picture[f"run-pictures/{name}.width"], picture[f"run-pictures/{name}.height"]
+        assert (width, height) == ((800, 400) if name == "spectra" else (800, 300))
+    last: dict[str, Any] = {}
+    for record in records:
+        last |= record["summary"]["update"] if record["type"] == "summary" else {}
+    for name in ("val_acc", "fl/loss"):
+        column = fitted.history.column(name)
+        assert last[f"run-{name}"] == pytest.approx(column[-1])
+        assert [last[f"run-{name}/{end}"] for end in ("min", "max")] == pytest.approx([min(column), max(column)])
+
+
+def test_best_values_go_on_when_a_run_is_resumed() -> None:
+    dashboard, resumed = ls.RoundDashboard(), ls.RoundDashboard()
+    dashboard._extremes = extended({"acc": (0.1, 0.9)}, {"acc": 0.5})
+    resumed.load_state_dict(dashboard.state_dict())
+    assert extended(resumed._extremes, {"acc": 0.05}) == {"acc": (0.05, 0.9)}
+
+
+def test_tensorboard_compares_runs_by_their_metrics_and_bytes(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    """What its own reader finds for the HPARAMS page and for custom scalars."""
+    pytest.importorskip("tensorboard", reason="comes with the `test` extra")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from tensorboard.plugins.hparams import metadata
+
+    trainer = {"logger": TensorBoardLogger(tmp_path, name=None, version="tb")}
+    fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=[ls.RoundDashboard()], trainer=trainer)
+    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0})
+    events.Reload()
+    content = events.PluginTagToContent("hparams")
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    names = {info.name.tag for info in experiment.metric_infos}
+    assert {"val_acc", "fl/loss", "fl/bytes_total"} <= names
+    assert "hp_metric" not in names
+    assert names <= set(events.Tags()["scalars"])  # whose last values the page shows
+    session = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert session.hparams["federation/algorithm/strategy/name"].string_value == "Collective"
+    assert session.hparams["run/rounds"].number_value == 2
+    (page,) = events.Tensors("custom_scalars__config__")
+    charts = layout_pb2.Layout.FromString(page.tensor_proto.string_val[0]).category[0].chart
+    for chart in charts[:3]:
+        (pattern,) = chart.multiline.tag
+        assert [name for name in events.Tags()["scalars"] if re.search(pattern, name)], chart.title
+    assert {"pictures/spectra", "pictures/partition"} == set(events.Tags()["images"])

@@ -57,7 +57,8 @@ def run(name: str, fit: Fit, rounds: int, ckpt_path: Path | None = None) -> dict
     lit = seeded(LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
     algorithm = ALGORITHMS[name]
     if name == "Collective" and ckpt_path is None:
-        algorithm = replace(algorithm, server_momentum=0.0)  # as it was; the file says so to a resumed run
+        # as it was; the file says so to a resumed run
+        algorithm = replace(algorithm, server_momentum=0.0, aggregation=ls.algorithms.TermMeans())
     options: dict[str, Any] = {"seed": 3, "max_epochs": rounds, "ckpt_path": ckpt_path}
     return fit(lit, uneven_data(), algorithm=algorithm, **options).model.state_dict()
 

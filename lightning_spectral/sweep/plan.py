@@ -1,0 +1,169 @@
+"""Which runs a sweep has: every combination of the varied settings with every seed."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BRACKETS = {"{": "}", "[": "]", "(": ")"}
+BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
+LONGEST = 80  # letters of a varied setting in the name of a folder
+SEED = "seed"
+
+
+class SweepError(ValueError):
+    """A sweep cannot begin; the message says what is wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a sweep."""
+
+    choices: tuple[tuple[str, str], ...]  # short names of the varied settings, each with its value in few letters
+    arguments: tuple[str, ...]  # that set them on the command line
+    seed: int | None = None  # None: that of the config
+
+    @property
+    def combination(self) -> str:
+        """What it has in common with its repetitions, for readers."""
+        return ", ".join(f"{name}={value}" for name, value in self.choices)
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it from all other runs, for readers."""
+        return ", ".join(filter(None, (self.combination, "" if self.seed is None else f"{SEED}={self.seed}")))
+
+    @property
+    def folder(self) -> Path:
+        """Where it is kept, within the folder of the sweep."""
+        parts = [",".join(_in_a_path(f"{name}={value}") for name, value in self.choices)]
+        return Path(*filter(None, parts), *([] if self.seed is None else [f"{SEED}={self.seed}"]))
+
+
+def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun]:
+    """Every combination of varied settings, each written as ``key=value,value``, with every seed.
+
+    Example:
+        >>> runs = planned_runs(["model.algorithm=FedAvg", "data.partitioner.init_args.alpha=0.3,10"], [0])
+        >>> [run.name for run in runs]
+        ['algorithm=FedAvg, alpha=0.3, seed=0', 'algorithm=FedAvg, alpha=10, seed=0']
+        >>> print(runs[1].folder)
+        algorithm=FedAvg,alpha=10/seed=0
+    """
+    settings = _settings(varied)
+    if not settings and not seeds:
+        raise SweepError("nothing is varied: name settings, as in `--vary data.partitioner.alpha=0.3,10`, or `--seeds`")
+    if repeated := _repeated(seeds):
+        raise SweepError(f"`--seeds` has {repeated} twice; leave one out")
+    short = short_names(list(settings))
+    runs = []
+    for values in itertools.product(*settings.values()):
+        chosen = dict(zip(settings, values, strict=True))
+        choices = tuple((short[key], in_few_letters(value)) for key, value in chosen.items())
+        arguments = tuple(f"--{key}={value}" for key, value in chosen.items())
+        runs += [PlannedRun(choices, arguments, seed) for seed in seeds or (None,)]
+    return runs
+
+
+def _settings(varied: Sequence[str]) -> dict[str, list[str]]:
+    """The values of each setting, by its key."""
+    found: dict[str, list[str]] = {}
+    for text in varied:
+        key, equals, listed = text.partition("=")
+        key, values = key.strip().removeprefix("--"), list(split_values(listed))
+        if not key or not equals:
+            raise SweepError(f"`--vary {text}`: expected key=value,value, as in `data.partitioner.alpha=0.3,10`")
+        if not values:
+            raise SweepError(f"`--vary {text}` names no value, so there is nothing to run; name some, or leave it out")
+        if key in found:
+            raise SweepError(f"`{key}` is varied twice; put all its values into one `--vary`")
+        if repeated := _repeated(values):
+            raise SweepError(f"`--vary {key}` has {repeated} twice; leave one out")
+        found[key] = values
+    return found
+
+
+def _repeated(values: Sequence[Any]) -> str:
+    return next((str(value) for value, times in Counter(values).items() if times > 1), "")
+
+
+def split_values(text: str) -> Iterator[str]:
+    """Split at commas, except at those within brackets or quotes.
+
+    Example:
+        >>> list(split_values("0.1, {0.2: 0.6, 0.4: 0.4}, 'a, b'"))
+        ['0.1', '{0.2: 0.6, 0.4: 0.4}', "'a, b'"]
+    """
+    closing: list[str] = []
+    quote, start = "", 0
+    for position, letter in enumerate(text):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        elif letter in BRACKETS:
+            closing.append(BRACKETS[letter])
+        elif closing and letter == closing[-1]:
+            closing.pop()
+        elif letter == "," and not closing:
+            yield from filter(None, [text[start:position].strip()])
+            start = position + 1
+    if closing or quote:
+        raise SweepError(f"{text!r} has no {quote or closing[-1]} to what it opens; in a shell, put it between quotes")
+    yield from filter(None, [text[start:].strip()])
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The shortest ends of dotted keys that differ from each other.
+
+    Example:
+        >>> short_names(["model.models.a.lr", "model.models.b.lr", "data.partitioner.init_args.alpha", "data.seed"])
+        {'model.models.a.lr': 'a.lr', 'model.models.b.lr': 'b.lr', 'data.partitioner.init_args.alpha': 'alpha',
+         'data.seed': 'data.seed'}
+    """
+    parts = {key: [part for part in key.split(".") if part not in BETWEEN] or [key] for key in keys}
+    lengths = dict.fromkeys(keys, 1)
+    while True:
+        names = {key: ".".join(parts[key][-lengths[key] :]) for key in keys}
+        taken = Counter([*names.values(), SEED, SEED])
+        longer = [key for key in keys if taken[names[key]] > 1 and lengths[key] < len(parts[key])]
+        if not longer:
+            return names
+        for key in longer:
+            lengths[key] += 1
+
+
+def in_few_letters(text: str) -> str:
+    """A value for readers: a class with arguments looks like a call of it.
+
+    Example:
+        >>> in_few_letters("{class_path: my.Sharding, init_args: {keep_ratio: {0.2: 0.6, 0.4: 0.4}, strategy: TopN}}")
+        'Sharding(keep_ratio={0.2: 0.6, 0.4: 0.4}, strategy=TopN)'
+    """
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return _as_call(value) if isinstance(value, Mapping) and "class_path" in value else text
+
+
+def _as_call(value: Any) -> str:
+    if not isinstance(value, Mapping) or "class_path" not in value:
+        return str(value)
+    arguments = value.get("init_args") or {}
+    own = str(value["class_path"]).rpartition(".")[2]
+    return f"{own}({', '.join(f'{name}={_as_call(inner)}' for name, inner in arguments.items())})"
+
+
+def _in_a_path(text: str) -> str:
+    """A name that every file system and shell takes; where letters were lost, with a digest that keeps names apart."""
+    kept = re.sub(r"[^\w.=+-]+", "_", text).strip("_.")[:LONGEST]
+    return kept if kept == text else f"{kept}-{sha256(text.encode()).hexdigest()[:6]}"

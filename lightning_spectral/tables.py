@@ -1,0 +1,49 @@
+"""Tables of cells between lines of text: as plain text, and as HTML for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TypeAlias
+
+Rows: TypeAlias = Sequence[Sequence[str]]  # the first row is the head
+Block: TypeAlias = Rows | str  # a table, or lines of text
+
+
+def aligned(rows: Rows) -> Iterable[str]:
+    """Lines of a plain-text table with columns padded to equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def as_text(blocks: Iterable[Block]) -> str:
+    """Blocks as plain text, with an empty line between them."""
+    return "\n\n".join(block if isinstance(block, str) else "\n".join(aligned(block)) for block in blocks)
+
+
+def as_html(blocks: Iterable[Block]) -> str:
+    """The same blocks as HTML, for the ``_repr_html_`` that notebooks call; all text is escaped.
+
+    Example:
+        >>> print(as_html([[["layer", "N"], ["<0>", "8"]], "1 layer"]))
+        <table><thead><tr><th>layer</th><th>N</th></tr></thead><tbody>
+        <tr><td>&lt;0&gt;</td><td>8</td></tr>
+        </tbody></table>
+        <p>1 layer</p>
+    """
+    return "\n".join(_paragraph(block) if isinstance(block, str) else _table(block) for block in blocks)
+
+
+def _table(rows: Rows) -> str:
+    head, *body = rows
+    lines = [_row(row, "td") for row in body]
+    return "\n".join([f"<table><thead>{_row(head, 'th')}</thead><tbody>", *lines, "</tbody></table>"])
+
+
+def _row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def _paragraph(text: str) -> str:
+    return f"<p>{'<br>'.join(map(escape, text.splitlines()))}</p>"

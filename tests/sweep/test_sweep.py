@@ -1,0 +1,256 @@
+"""Sweeps from the command line: of a user's own module, with mistakes, interrupted and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from lightning_spectral.sweep.command import main
+
+pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
+pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods by their old names
+
+CODE = """
+import os
+import time
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.utils.data import TensorDataset
+
+from lightning_spectral.models import MLP, LitClassifier
+
+
+def points(num_points: int = 40) -> TensorDataset:
+    x = torch.randn(num_points, 6, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class LitPoints(LitClassifier):
+    def __init__(self, kind: Literal["fine", "raises", "ends"] = "fine", width: int = 4, seconds: float = 0.0):
+        super().__init__(MLP(6, [width, width], 3), num_classes=3)
+        self.kind, self.seconds = kind, seconds
+        with Path("processes.txt").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.seconds)
+        if self.kind == "raises":
+            raise ValueError("of the user's own")
+        if self.kind == "ends":
+            os._exit(3)
+        return super().training_step(batch, batch_idx)
+"""
+RUN = """
+model:
+  module: my_swept_points.LitPoints
+  algorithm: {class_path: SpectralSharding, init_args: {keep_ratio: 0.5, spectral_start: null}}
+  clients_per_round: 2
+data:
+  train: my_swept_points.points
+  val: my_swept_points.points
+  partitioner: {class_path: DirichletPartitioner, init_args: {num_clients: 4, alpha: 1.0}}
+  batch_size: 5
+trainer: {accelerator: cpu, max_epochs: 2, enable_model_summary: false, callbacks: [RoundProgressBar]}
+"""
+TWO = """
+model:
+  models: {a: {module: my_swept_points.LitPoints}, b: {module: my_swept_points.LitPoints}}
+  participation: {class_path: LossVarianceReduced, init_args: {active: 3}}
+data: {modules: {a: ONE, b: ONE}}
+trainer: {accelerator: cpu, max_epochs: 2, enable_model_summary: false}
+""".replace(
+    "ONE",
+    "{train: my_swept_points.points, val: my_swept_points.points, "
+    "partitioner: {class_path: IIDPartitioner, init_args: {num_clients: 4}}}",
+)
+KINDS = ["--config", "run.yaml", "--vary", "model.module.kind=ends,raises,fnie,fine"]
+
+
+class Told(NamedTuple):
+    status: int
+    out: str
+    err: list[str]  # lines
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with configs and a user's module, in which the command line is started."""
+    folder = tmp_path_factory.mktemp("sweeps")
+    (folder / "my_swept_points.py").write_text(CODE)
+    (folder / "run.yaml").write_text(RUN)
+    (folder / "two.yaml").write_text(TWO)
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["program"])
+        patch.setattr(sys, "path", [str(folder), *sys.path])
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            patch.setenv(name, "0")
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        yield folder
+    sys.modules.pop("my_swept_points", None)
+
+
+@pytest.fixture
+def sweep(capfd: pytest.CaptureFixture[str]) -> Callable[..., Told]:
+    def start(*arguments: str) -> Told:
+        status = main(arguments)
+        told = capfd.readouterr()
+        return Told(status, told.out, told.err.splitlines())
+
+    return start
+
+
+def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told]) -> None:
+    told = sweep(*KINDS)
+    assert told.status == 1
+    wrong, ended, raised = told.err
+    assert wrong.startswith("error: kind=fnie: model.module.kind: ")
+    assert ended == "error: kind=ends: its process ended with status 3 (see sweeps/run/kind=ends/output.txt)"
+    assert raised.startswith("error: kind=raises: ClientError: Round 0, client ")
+    assert raised.endswith("ValueError: of the user's own (see sweeps/run/kind=raises/output.txt)")
+    assert "Traceback (most recent call last)" in Path("sweeps/run/kind=raises/output.txt").read_text()
+    assert re.search(r"\[3/3\] kind=fine\n\n.*val_accuracy +rounds +megabytes\n\S+ +1 +0\.\d+ +2 +0\.0\d+\n", told.out)
+    assert Path("sweeps/run/report.html").read_text().count("<h2>Cost</h2>") == 1
+
+    again = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine")
+    assert (again.status, again.err) == (0, [])
+    assert again.out.startswith("1 of 1 runs are finished already\n\n")
+    assert len(Path("processes.txt").read_text().split()) == 3, "each module was built once"
+
+    other = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine", "--trainer.max_epochs=3")
+    assert (other.status, other.err) == (
+        2,
+        [
+            "error: sweeps/run/kind=fine has a run with other settings: trainer.max_epochs is 2 there, 3 now. Change "
+            "them back, or remove that folder, or choose another for this sweep with `-o`.",
+            "error: no run can be trained",
+        ],
+    )
+
+
+def test_a_wrong_key_is_told_once(sweep: Callable[..., Told]) -> None:
+    told = sweep(
+        "--config", "run.yaml", "--vary", "model.algorithm.keep_ratoi=0.1,0.2", "--seeds", "0,1", "-o", "wrong"
+    )
+    assert told.status == 2
+    assert told.err == [
+        "error: model.algorithm: Option 'keep_ratoi' is not accepted; did you mean 'keep_ratio'?",
+        "error: no run can be trained",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vary", "model.algorithm="], "error: `--vary model.algorithm=` names no value"),
+        (["--seeds", "0", "-o", "run.yaml/there"], "error: run.yaml/there cannot be written: Not a directory"),
+    ],
+)
+def test_a_sweep_that_cannot_begin_says_so_in_one_line(
+    sweep: Callable[..., Told], arguments: list[str], message: str
+) -> None:
+    told = sweep("--config", "run.yaml", *arguments)
+    assert (told.status, len(told.err)) == (2, 1)
+    assert told.err[0].startswith(message)
+
+
+def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]) -> None:
+    from lightning_spectral.sweep.command import alone_in
+
+    with alone_in(Path("taken")):
+        told = sweep("--config", "run.yaml", "--seeds", "0", "-o", "taken")
+    assert (told.status, told.err[0][:44]) == (2, "error: another sweep is at work in taken; wa")
+
+
+INTERRUPTED = "error: interrupted; the same command goes on where this one stopped\n"
+SLOW = ("--vary", "model.module.seconds=0.05", "--seeds", "1", "--trainer.max_epochs=6", "-o", "slow")
+
+
+def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder: Path) -> None:
+    """Once by Ctrl-C and once by a kill, each after another round."""
+    command = [sys.executable, "-m", "lightning_spectral", "sweep", "--config", "run.yaml", *SLOW]
+    run = folder / "slow/seconds=0.05/seed=1"
+    for sent, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        started = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        _wait_for_another(run / "last.ckpt")
+        started.send_signal(sent)
+        _, told = started.communicate(timeout=60)
+        assert started.returncode == status
+        assert told == (INTERRUPTED if status == 130 else "")
+        _wait_until(lambda: not _lives(int((folder / "processes.txt").read_text().split()[-1])))
+        assert not (run / "finished.json").exists()
+    subprocess.run(command, cwd=folder, check=True)
+    assert {path.name for path in run.glob("version_*")} == {"version_0", "version_1", "version_2"}
+
+    from lightning_spectral.plugin.cli.command import FederatedCLI
+
+    alone = FederatedCLI(
+        ["--config", str(run / "config.yaml"), "--trainer.logger=false", "--trainer.default_root_dir=alone"],
+        run=False,
+        save_config_callback=None,
+    )
+    alone.trainer.fit(alone.model, alone.datamodule)
+    resumed = torch.load(run / "last.ckpt", weights_only=False)["state_dict"]
+    expected = alone.model.state_dict()
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+    _check_that_parts_are_joined(folder / "slow")
+
+
+def _check_that_parts_are_joined(folder: Path) -> None:
+    from lightning_spectral.report.reading import read_runs
+    from lightning_spectral.report.resumed import join_resumed
+
+    (joined,) = join_resumed(read_runs([folder])[0])
+    assert [row["fl/round"] for row in joined.rows] == [0, 1, 2, 3, 4, 5]
+    assert all({"val_accuracy", "fl/bytes_up", "fl/multiplications"} <= row.keys() for row in joined.rows)
+
+
+def _wait_for_another(file: Path) -> None:
+    before = file.stat().st_mtime_ns if file.exists() else 0
+    _wait_until(lambda: file.exists() and file.stat().st_mtime_ns > before)
+
+
+def _wait_until(holds: Callable[[], Any], seconds: float = 240) -> None:
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_seeds_reach_the_weights_and_all_draws_of_several_models(tmp_path: Path) -> None:
+    from lightning_spectral.sweep.plan import planned_runs
+    from lightning_spectral.sweep.run_folder import RunFolder
+    from lightning_spectral.sweep.training import checked, train
+
+    first, second = planned_runs([], [0, 1])
+    config, mistake = checked(["--config", "two.yaml"], second)
+    assert mistake == ""
+    assert config.count("seed_everything: 1\n") == 1
+    assert config.count(" seed: 1\n") == 3  # of the federation and both models
+    for run in (first, second):
+        assert train(["--config", "two.yaml"], run, tmp_path / run.folder) == ""
+    weights = [torch.load(RunFolder(tmp_path / run.folder).checkpoint, weights_only=False) for run in (first, second)]
+    one, other = (found["state_dict"] for found in weights)
+    assert any(not torch.equal(one[name], other[name]) for name in one)

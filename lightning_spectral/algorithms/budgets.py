@@ -98,7 +98,7 @@ def largest_that_fits(
     budgets = [(as_bytes if name == "memory" else BUDGET)(name, entry) for entry in as_given]
     if name == "memory" and optimizer is None:
         raise ValueError(
-            "The memory of training depends on the optimizer: give `optimizer`, such as "
+            "`memory` depends on the optimizer of clients: give `optimizer`, such as "
             "torch.optim.Adam(module.parameters()), or what your `configure_optimizers()` returns."
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input

@@ -91,9 +91,11 @@ def _checked(runs: Sequence[PlannedRun], folder: Path, pool: Sequence[Worker]) -
 
 def _other_settings(folder: RunFolder, config: str) -> str:
     changed = folder.differences(config)
-    return changed and (
+    return (
         f"{folder.path} has a run with other settings: {'; '.join(changed)}. Change them back, or remove that folder, "
         "or choose another for this sweep with `-o`."
+        if changed
+        else ""
     )
 
 

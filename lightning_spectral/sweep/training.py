@@ -118,17 +118,21 @@ def train(given: Sequence[str], run: PlannedRun, path: Path) -> str:
     with output_to(folder.output), warnings.catch_warnings():  # so that each run has its own warnings once
         warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         try:
-            cli = _Training(given, run, folder)
-            start = str(folder.checkpoint) if folder.checkpoint.is_file() else None
-            cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=start)
-            folder.finish(cli.trainer.current_epoch, time.monotonic() - began)
+            folder.finish(_fit(given, run, folder), time.monotonic() - began)
             return ""
         except (Exception, SystemExit) as error:
             traceback.print_exc()
             return reason(error)
         finally:
-            cli = None
-            gc.collect()
+            gc.collect()  # the Trainer and the model refer to each other
+
+
+def _fit(given: Sequence[str], run: PlannedRun, folder: RunFolder) -> int:
+    """Fit, and return the number of rounds."""
+    cli = _Training(given, run, folder)
+    start = str(folder.checkpoint) if folder.checkpoint.is_file() else None
+    cli.trainer.fit(cli.model, cli.datamodule, ckpt_path=start)
+    return int(cli.trainer.current_epoch)
 
 
 def reason(error: BaseException) -> str:

@@ -34,7 +34,7 @@ DEFAULT = "default"
 LABELS = {
     "FedAvg": "FedAvg",
     DEFAULT: "default",
-    PLAIN: "default, plain averaging",
+    PLAIN: "plain averages of terms",
     "Collective": "the paper's recipe",
     "TopN": "TopN, no start",
 }

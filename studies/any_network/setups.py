@@ -16,6 +16,7 @@ import lightning_spectral as ls
 START = ls.algorithms.SpectralStart()
 MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
 KeepRatio = float | str  # a share of the terms, or "mixed"
+PLAIN = {"server_momentum": 0.0, "aggregation": ls.algorithms.TermMeans()}  # unless a setup says otherwise
 EXAMPLES = torch.zeros(2, 1, 14, 14)  # inputs of the networks
 Ratios = float | Mapping[float, float]
 
@@ -54,7 +55,7 @@ class Setup:
             return self.system(ratio, module)
         if self.strategy is None:
             return ls.FedAvg()
-        given = {"spectral_start": self.start, "server_momentum": 0.0, **dict(self.options)}
+        given = {**PLAIN, "spectral_start": self.start, **dict(self.options)}
         if self.fading:
             given["aggregation"] = FadingTerms(self.fading)
         return ls.SpectralSharding(self.strategy, ratio, **given)
@@ -154,6 +155,7 @@ def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
 
 
 AS_PUBLISHED = options(clip_weight_lr=float("inf"))
+DEFAULT = options(server_momentum=0.8, aggregation=None)
 TOP_THEN_COLLECTIVE = ls.Schedule({0: ls.TopN(), 50: ls.Collective()})
 
 SETUPS: dict[str, Setup] = {
@@ -181,9 +183,16 @@ SETUPS: dict[str, Setup] = {
     "start, PriSM": Setup(ls.PriSM(), start=START),
     "start, Unbiased": Setup(ls.Unbiased(), start=START),
     "start, Collective": Setup(ls.Collective(), start=START),
-    "default": Setup(ls.Collective(), options(server_momentum=0.8), START),
-    "default, estimated": Setup(ls.Collective(), options(server_momentum=0.8), START, estimated=True),
-    "default, momentum 0.5": Setup(ls.Collective(), options(server_momentum=0.5), START),
+    "default": Setup(ls.Collective(), DEFAULT, START),
+    "default, term means": Setup(ls.Collective(), options(server_momentum=0.8), START),
+    "default, estimated": Setup(ls.Collective(), DEFAULT, START, estimated=True),
+    "default, term means, estimated": Setup(
+        ls.Collective(), options(server_momentum=0.8), START, estimated=True
+    ),
+    "default, Unbiased": Setup(ls.Unbiased(), DEFAULT, START),
+    "default, PriSM": Setup(ls.PriSM(), DEFAULT, START),
+    "default, Unbiased, term means": Setup(ls.Unbiased(), options(server_momentum=0.8), START),
+    "default, PriSM, term means": Setup(ls.PriSM(), options(server_momentum=0.8), START),
     "default, matrices": Setup(
         ls.Collective(), options(server_momentum=0.8, aggregation=ls.algorithms.MatrixMeans()), START
     ),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from io import BytesIO
 
-from matplotlib.figure import Figure
+from lightning_spectral.extras import from_extra
+
+with from_extra("examples"):
+    from matplotlib.figure import Figure
 
 
 class Picture(Figure):

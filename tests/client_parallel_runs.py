@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,12 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
     "experts": {"algorithm": SPECTRAL, "module": WithExperts, "clients_per_round": 4},
-    "the start alone": {"algorithm": SPECTRAL, "clients_per_round": 3, "local_epochs": 0, "rounds": 1},
+    "the start alone": {
+        "algorithm": replace(SPECTRAL, aggregation=ls.algorithms.TermMeans()),
+        "clients_per_round": 3,
+        "local_epochs": 0,
+        "rounds": 1,
+    },
     "spectral, FedAdam": {
         "algorithm": SPECTRAL,
         "clients_per_round": 5,

@@ -28,7 +28,7 @@ from lightning_spectral.server.turn import play
 from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)
-ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
+ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, spectral_start=None)]
 
 
 class Backwards(SequentialExecutor):

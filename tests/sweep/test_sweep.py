@@ -176,13 +176,13 @@ def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]
 
 
 INTERRUPTED = "error: interrupted; the same command goes on where this one stopped\n"
-SLOW = ("--vary", "model.module.seconds=0.05", "--seeds", "1", "--trainer.max_epochs=6", "-o", "slow")
+SLOW = ("--vary", "model.module.seconds=0.2", "--seeds", "1", "--trainer.max_epochs=6", "-o", "slow")
 
 
 def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder: Path) -> None:
     """Once by Ctrl-C and once by a kill, each after another round."""
     command = [sys.executable, "-m", "lightning_spectral", "sweep", "--config", "run.yaml", *SLOW]
-    run = folder / "slow/seconds=0.05/seed=1"
+    run = folder / "slow/seconds=0.2/seed=1"
     for sent, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         started = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)
         _wait_for_another(run / "last.ckpt")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from io import BytesIO
 
-from lightning_spectral.extras import from_extra
-
-with from_extra("examples"):
-    from matplotlib.figure import Figure
+from matplotlib.figure import Figure
 
 
 class Picture(Figure):

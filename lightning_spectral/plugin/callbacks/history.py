@@ -154,9 +154,10 @@ class RoundHistory(RoundCallback):
 @contextmanager
 def _picture(width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, in the style of those in files."""
-    import matplotlib
+    with from_extra("examples"):
+        import matplotlib
 
-    from lightning_spectral.pictures import Picture
+        from lightning_spectral.pictures import Picture
     from lightning_spectral.report.style import PRINTED, settings
 
     with matplotlib.rc_context(settings(PRINTED)):

@@ -107,9 +107,9 @@ def test_a_resumed_run_remembers_which_matrices_were_changed(fit: Fit, data: Any
     whole = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4)
     half, path = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=2), tmp_path / "half.ckpt"
     half.trainer.save_checkpoint(path)
-    assert torch.load(path)["federation_decisions"] == {"": {"started": ["net.2"]}}
+    assert torch.load(path, weights_only=True)["federation_decisions"] == {"": {"started": ["net.2"]}}
     assert same_state(fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4, ckpt_path=path).state, whole.state)
-    forgetful = torch.load(path)
+    forgetful = torch.load(path, weights_only=True)
     forgetful["federation_decisions"] = {}
     torch.save(forgetful, path)
     other = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4, ckpt_path=path).state

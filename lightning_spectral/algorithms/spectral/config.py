@@ -179,14 +179,14 @@ class SpectralSharding(ByKeepRatio):
         decisions: Mapping[str, Any] | None = None,
     ) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
-        started, missing_rank = ((), None) if decisions is None else _decided(decisions)
+        missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
         planned = PlannedModule(server, plan)
         device_half = self.side(
             plan, tuple(planned.averaged()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
         )
         sampling = Sampling(self.strategy, self.design, self.aggregation)
-        return SpectralHalf(planned, device_half, sampling, self._start(), started)
+        return SpectralHalf(planned, device_half, sampling, self._start(), (decisions or {}).get("started", ()))
 
     def _start(self) -> SpectralStart | None:
         """The spectral start for the smallest clients, unless the user says for which."""
@@ -194,8 +194,3 @@ class SpectralSharding(ByKeepRatio):
         if start is None or start.keep_ratio is not None:
             return start
         return replace(start, keep_ratio=min(entries_of(self.keep_ratio)))
-
-
-def _decided(decisions: Mapping[str, Any]) -> tuple[Collection[str], Mapping[str, Any]]:
-    """The matrices that a start has changed, and the layers that lacked rank then."""
-    return decisions.get("started", ()), decisions.get("missing_rank", {})

@@ -12,6 +12,7 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -117,6 +118,7 @@ def main():
         for _ in range(arguments.turns):
             for name, (app, algorithm) in CONTENDERS.items():
                 found[name].append(measure(network, app, algorithm))
+                print(f"{name}: {found[name][-1][0]:.1f} s a round", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     rows = [(name, *_columns(turns, found["Flower's FedAvg"])) for name, turns in found.items()]
     show([("contender", "s/round", "over Flower's", "MB/round", "server MiB", "device MiB"), *rows])

@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.old_names import is_old_name, new_place
+from lightning_spectral.public_names import NAMES as _NAMES
+from lightning_spectral.public_names import PLACES as _PLACES
 from lightning_spectral.strategy_names import register_strategies
 
 if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
@@ -101,33 +103,6 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
 
 __version__ = "0.1.0"
 
-# Where each name is found on first use.
-_NAMES = {
-    "algorithms": """
-        Algorithm AlternatingFactors FIARSE FedAvg FrozenA LoRA PaddedFactors SampledTerms Scaffold SpectralSharding
-        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table largest_that_fits
-    """,
-    "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
-    "errors": "ClientError SpectralWarning",
-    "nn": """
-        EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
-        SpectralShardedLinear replace_layers validate
-    """,
-    "participation": """
-        FullParticipation LossVarianceReduced RoundRobin StaleUpdateVarianceReduced Uniform UpdateVarianceReduced
-    """,
-    "partition": "DirichletPartitioner IIDPartitioner NaturalPartitioner PachinkoPartitioner",
-    "plugin": "FederatedDataModule FederatedModule MultiModelDataModule MultiModelModule latest_checkpoint",
-    "plugin.callbacks": """
-        Aggregation ClientEvaluation CommunicationLedger RoundCallback RoundDashboard RoundHistory RoundProgressBar
-        SVDRefresh SubmodelSampling
-    """,
-    "protocol": "Schedule",
-    "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
-    "simulation": "ClientDropout VirtualClock",
-}
-
-_PLACE = {name: place for place, names in _NAMES.items() for name in names.split()}
 _ROOMS = {
     "client",
     "functional",
@@ -139,7 +114,7 @@ _ROOMS = {
     *(place.split(".")[0] for place in _NAMES),
 }
 
-__all__ = sorted(_PLACE)
+__all__ = sorted(_PLACES)
 
 if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has every name
 
@@ -147,8 +122,8 @@ if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has
         """Import a name on first use."""
         if name in _ROOMS:
             return import_module(f"{__name__}.{name}")
-        if name in _PLACE:
-            globals()[name] = getattr(import_module(f"{__name__}.{_PLACE[name]}"), name)
+        if name in _PLACES:
+            globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
             return globals()[name]
         if is_old_name(name, sys._getframe(1)):
             return getattr(import_module(new_place(name)), name)

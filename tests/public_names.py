@@ -7,5 +7,5 @@ import lightning_spectral as ls
 from lightning_spectral import old_names
 
 # When the old names go, their table moves here.
-PLACES = {**{name: f"lightning_spectral.{place}" for name, place in ls._PLACE.items()}, **old_names.PLACES}
+PLACES = {**{name: f"lightning_spectral.{place}" for name, place in ls._PLACES.items()}, **old_names.PLACES}
 PUBLIC: dict[str, Any] = {name: getattr(import_module(place), name) for name, place in PLACES.items()}

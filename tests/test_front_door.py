@@ -51,11 +51,11 @@ def typed_names() -> dict[str, str]:
 
 def test_type_checkers_see_the_names_that_there_are() -> None:
     rooms = dict.fromkeys(ls._ROOMS, "lightning_spectral")
-    assert typed_names() == {**rooms, **{name: f"lightning_spectral.{place}" for name, place in ls._PLACE.items()}}
+    assert typed_names() == {**rooms, **{name: f"lightning_spectral.{place}" for name, place in ls._PLACES.items()}}
 
 
 def test_a_name_is_what_its_package_has() -> None:
-    for name, place in ls._PLACE.items():
+    for name, place in ls._PLACES.items():
         package = importlib.import_module(f"lightning_spectral.{place}")
         assert getattr(ls, name) is getattr(package, name)
         assert name in package.__all__

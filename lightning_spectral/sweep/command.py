@@ -20,7 +20,7 @@ from lightning_spectral.sweep.workers import Worker, train_all, workers
 DESCRIPTION = """\
 Train one config with every combination of some settings and with several seeds, and compare them:
 
-  sweep --config run.yaml --vary model.algorithm=SpectralSharding,FedAvg --vary data.partitioner.alpha=0.3,10 \\
+  sweep --config run.yaml --vary model.algorithm=spectral,fedavg --vary data.partitioner.alpha=0.3,10 \\
         --seeds 0,1,2 --jobs 2
 
 Each run has a folder, with its config, its metrics, its last checkpoint and what it printed. The same command goes on

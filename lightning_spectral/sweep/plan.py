@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from lightning_spectral.sweep.class_names import classes_meant
+
 BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
 LONGEST = 80  # letters of a varied setting in the name of a folder
@@ -78,7 +80,8 @@ def _settings(varied: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for text in varied:
         key, equals, listed = text.partition("=")
-        key, values = key.strip().removeprefix("--"), list(split_values(listed))
+        key = key.strip().removeprefix("--")
+        values = [_with_capitals(key, value) for value in split_values(listed)]
         if not key or not equals:
             raise SweepError(f"`--vary {text}`: expected key=value,value, as in `data.partitioner.alpha=0.3,10`")
         if not values:
@@ -89,6 +92,13 @@ def _settings(varied: Sequence[str]) -> dict[str, list[str]]:
             raise SweepError(f"`--vary {key}` has {repeated} twice; leave one out")
         found[key] = values
     return found
+
+
+def _with_capitals(key: str, value: str) -> str:
+    meant = classes_meant(key, value)
+    if len(meant) > 1:
+        raise SweepError(f"`--vary {key}={value}` may mean {' or '.join(meant)}; write more of the name")
+    return meant[0] if meant else value
 
 
 def _repeated(values: Sequence[Any]) -> str:

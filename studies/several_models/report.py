@@ -22,8 +22,8 @@ from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
 from tasks import LOCAL_EPOCHS, NUM_CLIENTS
 
-from lightning_spectral.report.printed import draw_line, draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, PRINTED, Look, look
+from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
+from lightning_spectral.report.style import BASELINE, Look, look
 
 DOCS = Path("docs")
 FULL = "Full participation"
@@ -50,7 +50,6 @@ LOOKS = {
     "MIFA": look(4),
     "SCAFFOLD": look(5),
 }
-STEPS = ("GVR", "LVR")  # setups whose |H|_1 is drawn
 WITH_MODELS = ("five",)  # federations whose models have different data, so there is a column for each
 Run = Mapping[str, Any]
 
@@ -204,27 +203,13 @@ def draw_accuracy(axes: Axes, name: str, runs: Iterable[Run]) -> None:
     draw_seeds(axes, rounds, [values[:shared] for values in curves], LOOKS[name], name)
 
 
-def draw_steps(axes: Axes, name: str, runs: Iterable[Run]) -> None:
-    """Draw |H|_1 of the first model in each round of the first run."""
-    for run in list(runs)[:1]:
-        model, columns = next(iter(run["models"].items()))
-        sizes = columns["fl/step_size"]
-        draw_line(axes, range(1, len(sizes) + 1), sizes, LOOKS[name]._replace(width=0.8), name)
-        axes.set_ylabel(f"step size $|H|_1$ of the {model} model")
-
-
 def draw(runs: Mapping[str, Mapping[int, Run]], figure: Figure) -> None:
-    """Draw accuracy against rounds, and |H|_1 in each round of one run for GVR and LVR, as in the slides."""
-    left, right = figure.subplots(1, 2)
+    """Draw accuracy against rounds; how unsteady the steps are is in the table."""
+    axes = figure.subplots()
     for name in LOOKS:
-        draw_accuracy(left, name, ended(runs[name]).values())
-    for name in STEPS:
-        draw_steps(right, name, ended(runs[name]).values())
-    right.axhline(1, color=PRINTED.ink, lw=0.8, ls=":")
-    right.set_ylim(bottom=0)
-    left.set_ylabel("test accuracy, mean of the models, %")
-    for axes in (left, right):
-        round_axis(axes)
+        draw_accuracy(axes, name, ended(runs[name]).values())
+    axes.set_ylabel("test accuracy, mean of the models, %")
+    round_axis(axes)
     legend_above(figure, len(LOOKS))
 
 
@@ -236,7 +221,7 @@ def main() -> None:
         if any(runs.values()):
             keep(federation.output)
             texts.append(table(key, runs))
-            with printed(DOCS / f"{federation.figure}.png", 9.5, 4.2) as figure:
+            with printed(DOCS / f"{federation.figure}.png", 4.8, 4.4) as figure:
                 draw(runs, figure)
     text = "\n".join(texts)
     (DOCS / "several_models_tables.md").write_text(text)

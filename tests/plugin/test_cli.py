@@ -300,6 +300,16 @@ def test_classes_have_a_help(option: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"Help for --{option.split('.')[-2].strip('-')}.help=lightning_spectral." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("nothing", ["null", "None"])
+def test_a_part_of_an_algorithm_may_be_nothing(nothing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--config", str(ROOT / "examples/configs/strategies.yaml"), "--trainer.logger=false"]
+    monkeypatch.setattr(sys, "argv", ["program", *arguments, f"--model.algorithm.spectral_start={nothing}"])
+    algorithm = FederatedCLI(run=False, save_config_callback=None).model.algorithm
+    assert isinstance(algorithm, ls.SpectralSharding)
+    assert algorithm.spectral_start is None
+    assert algorithm.keep_ratio == {0.1: 0.6, 0.3: 0.4}  # as in the config
+
+
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

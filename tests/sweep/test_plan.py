@@ -42,6 +42,14 @@ def test_commas_within_brackets_and_quotes_belong_to_a_value(text: str, values: 
     assert list(split_values(text)) == values
 
 
+def test_classes_may_be_typed_in_lower_case_and_by_how_they_begin() -> None:
+    varied = ["model.algorithm=spectral,fedavg,lora,my.Algorithm,null", "x.init_args.strategy=topn", "a.b=fedavg"]
+    runs = planned_runs(varied, [])
+    algorithms = ["SpectralSharding", "FedAvg", "LoRA", "my.Algorithm", "null"]
+    assert [dict(run.choices)["algorithm"] for run in runs] == algorithms
+    assert runs[0].arguments[1:] == ("--x.init_args.strategy=TopN", "--a.b=fedavg")  # `b` takes no class that we know
+
+
 def test_values_that_look_alike_in_a_path_have_different_folders() -> None:
     runs = planned_runs([f"a.b={RATIOS},{RATIOS.replace(':', ';')},{'x' * 90},{'x' * 91}"], [])
     folders = [str(run.folder) for run in runs]
@@ -60,6 +68,8 @@ def test_values_that_look_alike_in_a_path_have_different_folders() -> None:
         (["a.b=1,2", "a.b=3"], [], r"`a.b` is varied twice; put all its values into one `--vary`"),
         (["a.b=1,2,1"], [], r"`--vary a.b` has 1 twice; leave one out"),
         (["a.b=1"], [3, 0, 3], "`--seeds` has 3 twice"),
+        (["model.algorithm=fedavg,FedAvg"], [], "has FedAvg twice; leave one out"),
+        (["data.partitioner=dirichlet", "a.strategy=p"], [], "`--vary a.strategy=p` may mean PrefixChannels or PriSM"),
         (["a.b={0.2: 0.6"], [], r"'\{0.2: 0.6' has no \} to what it opens; in a shell, put it between quotes"),
     ],
 )

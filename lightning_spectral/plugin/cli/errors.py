@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -44,6 +44,11 @@ class OneLineParser(LightningArgumentParser):
     def parse_path(self, cfg_path: Any, *args: Any, **options: Any) -> Any:
         self._config_file = cfg_path
         return super().parse_path(cfg_path, *args, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+        """Parse arguments; jsonargparse hands on a null within a class as the text None."""
+        given = None if args is None else [re.sub("=None$", "=null", text) for text in args]
+        return super().parse_args(given, *rest, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the process with status 2; within a larger value, raise an error with the nearest key."""

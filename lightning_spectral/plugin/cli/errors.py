@@ -45,10 +45,10 @@ class OneLineParser(LightningArgumentParser):
         self._config_file = cfg_path
         return super().parse_path(cfg_path, *args, **options)
 
-    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None, **options: Any) -> Any:  # type: ignore[override]
         """Parse arguments; jsonargparse hands on a null within a class as the text None."""
         given = None if args is None else [re.sub("=None$", "=null", text) for text in args]
-        return super().parse_args(given, *rest, **options)
+        return super().parse_args(given, namespace, **options)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the process with status 2; within a larger value, raise an error with the nearest key."""

@@ -23,6 +23,10 @@ from torch.utils.data import TensorDataset
 def points(num_points: int = 40) -> TensorDataset:
     return TensorDataset(torch.randn(num_points, 6), torch.arange(num_points) % 3)
 
+def untyped():
+    return points()
+
+
 class LitPoints(LitClassifier):
     def __init__(self, width: int = 4, fail: bool = False):
         if fail:
@@ -73,7 +77,8 @@ IN_THE_FILE = {
     ("LitPoints", "LitPonts"): "model.module: module 'my_points' has no attribute 'LitPonts'; did you mean 'Lit",
     ("my_points.L", "my_point.L"): "model.module: No module named 'my_point'",
     ("Dirichlet", "Dirchlet"): "there is no class DirchletPartitioner; did you mean 'DirichletPartitioner'?",
-    ("my_points.points", "my_points.LitPoints"): "data.train: Import path my_points.LitPoints does not correspond to a",
+    ("my_points.points", "my_points.LitPoints"): "data.train: my_points.LitPoints is no Dataset; if it is a f",
+    ("my_points.points", "my_points.untyped"): "untyped is no Dataset; if it is a function, say what it returns: `de",
     ("module: my_points.LitPoints", ""): "model: the following arguments are required: module",
     (RUN, "model: {a: [1, 2"): "changed.yaml: Problems parsing config: while parsing a flow sequence",
     (RUN, "just text"): "changed.yaml: Unexpected config: just text",

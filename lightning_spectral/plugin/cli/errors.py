@@ -27,6 +27,7 @@ UNKNOWN_KEY = re.compile(
 )
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 UNKNOWN_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
+WITHOUT_TYPE = re.compile(r"Import path (\S+) does not correspond to a subclass of (\S+)")
 UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*)\)")
 WRONG_TYPE = re.compile(r"Expected an? (?:<class ')?(?:[a-z_]+\.)*(.*?)(?:'>)?(?:\. Got value: (.*))?$")
 
@@ -119,6 +120,9 @@ def _explained(same: list[str], value: str) -> str:
         return f"there is no class {found[1]}{_nearest(found[1], _class_names())}"
     if found := UNKNOWN_ATTRIBUTE.search(same[0]):
         return same[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
+    if found := WITHOUT_TYPE.search(same[0]):
+        own = found[1].rpartition(".")[2]
+        return f"{found[1]} is no {found[2]}; if it is a function, say what it returns: `def {own}(...) -> {found[2]}`"
     if found := UNKNOWN_COMMAND.search(same[0]):
         commands = [
             *re.findall(r"\w+", found[2]),

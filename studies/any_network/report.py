@@ -28,7 +28,7 @@ from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, look
+from lightning_spectral.report.style import BASELINE, PRINTED, look
 
 DOCS = Path("docs")
 DEFAULT = "default"
@@ -40,6 +40,15 @@ LABELS = {
     "TopN": "TopN, no start",
 }
 LOOKS = {"FedAvg": BASELINE, DEFAULT: look(0), PLAIN: look(3), "Collective": look(1), "TopN": look(2)}
+# What a sub-model with a tenth of the terms reaches alone, in per cent: the last column that one_client.py prints.
+ALONE = {
+    "plain, GroupNorm": 92.4,
+    "MLP": 95.7,
+    "plain, BatchNorm": 95.3,
+    "residual": 90.5,
+    "residual, zero init": 95.9,
+    "transformer": 84.6,
+}
 Run = Mapping[str, Any]
 
 
@@ -162,6 +171,7 @@ def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
             axes.errorbar(
                 sizes, centre, [below, above], color=colour, marker=marker, label=label, capsize=2, markersize=7
             )
+        axes.axhline(ALONE[net], color=PRINTED.ink, lw=0.8, ls=":", label="a tenth, alone")
         axes.set_xlim(left=0)
         by_error(axes)
     name_axes(figure, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from torch.utils.data import TensorDataset
 
 sys.path.append(str(Path(__file__).parent))  # for a process that runs none of the study's own programs
-from tasks import IMAGES, NETS, NUM_TRAIN, NUM_VAL, Classifier
+from tasks import NETS, Classifier, divided
 
 SHORT = dict(zip(("groupnorm", "batchnorm", "mlp", "residual", "zero_init", "transformer"), NETS, strict=True))
 
@@ -21,11 +20,7 @@ class Network(Classifier):
         super().__init__(NETS[SHORT[net]](), lr, num_rounds)
 
 
-def images(data: str = "MNIST", others: bool = False) -> TensorDataset:
-    """The images of the clients, or the others, with a third column that marks those for testing."""
-    pictures, labels = IMAGES[data]()
-    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
-    train, rest = order[:NUM_TRAIN], order[NUM_TRAIN:]
-    if not others:
-        return TensorDataset(pictures[train], labels[train])
-    return TensorDataset(pictures[rest], labels[rest], torch.arange(len(rest)) >= NUM_VAL)
+def images(others: bool = False) -> TensorDataset:
+    """MNIST's images of the clients, or the others, as for the study's first seed."""
+    train, rest = divided("MNIST", seed=0)
+    return rest if others else train

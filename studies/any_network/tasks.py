@@ -121,16 +121,22 @@ class Classifier(pl.LightningModule):
         return (1 + math.cos(math.pi * (self.first_round + round_of_fit) / self.num_rounds)) / 2
 
 
-def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:
-    """Return the clients' images, and the others in one batch with a third column that marks those for testing."""
+def divided(data: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
+    """Return the clients' images, and the others with a third column that marks those for testing."""
     images, labels = IMAGES[data]()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     train, others = order[:NUM_TRAIN], order[NUM_TRAIN:]
     is_test = torch.arange(len(others)) >= NUM_VAL
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[others], labels[others], is_test)
+
+
+def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:
+    """Deal the images to the clients; the others are one batch."""
+    train, others = divided(data, seed)
     return ls.FederatedDataModule(
-        TensorDataset(images[train], labels[train]),
+        train,
         ls.DirichletPartitioner(num_clients=NUM_CLIENTS, alpha=ALPHAS[split]),
-        val=TensorDataset(images[others], labels[others], is_test),
+        val=others,
         batch_size=BATCH_SIZE,
         eval_batch_size=len(others),
         seed=seed,

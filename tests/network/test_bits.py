@@ -86,11 +86,12 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, 
 SAMPLERS = {
     "update norms": ls.UpdateVarianceReduced(active=5, measure="last"),
     "losses, measured": ls.LossVarianceReduced(active=5, measure="all"),
+    "everybody": ls.FullParticipation(),
 }
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_several_models_with_a_variance_reduced_sampler(name: str, quiet: Any) -> None:
+def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     def run(data: Any) -> tuple[Any, Any, Any]:
         models = {
             "dense": ls.FederatedModule(seeded(LitMLP), seed=3),

@@ -30,8 +30,8 @@ dependencies = []
 [tool.flwr.app]
 publisher = "tests"
 [tool.flwr.app.components]
-serverapp = "app:server"
-clientapp = "app:device"
+serverapp = "{module}:server"
+clientapp = "{module}:device"
 [tool.flwr.app.config]
 rounds = 2
 algorithm = "fedavg"
@@ -45,13 +45,20 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from lightning_spectral.network.cli.local_network import LocalNetwork
 
     folder = tmp_path_factory.mktemp("network")
-    (folder / "app").mkdir()
-    shutil.copy(TESTS / "loopback_app.py", folder / "app" / "app.py")
-    (folder / "app" / "pyproject.toml").write_text(PYPROJECT)
+    write_app(folder / "app", "loopback_app")
+    write_app(folder / "others", "other_packages_app", "loopback_app")
     with LocalNetwork(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}) as network:
         for client in range(3):
             network.add_node(str(client))
         yield network
+
+
+def write_app(folder: Path, module: str, *imported: str) -> None:
+    """Make one of the modules beside these tests an app."""
+    folder.mkdir()
+    for name in (module, *imported):
+        shutil.copy(TESTS / f"{name}.py", folder)
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(module=module))
 
 
 def run_config(settings: dict[str, Any]) -> str:
@@ -60,12 +67,10 @@ def run_config(settings: dict[str, Any]) -> str:
     )
 
 
-def run(network: Any, folder: Path, **settings: Any) -> str:
-    """Run the app to its end, and return its log."""
+def run(network: Any, folder: Path, app: str = "app", **settings: Any) -> str:
+    """Run an app to its end, and return its log."""
     config = run_config({"folder": str(folder), **settings})
-    printed: str = network.run(
-        ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", config]
-    )
+    printed: str = network.run(["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config])
     assert "`Trainer.fit` stopped" in printed, printed + network.log("superlink")[-3000:]
     return printed
 
@@ -94,6 +99,18 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
 def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
     run(network, tmp_path, rounds=3, algorithm=algorithm)
     assert same(weights(tmp_path), expected(tmp_path, rounds=3, algorithm=algorithm))
+
+
+def test_models_of_other_packages_learn_as_in_the_simulation(network: Any, tmp_path: Path) -> None:
+    """GPT-2 and BERT of transformers and a DenseNet of MONAI, by terms and by adapters, all in one federation."""
+    for package in ("transformers", "monai"):
+        pytest.importorskip(package, reason="neither Flower nor we need it: install it beside constraints-network.txt")
+    from other_packages_app import simulated
+
+    run(network, tmp_path, "others", rounds=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert same(weights(tmp_path), simulated({"folder": str(tmp_path), "rounds": 2}))
 
 
 def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class RemoteClients(ServerData):
         self.roster.is_closed = isinstance(self._module.participation, Sampler) or any(
             member.owner.algorithm.counts_all_clients for member in members
         )
-        self.roster.wait_for(min(self._usual_size(), self.num_clients), f"Round {round_idx}")
+        self.roster.wait_for(self._usual_size(), f"Round {round_idx}")
 
     def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer | None) -> Executor:
         """The executor that sends downloads to devices.
@@ -177,9 +177,10 @@ class RemoteClients(ServerData):
         return self.trainer.lightning_module
 
     def _usual_size(self) -> int:
+        """The number of clients that a round has if everybody who has been there is there."""
         participation = self._module.participation
         size = participation.active if isinstance(participation, Sampler) else participation.clients_per_round
-        return math.ceil(size)
+        return math.ceil(min(size, self.num_clients))
 
 
 def _check_callbacks(trainer: Any) -> None:

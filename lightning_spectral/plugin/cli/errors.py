@@ -7,8 +7,9 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jsonargparse
@@ -26,11 +27,9 @@ UNKNOWN_KEY = re.compile(
     r"Option '([^']+)' is not accepted$|does not accept option '([^']+)'|unrecognized .*: --([^ =]+)"
 )
 UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
-UNKNOWN_ATTRIBUTE = re.compile(r"module '([^']+)' has no attribute '([^']+)'")
-WITHOUT_TYPE = re.compile(r"Import path (\S+) does not correspond to a subclass of (\S+)")
-UNKNOWN_COMMAND = re.compile(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*)\)")
 WRONG_TYPE = re.compile(r"Expected an? (?:<class ')?(?:[a-z_]+\.)*(.*?)(?:'>)?(?:\. Got value: (.*))?$")
 
+OTHER_COMMANDS = ("sweep", "report", "doctor", "network")  # which are not LightningCLI's
 PACKAGE = sys.modules[__name__.partition(".")[0]]
 OWN, LIGHTNING, JSONARGPARSE = (
     os.path.dirname(str(package.__file__)) + os.sep for package in (PACKAGE, lightning, jsonargparse)
@@ -118,26 +117,37 @@ def _explained(same: list[str], value: str) -> str:
     """Causes at the same place in words, with what may have been meant."""
     if found := UNKNOWN_CLASS.search("\n".join(same)):
         return f"there is no class {found[1]}{_nearest(found[1], _class_names())}"
-    if found := UNKNOWN_ATTRIBUTE.search(same[0]):
-        return same[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
-    if found := WITHOUT_TYPE.search(same[0]):
-        own = found[1].rpartition(".")[2]
-        return f"{found[1]} is no {found[2]}; if it is a function, say what it returns: `def {own}(...) -> {found[2]}`"
-    if found := UNKNOWN_COMMAND.search(same[0]):
-        commands = [
-            *re.findall(r"\w+", found[2]),
-            "sweep",
-            "report",
-            "doctor",
-            "network",
-        ]  # which are not LightningCLI's
-        return (
-            f"there is no command {found[1]!r}{_nearest(found[1], commands) or '; choose from ' + ', '.join(commands)}"
-        )
+    for pattern, in_words in MISTAKES.items():
+        if found := pattern.search(same[0]):
+            return in_words(found)
     if types := [kind for text in same if (kind := WRONG_TYPE.match(text))]:
         got = types[0][2] or value
         return f"expected {' or '.join(dict.fromkeys(kind[1] for kind in types))}" + (f", got {got}" if got else "")
     return same[0]
+
+
+def _no_attribute(found: re.Match[str]) -> str:
+    return found[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
+
+
+def _no_return_type(found: re.Match[str]) -> str:
+    own = found[1].rpartition(".")[2]
+    return f"{found[1]} is no {found[2]}; if it is a function, say what it returns: `def {own}(...) -> {found[2]}`"
+
+
+def _no_command(found: re.Match[str]) -> str:
+    commands = [*re.findall(r"\w+", found[2]), *OTHER_COMMANDS]
+    meant = _nearest(found[1], commands) or f"; choose from {', '.join(commands)}"
+    return f"there is no command {found[1]!r}{meant}"
+
+
+MISTAKES: Mapping[re.Pattern[str], Callable[[re.Match[str]], str]] = MappingProxyType(
+    {
+        re.compile(r"^.*module '([^']+)' has no attribute '([^']+)'.*$"): _no_attribute,
+        re.compile(r"Import path (\S+) does not correspond to a subclass of (\S+)"): _no_return_type,
+        re.compile(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*)\)"): _no_command,
+    }
+)
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from fake_line import remote, toy_line
@@ -146,6 +147,13 @@ def test_too_few_clients_are_an_error_that_says_so(fit: Fit) -> None:
         del line.there[node]
     with pytest.raises(RoundError, match=r"Only 3 of 4 clients were there after 0.2 s; start more devices"):
         fit(seeded(LitMLP), remote(line, wait_for=None), clients_per_round=4)
+
+
+def test_how_many_are_everybody_has_to_be_said(quiet: Any) -> None:
+    model = ls.MultiModelModule({"one": ls.FederatedModule(seeded(LitMLP))}, participation=ls.FullParticipation())
+    data = ls.MultiModelDataModule({"one": remote(toy_line({"one": LitMLP}), model="one", wait_for=None)})
+    with pytest.raises(ValueError, match=r"say with how many a run begins, such as `wait_for=3`"):
+        pl.Trainer(**quiet, max_epochs=1).fit(model, data)
 
 
 def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:

@@ -45,7 +45,8 @@ class RemoteClients(ServerData):
         model: The model's name; empty if there is only one.
         val: Validation data, as in `FederatedDataModule`.
         test: Test data, likewise.
-        wait_for: Number of clients with which a run begins; ``None`` for those of a round.
+        wait_for: Number of clients with which a run begins; ``None`` for those of a round, unless all clients train in
+            each.
         patience: Seconds to wait for enough clients, at the start and in every round.
         deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
         at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the
@@ -92,11 +93,12 @@ class RemoteClients(ServerData):
 
         Raises:
             RoundError: If they are not there in time.
-            ValueError: If a callback needs their examples.
+            ValueError: If a callback needs their examples, or all clients train in every round and ``wait_for`` is not
+                given.
         """
         if stage == "fit":
             _check_callbacks(self.trainer)
-            wanted, self._begun = self.wait_for or self._usual_size(), None
+            wanted, self._begun = self._number_at_first(), None
             check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
             self.roster.check_models(self._module.federation.members)
 
@@ -122,7 +124,7 @@ class RemoteClients(ServerData):
         self.roster.is_closed = isinstance(self._module.participation, Sampler) or any(
             member.owner.algorithm.counts_all_clients for member in members
         )
-        self.roster.wait_for(self._usual_size(), f"Round {round_idx}")
+        self.roster.wait_for(math.ceil(min(self._usual_size(), self.num_clients)), f"Round {round_idx}")
 
     def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer | None) -> Executor:
         """The executor that sends downloads to devices.
@@ -176,11 +178,15 @@ class RemoteClients(ServerData):
         assert self.trainer is not None, "a Trainer sets itself before it calls hooks"
         return self.trainer.lightning_module
 
-    def _usual_size(self) -> int:
-        """The number of clients that a round has if everybody who has been there is there."""
+    def _number_at_first(self) -> int:
+        wanted = self.wait_for or self._usual_size()
+        if wanted == math.inf:
+            raise ValueError("All clients train in every round: say with how many a run begins, such as `wait_for=3`.")
+        return math.ceil(wanted)
+
+    def _usual_size(self) -> float:
         participation = self._module.participation
-        size = participation.active if isinstance(participation, Sampler) else participation.clients_per_round
-        return math.ceil(min(size, self.num_clients))
+        return participation.active if isinstance(participation, Sampler) else participation.clients_per_round
 
 
 def _check_callbacks(trainer: Any) -> None:

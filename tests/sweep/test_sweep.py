@@ -179,6 +179,15 @@ INTERRUPTED = "error: interrupted; the same command goes on where this one stopp
 SLOW = ("--vary", "model.module.seconds=0.2", "--seeds", "1", "--trainer.max_epochs=6", "-o", "slow")
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Started processes heed Ctrl-C, even if these tests run in the background of a shell and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder: Path) -> None:
     """Once by Ctrl-C and once by a kill, each after another round."""
     command = [sys.executable, "-m", "lightning_spectral", "sweep", "--config", "run.yaml", *SLOW]

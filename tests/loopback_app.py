@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data import ConcatDataset, TensorDataset
 
 import lightning_spectral as ls
 import lightning_spectral.network as net
+
+CLIENTS = 3
 
 
 class LitNet(pl.LightningModule):
@@ -95,17 +98,27 @@ def held_out(config: Any) -> Any:
     return for_models(config, examples(1000))
 
 
-def simulated(config: Any) -> dict[str, torch.Tensor]:
-    """The weights that the same federation has after its rounds in a simulation."""
-    whole = ConcatDataset([examples(1 + client) for client in range(3)])
-    owners = [client for client in range(3) for _ in range(60)]
-    data = ls.FederatedDataModule(whole, ls.NaturalPartitioner(owners), val=examples(1000), batch_size=10)
-    model = federation(config)
-    runner = trainer({**config, "folder": Path(config["folder"]) / "simulated"})
-    several = config["algorithm"] == "two models"
-    runner.fit(model, ls.MultiModelDataModule(dict.fromkeys(MODELS, data)) if several else data)
+def gathered(examples_of: Callable[[int], TensorDataset], batch_size: int) -> ls.FederatedDataModule:
+    """What the devices and the server have, in one place for a simulation."""
+    parts = [examples_of(1 + client) for client in range(CLIENTS)]
+    owners = [client for client, part in enumerate(parts) for _ in range(len(part))]
+    held_out, split = examples_of(1000), ls.NaturalPartitioner(owners)
+    return ls.FederatedDataModule(ConcatDataset(parts), split, val=held_out, batch_size=batch_size)
+
+
+def weights_after(config: Any, model: pl.LightningModule, data: pl.LightningDataModule) -> dict[str, torch.Tensor]:
+    """Train in a simulation."""
+    trainer({**config, "folder": Path(config["folder"]) / "simulated"}).fit(model, data)
     return model.state_dict()
 
 
-server = net.server_app(federation, trainer, val=held_out, wait_for=3, patience=300)
+def simulated(config: Any) -> dict[str, torch.Tensor]:
+    """The weights that the same federation has after its rounds in a simulation."""
+    data = gathered(examples, batch_size=10)
+    several = config["algorithm"] == "two models"
+    everything = ls.MultiModelDataModule(dict.fromkeys(MODELS, data)) if several else data
+    return weights_after(config, federation(config), everything)
+
+
+server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS, patience=300)
 device = net.client_app(dict.fromkeys(("", *MODELS), LitNet), client)

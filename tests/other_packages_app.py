@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from loopback_app import trainer
+from loopback_app import CLIENTS, gathered, trainer, weights_after
 from torch import nn
-from torch.utils.data import ConcatDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 import lightning_spectral.network as net
 
-CLIENTS = 3
 EACH = 24  # examples of a client
 
 
@@ -99,19 +98,8 @@ def held_out(config: Any) -> Any:
 
 def simulated(config: Any) -> dict[str, torch.Tensor]:
     """The weights that the same federation has after its rounds in a simulation."""
-    owners = [client for client in range(CLIENTS) for _ in range(EACH)]
-    data = {
-        name: ls.FederatedDataModule(
-            ConcatDataset([examples(name, 1 + client) for client in range(CLIENTS)]),
-            ls.NaturalPartitioner(owners),
-            val=examples(name, 1000),
-            batch_size=8,
-        )
-        for name in MODULES
-    }
-    model = federation(config)
-    trainer({**config, "folder": Path(config["folder"]) / "simulated"}).fit(model, ls.MultiModelDataModule(data))
-    return model.state_dict()
+    data = {name: gathered(partial(examples, name), batch_size=8) for name in MODULES}
+    return weights_after(config, federation(config), ls.MultiModelDataModule(data))
 
 
 server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS, patience=300)

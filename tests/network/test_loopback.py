@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,8 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from lightning_spectral.network.cli.local_network import LocalNetwork
 
     folder = tmp_path_factory.mktemp("network")
-    write_app(folder / "app", "loopback_app")
-    write_app(folder / "others", "other_packages_app", "loopback_app")
+    write_app(folder, "loopback_app")
+    write_app(folder, "other_packages_app", "loopback_app")
     with LocalNetwork(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}) as network:
         for client in range(3):
             network.add_node(str(client))
@@ -54,23 +55,25 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def write_app(folder: Path, module: str, *imported: str) -> None:
-    """Make one of the modules beside these tests an app."""
-    folder.mkdir()
+    """Make one of the modules beside these tests an app, in a folder of its name."""
+    app = folder / module
+    app.mkdir()
     for name in (module, *imported):
-        shutil.copy(TESTS / f"{name}.py", folder)
-    (folder / "pyproject.toml").write_text(PYPROJECT.format(module=module))
+        shutil.copy(TESTS / f"{name}.py", app)
+    (app / "pyproject.toml").write_text(PYPROJECT.format(module=module))
 
 
-def run_config(settings: dict[str, Any]) -> str:
-    return " ".join(
+def command(network: Any, app: str, settings: dict[str, Any]) -> list[str]:
+    """The command that runs an app with some settings."""
+    config = " ".join(
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in settings.items()
     )
+    return ["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config]
 
 
-def run(network: Any, folder: Path, app: str = "app", **settings: Any) -> str:
+def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) -> str:
     """Run an app to its end, and return its log."""
-    config = run_config({"folder": str(folder), **settings})
-    printed: str = network.run(["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config])
+    printed: str = network.run(command(network, app, {"folder": str(folder), **settings}))
     assert "`Trainer.fit` stopped" in printed, printed + network.log("superlink")[-3000:]
     return printed
 
@@ -80,9 +83,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def expected(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
-    from loopback_app import simulated
-
+def expected(folder: Path, app: str = "loopback_app", **settings: Any) -> dict[str, torch.Tensor]:
+    simulated = import_module(app).simulated
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found: dict[str, torch.Tensor] = simulated({"folder": str(folder), **settings})
@@ -105,12 +107,8 @@ def test_models_of_other_packages_learn_as_in_the_simulation(network: Any, tmp_p
     """GPT-2 and BERT of transformers and a DenseNet of MONAI, by terms and by adapters, all in one federation."""
     for package in ("transformers", "monai"):
         pytest.importorskip(package, reason="neither Flower nor we need it: install it beside constraints-network.txt")
-    from other_packages_app import simulated
-
-    run(network, tmp_path, "others", rounds=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert same(weights(tmp_path), simulated({"folder": str(tmp_path), "rounds": 2}))
+    run(network, tmp_path, "other_packages_app", rounds=2)
+    assert same(weights(tmp_path), expected(tmp_path, "other_packages_app", rounds=2))
 
 
 def test_a_run_goes_on_after_the_link_was_killed(network: Any, tmp_path: Path) -> None:
@@ -150,8 +148,7 @@ def process_of(program: str, network: Any) -> int:
 
 def start(network: Any, name: str, **settings: Any) -> None:
     """Start a run, and go on while it runs."""
-    command = ["flwr", "run", str(network.folder / "app"), "local", "--stream", "--run-config", run_config(settings)]
-    network.start(name, command)
+    network.start(name, command(network, "loopback_app", settings))
 
 
 def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ class RemoteClients(ServerData):
         model: The model's name; empty if there is only one.
         val: Validation data, as in `FederatedDataModule`.
         test: Test data, likewise.
-        wait_for: Number of clients with which a run begins; ``None`` for those of a round, unless all clients train in
-            each.
+        wait_for: Number of clients with which a run begins; ``None`` for those of a round. Needed if all clients train
+            in every round.
         patience: Seconds to wait for enough clients, at the start and in every round.
         deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
         at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the

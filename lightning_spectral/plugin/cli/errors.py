@@ -127,7 +127,7 @@ def _explained(same: list[str], value: str) -> str:
 
 
 def _no_attribute(found: re.Match[str]) -> str:
-    return found[0] + _nearest(found[2], dir(sys.modules.get(found[1])))
+    return found.string + _nearest(found[2], dir(sys.modules.get(found[1])))
 
 
 def _no_return_type(found: re.Match[str]) -> str:
@@ -143,7 +143,7 @@ def _no_command(found: re.Match[str]) -> str:
 
 MISTAKES: Mapping[re.Pattern[str], Callable[[re.Match[str]], str]] = MappingProxyType(
     {
-        re.compile(r"^.*module '([^']+)' has no attribute '([^']+)'.*$"): _no_attribute,
+        re.compile(r"module '([^']+)' has no attribute '([^']+)'"): _no_attribute,
         re.compile(r"Import path (\S+) does not correspond to a subclass of (\S+)"): _no_return_type,
         re.compile(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*)\)"): _no_command,
     }

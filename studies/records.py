@@ -8,6 +8,7 @@ trained twice.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +26,9 @@ def read_runs(folder: Path, pattern: str = "*") -> list[Run]:
 
 
 def write_run(path: Path, result: Run) -> None:
-    """Write the file of a run atomically."""
+    """Write the file of a run atomically, even if another process is writing it too."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
+    partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps(result))
     partial.replace(path)
 

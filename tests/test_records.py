@@ -54,6 +54,30 @@ def test_nothing_that_was_kept_is_dropped_or_overwritten(records):
     assert records.read_runs(mine) == [{"seed": 2}, {"seed": 1}]
 
 
+RESTORE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from records import restore
+input()  # until both are ready
+restore(Path("again"), Path("runs.jsonl"))
+"""
+
+
+def test_two_processes_that_start_in_a_fresh_clone_restore_at_the_same_time(records):
+    kept = Path("runs.jsonl")
+    kept.write_text("".join(json.dumps({"file": str(i), **RUN}) + "\n" for i in range(1000)))
+    command = [sys.executable, "-c", RESTORE, str(STUDIES)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as one, subprocess.Popen(command, stdin=subprocess.PIPE) as two:
+        for process in (one, two):
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+    assert (one.returncode, two.returncode) == (0, 0)
+    assert records.read_runs(Path("again")) == [RUN] * 1000
+    assert not list(Path("again").glob("*.part"))
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -68,7 +68,10 @@ def test_two_processes_that_start_in_a_fresh_clone_restore_at_the_same_time(reco
     kept = Path("runs.jsonl")
     kept.write_text("".join(json.dumps({"file": str(i), **RUN}) + "\n" for i in range(1000)))
     command = [sys.executable, "-c", RESTORE, str(STUDIES)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as one, subprocess.Popen(command, stdin=subprocess.PIPE) as two:
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as one,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as two,
+    ):
         for process in (one, two):
             assert process.stdin is not None
             process.stdin.write(b"\n")

@@ -188,6 +188,15 @@ class RemediesLargeUpdates(Protocol):
 
 
 @runtime_checkable
+class RemediesFlatLosses(Protocol):
+    """A half whose sub-models may be why a run does not learn."""
+
+    @property
+    def remedy_for_flat_losses(self) -> str:
+        """What the user can do, in the imperative and without a full stop; empty if they are not to blame."""
+
+
+@runtime_checkable
 class RemediesUnusedLayers(Protocol):
     """A half that can leave layers out which no client trains."""
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_spectral.algorithms.base import Round, ServerHalf
 from lightning_spectral.algorithms.capabilities import (
-    RemediesLargeUpdates,
     RemediesUnusedLayers,
     Warns,
     WarnsAfterwards,
@@ -20,6 +19,7 @@ from lightning_spectral.client.training_checks import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.server.losses import Losses, smaller_updates
 from lightning_spectral.server.metrics import mean_loss
 
 
@@ -67,10 +67,6 @@ class UnreachedLayers:
 ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
 LEAST_ENTRY = 1e-3  # root mean square: weights that start at zero may grow by any factor
-ROUNDS_OF_LOSSES = 20
-LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
-LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
-CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
 
 
 class FirstRounds:
@@ -89,9 +85,8 @@ class FirstRounds:
         self._warns = warns
         self._averages_are_watched = warns and not averages_may_rest
         self._discards_are_watched = warns
-        self._first: tuple[int, float] | None = None
+        self._losses = Losses()
         self._update_is_watched = warns
-        self._loss_is_watched = warns
         self._unreached = UnreachedLayers(unreached)
         self._last_watched = -1
 
@@ -115,8 +110,8 @@ class FirstRounds:
                 _warn(summary.round_idx, message)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(half, summary.round_idx)
-        if self._loss_is_watched and summary.round_idx < ROUNDS_OF_LOSSES:
-            self._look_at_loss(half, mean_loss(summary), summary.round_idx)
+        if self._warns and (message := self._losses.note(half, mean_loss(summary), summary.round_idx)):
+            _warn(summary.round_idx, message)
         if self._averages_are_watched and has_trained:
             self._averages_are_watched = False
             if summary.round_idx == 0 and (layers := untouched_averages(server)):
@@ -151,23 +146,6 @@ class FirstRounds:
         if ratio > LARGEST_UPDATE:
             self._update_is_watched = False
             _warn(round_idx, _huge_update(ratio, name, smaller_updates(half)))
-
-    def _look_at_loss(self, half: ServerHalf, loss: float, round_idx: int) -> None:
-        if self._first is None and math.isfinite(loss):
-            self._first = round_idx, loss
-        if self._first is not None and has_exploded(loss, self._first[1]):
-            self._loss_is_watched = False
-            _warn(round_idx, _explosion(loss, *self._first, smaller_updates(half)))
-
-
-def has_exploded(loss: float, first: float) -> bool:
-    """Whether a loss is finite and far above the first one; never true if the first was negative or nearly zero.
-
-    Example:
-        >>> has_exploded(9.0, 2.0), has_exploded(5.0, 2.0), has_exploded(5.0, -2.0), has_exploded(float("nan"), 2.0)
-        (True, False, False, False)
-    """
-    return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
 
 
 @torch.no_grad()
@@ -209,18 +187,6 @@ def untouched_averages(server: nn.Module) -> list[str]:
     ]
 
 
-def smaller_updates(half: ServerHalf) -> str:
-    """What the user can do about updates that are too large, as a sentence without its full stop.
-
-    Example:
-        >>> from lightning_spectral.algorithms import FedAvg
-        >>> smaller_updates(FedAvg().bind(nn.Linear(1, 1)))
-        'Lower the learning rate, or clip gradients with `local_hooks=[GradientClip(...)]`'
-    """
-    own = half.remedy_for_large_updates if isinstance(half, RemediesLargeUpdates) else ""
-    return f"Lower the learning rate, {CLIP}, or {own}" if own else f"Lower the learning rate, or {CLIP}"
-
-
 def _no_averages(layers: list[str]) -> str:
     return (
         f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
@@ -243,13 +209,6 @@ def _huge_update(ratio: float, name: str, remedies: str) -> str:
     return (
         f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
         f"and overwhelms it. {remedies}."
-    )
-
-
-def _explosion(loss: float, first_round: int, first: float, remedies: str) -> str:
-    return (
-        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). "
-        f"{remedies}. Where rounds have few clients whose data differ much, look at the validation loss first."
     )
 
 

@@ -19,7 +19,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import clients_by_reason
-from lightning_spectral.server.first_rounds import smaller_updates
+from lightning_spectral.server.losses import smaller_updates
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run, SubModelSize

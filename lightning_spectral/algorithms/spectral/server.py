@@ -86,5 +86,14 @@ class SpectralHalf(ServerHalf):
         return "" if bounded else "bound the steps along large terms and multipliers with `clip_weight_lr=1`"
 
     @property
+    def remedy_for_flat_losses(self) -> str:
+        """Only for weights that began at random: trained ones may have little left to learn."""
+        if not self.started:
+            return ""
+        remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
+        found = next((word for word in ("attn", "attention") if any(word in name for name in self.plan.blocks)), "")
+        return f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy
+
+    @property
     def remedy_for_unused_layers(self) -> str:
         return "keep them dense with `SpectralSharding(exclude=[...])`"

@@ -1,0 +1,113 @@
+"""A run from a random start whose loss stays flat says so, once, with what can be done; no other run does."""
+
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import Fit, said_during, seeded
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.server.losses import Losses, stays_flat
+
+
+class LitFlat(pl.LightningModule):
+    """A network with attention whose loss stays at ``level``, but learns everything after ``learns_after`` rounds."""
+
+    def __init__(self, learns_after: int = 1000, level: float = 2.0) -> None:
+        super().__init__()
+        self.stem, self.attn, self.head = nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3)
+        self.learns_after, self.level = learns_after, level
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.head(self.attn(self.stem(batch[0]))).sum()
+        has_learned = self.trainer.current_epoch >= self.learns_after
+        return outputs - outputs.detach() + (0.1 if has_learned else self.level)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-6)
+
+
+class LitDense(LitFlat):
+    """The same without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = self.attn
+        del self.attn
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.head(self.middle(self.stem(batch[0]))).sum()
+        return outputs - outputs.detach() + self.level
+
+
+@pytest.fixture
+def told(toy: TensorDataset, fit: Fit) -> Any:
+    """What a fit says; of one client with one batch in each round."""
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=4)
+
+    def run(module: Any, algorithm: ls.Algorithm, max_epochs: int = 31, **options: Any) -> list[str]:
+        options = {"clients_per_round": 1, "local_epochs": 1, **options}
+        return said_during(partial(fit, module, data, algorithm=algorithm, max_epochs=max_epochs, **options))
+
+    return run
+
+
+def test_it_is_told_after_thirty_rounds_with_the_figures_and_the_remedies(told: Any) -> None:
+    (message,) = told(seeded(LitFlat), ls.SpectralSharding())
+    assert message == (
+        "Round 29: the training loss has hardly fallen since rounds 5 to 9: 2 now, 2 then. If the validation metrics "
+        "do not improve either, see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio, "
+        'or leave attention whole with `exclude=["*attn*"]`.'
+    )
+    assert told(seeded(LitFlat), ls.SpectralSharding(), max_epochs=29) == []
+
+
+def test_attention_is_only_mentioned_where_it_is_sharded(told: Any) -> None:
+    (message,) = told(seeded(LitDense), ls.SpectralSharding())
+    assert message.endswith("if it does, raise the keep ratio.")
+
+
+@pytest.mark.parametrize(
+    "algorithm", [ls.FedAvg(), ls.SpectralSharding(spectral_start=None, keep_ratio=0.8)], ids=["FedAvg", "no start"]
+)
+def test_nothing_is_told_where_no_random_weights_were_started(algorithm: ls.Algorithm, told: Any) -> None:
+    """Fine-tuning may have little left to learn."""
+    assert not [text for text in told(seeded(LitFlat), algorithm) if "hardly fallen" in text]
+
+
+def test_nothing_is_told_of_a_run_that_learns(told: Any) -> None:
+    assert told(seeded(LitFlat, learns_after=20), ls.SpectralSharding()) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "flat"),
+    [
+        ([2.3] * 30, True),
+        ([5.0] * 5 + [2.6] * 25, True),  # more than half of the first
+        ([6.0] * 5 + [2.6] * 25, False),  # done after the first rounds
+        ([2.3] * 10 + [2.1] * 20, True),
+        ([2.3] * 10 + [2.0] * 20, False),
+        ([2.3] * 25 + [1.0, 1.0, 2.3, 2.3, 2.3], False),  # the mean counts
+        ([2.3] * 25 + [3.0] * 5, True),
+        ([2.3] * 29, False),
+        ([2.3] * 31, False),
+        ([-2.3] * 30, False),
+        ([0.0] * 30, False),
+        ([2.3] * 7 + [float("nan")] + [2.3] * 22, False),
+    ],
+)
+def test_flat_is_what_has_hardly_fallen_since_the_first_few_rounds(losses: list[float], flat: bool) -> None:
+    assert stays_flat(losses) == flat
+
+
+def test_a_run_that_exploded_is_not_called_flat_as_well() -> None:
+    half = ls.SpectralSharding().bind(seeded(LitFlat))
+    half.started = frozenset(["attn"])
+    losses = Losses()
+    said = {r: text for r, loss in enumerate([1.0, *[4.0] * 40]) if (text := losses.note(half, loss, r))}
+    assert list(said) == [1]
+    assert said[1].startswith("the training loss is 4, 4 times that of round 0 (1). Lower the learning rate")

@@ -19,6 +19,7 @@ NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for net in NETS}  # of clients in round 0
 PLAIN = "start, Collective"  # the default without momentum at the server
+WHOLE_ATTENTION = "default, attention whole"
 MAIN = ("FedAvg", "default", "Collective", "TopN", PLAIN)  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 
@@ -102,8 +103,9 @@ def more_seeds(best: BestRates) -> Iterator[Spec]:
 
 
 def others(best: BestRates) -> Iterator[Spec]:
-    """All other setups, on the networks with the most and the least trouble; neither has BatchNorm to estimate."""
-    names = [name for name, setup in SETUPS.items() if setup.system is None and not setup.estimated]
+    """All other setups, on the networks with the most and the least trouble; neither has BatchNorm or attention."""
+    all_layers = {name: setup for name, setup in SETUPS.items() if name != WHOLE_ATTENTION}
+    names = [name for name, setup in all_layers.items() if setup.system is None and not setup.estimated]
     for net, setup in product(NETS[:2], names):
         yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
@@ -136,6 +138,12 @@ def averages(best: BestRates) -> Iterator[Spec]:
         yield chosen(best, "MNIST", split, "plain, BatchNorm", setup, keep_ratio, seed)
 
 
+def attention(best: BestRates) -> Iterator[Spec]:
+    """The transformer with its attention whole; three seeds."""
+    for seed, split in product(range(3), (NEAR_IID, SKEWED, EXTREME)):
+        yield chosen(best, "MNIST", split, "transformer", WHOLE_ATTENTION, 0.1, seed)
+
+
 def ratios(best: BestRates) -> Iterator[Spec]:
     """Keep ratio 0.05 and mixed ones."""
     for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
@@ -162,6 +170,7 @@ PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
         matrices,
         momentum,
         averages,
+        attention,
         ratios,
         long,
         systems,
@@ -205,7 +214,7 @@ def _most_like(setup: str) -> str:
     """Return the main setup whose learning rates suit another one."""
     if setup in MAIN:
         return setup
-    if "FedAvg" in setup or setup in OTHER_SYSTEMS:
+    if "FedAvg" in setup or setup in (*OTHER_SYSTEMS, WHOLE_ATTENTION):
         return "FedAvg"
     if "default" in setup:
         return "default"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, PLAIN, best_rates, final, rate, results
+from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, PLAIN, WHOLE_ATTENTION, best_rates, final, rate, results
 from records import keep
 from run import EVERY
 from setups import SETUPS
@@ -119,11 +119,12 @@ def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[
 def tables(runs: Sequence[Run]) -> str:
     """Return all tables that have rows, each below a line that says what it shows."""
     short = select(runs, num_rounds=NUM_ROUNDS)
+    columns = [*LABELS, "start, TopN", WHOLE_ATTENTION]
     parts: dict[str, list[str]] = {}
     for data, split in product(IMAGES, ALPHAS):
         for keep_ratio in (0.05, 0.1, 0.2, "mixed"):
             where = {"data": data, "split": split, "keep_ratio": keep_ratio}
-            parts[f"{data}, {split}, keep ratio {keep_ratio}"] = table(short, [*LABELS, "start, TopN"], **where)
+            parts[f"{data}, {split}, keep ratio {keep_ratio}"] = table(short, columns, **where)
     parts[f"All setups, MNIST, {NEAR_IID}, keep ratio 0.1, seed 0"] = all_setups(short)
     parts["Accuracy (bytes of a turn, multiplications of a pass, in per cent of FedAvg's), seed 0"] = systems(short)
     return "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines) + "\n"

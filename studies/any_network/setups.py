@@ -187,6 +187,7 @@ SETUPS: dict[str, Setup] = {
     "default, term means": Setup(ls.Collective(), options(server_momentum=0.8), START),
     "default, estimated": Setup(ls.Collective(), DEFAULT, START, estimated=True),
     "default, term means, estimated": Setup(ls.Collective(), options(server_momentum=0.8), START, estimated=True),
+    "default, attention whole": Setup(ls.Collective(), DEFAULT + options(exclude=["*self_attn*"]), START),
     "default, Unbiased": Setup(ls.Unbiased(), DEFAULT, START),
     "default, PriSM": Setup(ls.PriSM(), DEFAULT, START),
     "default, Unbiased, term means": Setup(ls.Unbiased(), options(server_momentum=0.8), START),

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from records import restore
-input()  # until both are ready
+print("ready", flush=True)
+input()
 restore(Path("again"), Path("runs.jsonl"))
 """
 
@@ -68,13 +70,11 @@ def test_two_processes_that_start_in_a_fresh_clone_restore_at_the_same_time(reco
     kept = Path("runs.jsonl")
     kept.write_text("".join(json.dumps({"file": str(i), **RUN}) + "\n" for i in range(1000)))
     command = [sys.executable, "-c", RESTORE, str(STUDIES)]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE) as one,
-        subprocess.Popen(command, stdin=subprocess.PIPE) as two,
-    ):
+    start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with start() as one, start() as two:
+        assert [process.stdout.readline() for process in (one, two)] == ["ready\n"] * 2
         for process in (one, two):
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
+            process.stdin.write("\n")
             process.stdin.flush()
     assert (one.returncode, two.returncode) == (0, 0)
     assert records.read_runs(Path("again")) == [RUN] * 1000

@@ -189,11 +189,11 @@ class RemediesLargeUpdates(Protocol):
 
 @runtime_checkable
 class RemediesFlatLosses(Protocol):
-    """A half whose sub-models may be why a run does not learn."""
+    """A half whose sub-models may keep a run from learning."""
 
     @property
     def remedy_for_flat_losses(self) -> str:
-        """What the user can do, in the imperative and without a full stop; empty if they are not to blame."""
+        """What the user can do, in the imperative and without a full stop; empty if they are not the cause."""
 
 
 @runtime_checkable

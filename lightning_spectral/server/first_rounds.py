@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Round, ServerHalf
-from lightning_spectral.algorithms.capabilities import (
-    RemediesUnusedLayers,
-    Warns,
-    WarnsAfterwards,
-)
+from lightning_spectral.algorithms.capabilities import RemediesUnusedLayers, Warns, WarnsAfterwards
 from lightning_spectral.client.training_checks import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from statistics import fmean
 
 from lightning_spectral.algorithms.base import ServerHalf
@@ -11,37 +12,38 @@ from lightning_spectral.algorithms.capabilities import RemediesFlatLosses, Remed
 ROUNDS_OF_EXPLOSIONS = 20
 LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
 LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
-EARLY, LATE = slice(5, 10), slice(25, 30)  # rounds whose mean losses are compared
+EARLY, LATE = range(5, 10), range(25, 30)  # rounds whose mean losses are compared
 FLAT = 0.9  # of the early loss
-HALF = 0.5  # of the first loss: a run that has come below has learned, and may be done
+HALF = 0.5  # of the first loss: below it a run has learned, and may have converged
 CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
 
 
 class Losses:
-    """The losses of the first rounds of one fit, of which the user is told at most one thing."""
+    """Watches the losses of the first rounds of one fit; warns at most once."""
 
     def __init__(self) -> None:
-        self._losses: list[float] = []
-        self._begin = 0
-        self._has_exploded = False
+        self._losses: dict[int, float] = {}  # the finite ones by round
+        self._is_over = False
 
     def note(self, half: ServerHalf, loss: float, round_idx: int) -> str:
-        """Record a round. Return what the user should be told of it; mostly nothing.
+        """Record a round, and return a warning for the user; mostly empty.
 
         Args:
             half: The server's half, which knows the remedies of its algorithm.
             loss: The mean training loss; NaN if nobody trained.
             round_idx: The index of the round.
         """
-        if self._has_exploded or round_idx >= LATE.stop or not (self._losses or math.isfinite(loss)):
+        if self._is_over:
             return ""
-        if not self._losses:
-            self._begin = round_idx
-        self._losses.append(loss)
-        first = self._losses[0]
-        if round_idx < ROUNDS_OF_EXPLOSIONS and has_exploded(loss, first):
-            self._has_exploded = True
-            return _explosion(loss, self._begin, first, smaller_updates(half))
+        if round_idx < LATE.stop and math.isfinite(loss):
+            self._losses[round_idx] = loss
+            begin, first = next(iter(self._losses.items()))
+            if round_idx < ROUNDS_OF_EXPLOSIONS and has_exploded(loss, first):
+                self._is_over = True
+                return _explosion(loss, begin, first, smaller_updates(half))
+        if round_idx < LATE[-1]:
+            return ""
+        self._is_over = True
         remedy = half.remedy_for_flat_losses if isinstance(half, RemediesFlatLosses) else ""
         return _plateau(self._losses, remedy) if remedy and stays_flat(self._losses) else ""
 
@@ -56,18 +58,24 @@ def has_exploded(loss: float, first: float) -> bool:
     return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
 
 
-def stays_flat(losses: list[float]) -> bool:
-    """Whether the losses of the first 30 rounds have hardly fallen since the first few, and are far from zero.
+def stays_flat(losses: Mapping[int, float]) -> bool:
+    """Whether finite losses, by round, have hardly fallen in the first 30 rounds since the first few.
 
-    The first few do not count: clients soon fit their few labels within a round, though the network learns nothing.
+    The first few do not count: in them clients learn to predict their few labels, even if the network learns nothing
+    else. Without a loss in rounds 5 to 9, or 25 to 29, as in a run that was resumed in between, nothing can be said.
 
     Example:
-        >>> stays_flat([2.3] * 30), stays_flat([2.3] * 10 + [1.9] * 20), stays_flat([2.3] + [0.4] * 29)
-        (True, False, False)
+        >>> stays_flat(dict.fromkeys(range(30), 2.3)), stays_flat({0: 2.3, **dict.fromkeys(range(1, 30), 0.4)})
+        (True, False)
     """
-    if len(losses) != LATE.stop or losses[0] < LEAST_LOSS:
-        return False
-    return fmean(losses[LATE]) > max(FLAT * fmean(losses[EARLY]), HALF * losses[0])
+    early, late, first = mean_of(losses, EARLY), mean_of(losses, LATE), next(iter(losses.values()), 0.0)
+    return first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
+
+
+def mean_of(losses: Mapping[int, float], rounds: range) -> float:
+    """The mean loss of some rounds; NaN if nobody trained in any of them."""
+    found = [losses[round_idx] for round_idx in rounds if round_idx in losses]
+    return fmean(found) if found else math.nan
 
 
 def smaller_updates(half: ServerHalf) -> str:
@@ -90,9 +98,8 @@ def _explosion(loss: float, first_round: int, first: float, remedies: str) -> st
     )
 
 
-def _plateau(losses: list[float], remedy: str) -> str:
-    early, late = fmean(losses[EARLY]), fmean(losses[LATE])
+def _plateau(losses: Mapping[int, float], remedy: str) -> str:
     return (
-        f"the training loss has hardly fallen since rounds {EARLY.start} to {EARLY.stop - 1}: {late:.3g} now, "
-        f"{early:.3g} then. If the validation metrics do not improve either, {remedy}."
+        f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {mean_of(losses, LATE):.3g} now, "
+        f"{mean_of(losses, EARLY):.3g} then. If the validation metrics do not improve either, {remedy}."
     )

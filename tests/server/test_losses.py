@@ -1,5 +1,6 @@
 """A run from a random start whose loss stays flat says so, once, with what can be done; no other run does."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,37 +12,30 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.server.losses import Losses, stays_flat
+from lightning_spectral.server.losses import Losses
 
 
 class LitFlat(pl.LightningModule):
-    """A network with attention whose loss stays at ``level``, but learns everything after ``learns_after`` rounds."""
+    """A network whose loss stays at 2, but falls to 0.1 after ``learns_after`` rounds.
 
-    def __init__(self, learns_after: int = 1000, level: float = 2.0) -> None:
+    Args:
+        middle: Name of the layer that is sharded.
+        learns_after: Number of rounds.
+    """
+
+    def __init__(self, middle: str = "attn", learns_after: int = 1000) -> None:
         super().__init__()
-        self.stem, self.attn, self.head = nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3)
-        self.learns_after, self.level = learns_after, level
+        self.stem = nn.Linear(6, 40)
+        self.add_module(middle, nn.Linear(40, 40))
+        self.head = nn.Linear(40, 3)
+        self.middle, self.learns_after = middle, learns_after
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = self.head(self.attn(self.stem(batch[0]))).sum()
-        has_learned = self.trainer.current_epoch >= self.learns_after
-        return outputs - outputs.detach() + (0.1 if has_learned else self.level)
+        outputs = self.head(getattr(self, self.middle)(self.stem(batch[0]))).sum()
+        return outputs - outputs.detach() + (0.1 if self.trainer.current_epoch >= self.learns_after else 2.0)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-
-class LitDense(LitFlat):
-    """The same without attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.middle = self.attn
-        del self.attn
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = self.head(self.middle(self.stem(batch[0]))).sum()
-        return outputs - outputs.detach() + self.level
 
 
 @pytest.fixture
@@ -67,7 +61,7 @@ def test_it_is_told_after_thirty_rounds_with_the_figures_and_the_remedies(told: 
 
 
 def test_attention_is_only_mentioned_where_it_is_sharded(told: Any) -> None:
-    (message,) = told(seeded(LitDense), ls.SpectralSharding())
+    (message,) = told(seeded(LitFlat, middle="dense"), ls.SpectralSharding())
     assert message.endswith("if it does, raise the keep ratio.")
 
 
@@ -88,26 +82,44 @@ def test_nothing_is_told_of_a_run_that_learns(told: Any) -> None:
     [
         ([2.3] * 30, True),
         ([5.0] * 5 + [2.6] * 25, True),  # more than half of the first
-        ([6.0] * 5 + [2.6] * 25, False),  # done after the first rounds
+        ([6.0] * 5 + [2.6] * 25, False),  # less: it may have converged
         ([2.3] * 10 + [2.1] * 20, True),
         ([2.3] * 10 + [2.0] * 20, False),
         ([2.3] * 25 + [1.0, 1.0, 2.3, 2.3, 2.3], False),  # the mean counts
         ([2.3] * 25 + [3.0] * 5, True),
-        ([2.3] * 29, False),
-        ([2.3] * 31, False),
+        ([2.3] * 25 + [30.0] * 5, False),  # something else is wrong
         ([-2.3] * 30, False),
         ([0.0] * 30, False),
-        ([2.3] * 7 + [float("nan")] + [2.3] * 22, False),
+        ([math.nan] * 2 + [2.3] * 28, True),  # nobody trained in two rounds
+        ([2.3] * 7 + [math.nan] + [2.3] * 22, True),
+        ([2.3] * 29 + [math.inf], True),  # one bad round of 30
+        ([math.nan] * 10 + [2.3] * 20, False),  # resumed after round 9
+        ([2.3] * 25 + [math.nan] * 5, False),
+        ([math.nan] * 30, False),
+        ([2.3] * 25 + [math.inf, -math.inf] * 2 + [math.nan], False),
     ],
 )
 def test_flat_is_what_has_hardly_fallen_since_the_first_few_rounds(losses: list[float], flat: bool) -> None:
-    assert stays_flat(losses) == flat
+    half = ls.SpectralSharding().bind(seeded(LitFlat))
+    half.started = frozenset(["attn"])
+    watch = Losses()
+    said = {r: text for r, loss in enumerate([*losses, *losses]) if (text := watch.note(half, loss, r))}
+    assert list(said) == ([29] if flat else [])
+
+
+def test_a_model_that_idles_in_the_last_of_these_rounds_is_told_in_its_next() -> None:
+    half = ls.SpectralSharding().bind(seeded(LitFlat))
+    half.started = frozenset(["attn"])
+    watch = Losses()
+    rounds = [0, 3, 6, 7, 8, 12, 20, 26, 28, 33, 34]  # those in which this model was trained
+    said = {r: text for r in rounds if (text := watch.note(half, 2.3, r))}
+    assert list(said) == [33]
 
 
 def test_a_run_that_exploded_is_not_called_flat_as_well() -> None:
     half = ls.SpectralSharding().bind(seeded(LitFlat))
     half.started = frozenset(["attn"])
-    losses = Losses()
-    said = {r: text for r, loss in enumerate([1.0, *[4.0] * 40]) if (text := losses.note(half, loss, r))}
+    watch = Losses()
+    said = {r: text for r, loss in enumerate([1.0, *[4.0] * 40]) if (text := watch.note(half, loss, r))}
     assert list(said) == [1]
     assert said[1].startswith("the training loss is 4, 4 times that of round 0 (1). Lower the learning rate")

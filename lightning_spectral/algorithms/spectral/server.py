@@ -87,11 +87,13 @@ class SpectralHalf(ServerHalf):
 
     @property
     def remedy_for_flat_losses(self) -> str:
-        """Only for weights that began at random: trained ones may have little left to learn."""
+        """Given only after a spectral start: weights that were trained may have little left to learn."""
         if not self.started:
             return ""
         remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
-        found = next((word for word in ("attn", "attention") if any(word in name for name in self.plan.blocks)), "")
+        found = next(
+            (word for word in ("attn", "attention", "Attention") if any(word in name for name in self.plan.blocks)), ""
+        )
         return f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy
 
     @property

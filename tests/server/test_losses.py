@@ -1,6 +1,7 @@
 """A run from a random start whose loss stays flat says so, once, with what can be done; no other run does."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,14 @@ def test_nothing_is_told_of_a_run_that_learns(told: Any) -> None:
     assert told(seeded(LitFlat, learns_after=20), ls.SpectralSharding()) == []
 
 
+def said(losses: Iterable[tuple[int, float]]) -> dict[int, str]:
+    """What is said of the losses of some rounds after a spectral start, by round."""
+    half = ls.SpectralSharding().bind(seeded(LitFlat))
+    half.started = frozenset(["attn"])
+    watch = Losses()
+    return {round_idx: text for round_idx, loss in losses if (text := watch.note(half, loss, round_idx))}
+
+
 @pytest.mark.parametrize(
     ("losses", "flat"),
     [
@@ -100,26 +109,15 @@ def test_nothing_is_told_of_a_run_that_learns(told: Any) -> None:
     ],
 )
 def test_flat_is_what_has_hardly_fallen_since_the_first_few_rounds(losses: list[float], flat: bool) -> None:
-    half = ls.SpectralSharding().bind(seeded(LitFlat))
-    half.started = frozenset(["attn"])
-    watch = Losses()
-    said = {r: text for r, loss in enumerate([*losses, *losses]) if (text := watch.note(half, loss, r))}
-    assert list(said) == ([29] if flat else [])
+    assert list(said([*enumerate(losses), *enumerate(losses, 30)])) == ([29] if flat else [])
 
 
 def test_a_model_that_idles_in_the_last_of_these_rounds_is_told_in_its_next() -> None:
-    half = ls.SpectralSharding().bind(seeded(LitFlat))
-    half.started = frozenset(["attn"])
-    watch = Losses()
     rounds = [0, 3, 6, 7, 8, 12, 20, 26, 28, 33, 34]  # those in which this model was trained
-    said = {r: text for r in rounds if (text := watch.note(half, 2.3, r))}
-    assert list(said) == [33]
+    assert list(said([(r, 2.3) for r in rounds])) == [33]
 
 
 def test_a_run_that_exploded_is_not_called_flat_as_well() -> None:
-    half = ls.SpectralSharding().bind(seeded(LitFlat))
-    half.started = frozenset(["attn"])
-    watch = Losses()
-    said = {r: text for r, loss in enumerate([1.0, *[4.0] * 40]) if (text := watch.note(half, loss, r))}
-    assert list(said) == [1]
-    assert said[1].startswith("the training loss is 4, 4 times that of round 0 (1). Lower the learning rate")
+    told = said(enumerate([1.0, *[4.0] * 40]))
+    assert list(told) == [1]
+    assert told[1].startswith("the training loss is 4, 4 times that of round 0 (1). Lower the learning rate")

@@ -183,11 +183,15 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
 
 @pytest.mark.slow
 def test_the_default_learns_from_clients_with_one_or_two_labels_and_with_fast_steps_it_does_not(study):
-    """Steps faster than the dense network's ruin this run: the bound of 10 is the negative control."""
-    accuracy = {}
-    for setup, keep_ratio in {study.report.DEFAULT: 0.1, "FedAvg": 1.0, "start, Collective, bound 10": 0.1}.items():
+    """Steps faster than the dense network's ruin this run: the bound of 10 is the negative control, and says so."""
+
+    def accuracy(setup, keep_ratio):
         spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, keep_ratio, 0.1, seed=0)
-        accuracy[setup] = study.plans.final(study.run.train(spec), "test")
-    print(accuracy)
-    assert accuracy[study.report.DEFAULT] >= 0.75 * accuracy["FedAvg"]
-    assert accuracy["start, Collective, bound 10"] < 0.5 * accuracy["FedAvg"]
+        return study.plans.final(study.run.train(spec), "test")
+
+    default, dense = accuracy(study.report.DEFAULT, 0.1), accuracy("FedAvg", 1.0)
+    with pytest.warns(ls.SpectralWarning, match="hardly fallen"):
+        ruined = accuracy("start, Collective, bound 10", 0.1)
+    print(default, dense, ruined)
+    assert default >= 0.75 * dense
+    assert ruined < 0.5 * dense

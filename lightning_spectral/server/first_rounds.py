@@ -106,8 +106,8 @@ class FirstRounds:
                 _warn(summary.round_idx, message)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(half, summary.round_idx)
-        if self._warns and (message := self._losses.note(half, mean_loss(summary), summary.round_idx)):
-            _warn(summary.round_idx, message)
+        if self._warns and not self._losses.is_over:
+            self._look_at_loss(half, mean_loss(summary), summary.round_idx)
         if self._averages_are_watched and has_trained:
             self._averages_are_watched = False
             if summary.round_idx == 0 and (layers := untouched_averages(server)):
@@ -142,6 +142,10 @@ class FirstRounds:
         if ratio > LARGEST_UPDATE:
             self._update_is_watched = False
             _warn(round_idx, _huge_update(ratio, name, smaller_updates(half)))
+
+    def _look_at_loss(self, half: ServerHalf, loss: float, round_idx: int) -> None:
+        if message := self._losses.note(half, loss, round_idx):
+            _warn(round_idx, message)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from statistics import fmean
 
 from lightning_spectral.algorithms.base import ServerHalf
@@ -19,11 +18,15 @@ CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
 
 
 class Losses:
-    """Watches the losses of the first rounds of one fit; warns at most once."""
+    """Watches the losses of the first rounds of one fit; warns at most once.
+
+    Attributes:
+        is_over: Whether nothing more is to be noted.
+    """
 
     def __init__(self) -> None:
+        self.is_over = False
         self._losses: dict[int, float] = {}  # the finite ones by round
-        self._is_over = False
 
     def note(self, half: ServerHalf, loss: float, round_idx: int) -> str:
         """Record a round, and return a warning for the user; mostly empty.
@@ -33,19 +36,29 @@ class Losses:
             loss: The mean training loss; NaN if nobody trained.
             round_idx: The index of the round.
         """
-        if self._is_over:
-            return ""
         if round_idx < LATE.stop and math.isfinite(loss):
             self._losses[round_idx] = loss
             begin, first = next(iter(self._losses.items()))
             if round_idx < ROUNDS_OF_EXPLOSIONS and has_exploded(loss, first):
-                self._is_over = True
+                self.is_over = True
                 return _explosion(loss, begin, first, smaller_updates(half))
-        if round_idx < LATE[-1]:
-            return ""
-        self._is_over = True
+        self.is_over = round_idx >= LATE[-1]
+        return self._plateau(half) if self.is_over else ""
+
+    def _plateau(self, half: ServerHalf) -> str:
         remedy = half.remedy_for_flat_losses if isinstance(half, RemediesFlatLosses) else ""
-        return _plateau(self._losses, remedy) if remedy and stays_flat(self._losses) else ""
+        first, early, late = next(iter(self._losses.values()), math.nan), self._mean(EARLY), self._mean(LATE)
+        if not remedy or not stays_flat(first, early, late):
+            return ""
+        return (
+            f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {late:.3g} now, {early:.3g} "
+            f"then. If the validation metrics do not improve either, {remedy}."
+        )
+
+    def _mean(self, rounds: range) -> float:
+        """The mean loss of some rounds; NaN if nobody trained in any of them."""
+        found = [self._losses[round_idx] for round_idx in rounds if round_idx in self._losses]
+        return fmean(found) if found else math.nan
 
 
 def has_exploded(loss: float, first: float) -> bool:
@@ -58,24 +71,22 @@ def has_exploded(loss: float, first: float) -> bool:
     return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
 
 
-def stays_flat(losses: Mapping[int, float]) -> bool:
-    """Whether finite losses, by round, have hardly fallen in the first 30 rounds since the first few.
+def stays_flat(first: float, early: float, late: float) -> bool:
+    """Whether losses have hardly fallen since the first few rounds; never true if one of them is unknown.
 
-    The first few do not count: in them clients learn to predict their few labels, even if the network learns nothing
-    else. Without a loss in rounds 5 to 9, or 25 to 29, as in a run that was resumed in between, nothing can be said.
+    The first few rounds do not count: in them clients learn to predict their few labels, even if the network learns
+    nothing else.
+
+    Args:
+        first: Loss of the first round.
+        early: Mean of a few rounds soon after; NaN for none, as in a run that was resumed later.
+        late: Mean of a few rounds at the end.
 
     Example:
-        >>> stays_flat(dict.fromkeys(range(30), 2.3)), stays_flat({0: 2.3, **dict.fromkeys(range(1, 30), 0.4)})
-        (True, False)
+        >>> stays_flat(2.3, 2.3, 2.3), stays_flat(2.3, 0.4, 0.4), stays_flat(2.3, float("nan"), 2.3)
+        (True, False, False)
     """
-    early, late, first = mean_of(losses, EARLY), mean_of(losses, LATE), next(iter(losses.values()), 0.0)
     return first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
-
-
-def mean_of(losses: Mapping[int, float], rounds: range) -> float:
-    """The mean loss of some rounds; NaN if nobody trained in any of them."""
-    found = [losses[round_idx] for round_idx in rounds if round_idx in losses]
-    return fmean(found) if found else math.nan
 
 
 def smaller_updates(half: ServerHalf) -> str:
@@ -95,11 +106,4 @@ def _explosion(loss: float, first_round: int, first: float, remedies: str) -> st
     return (
         f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). "
         f"{remedies}. Where rounds have few clients whose data differ much, look at the validation loss first."
-    )
-
-
-def _plateau(losses: Mapping[int, float], remedy: str) -> str:
-    return (
-        f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {mean_of(losses, LATE):.3g} now, "
-        f"{mean_of(losses, EARLY):.3g} then. If the validation metrics do not improve either, {remedy}."
     )

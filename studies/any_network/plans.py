@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import LINEAR_ALONE, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
@@ -22,7 +22,6 @@ PLAIN = "start, Collective"  # the default without momentum at the server
 WHOLE_ATTENTION = "default, attention whole"
 MAIN = ("FedAvg", "default", "Collective", "TopN", PLAIN)  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
-
 CHANCE = 0.15  # accuracy that a network may have which has learned nothing
 
 BestRates = Mapping[tuple[str, str, str, KeepRatio], float]  # learning rate by split, network, setup and keep ratio
@@ -106,15 +105,16 @@ def more_seeds(best: BestRates) -> Iterator[Spec]:
 
 def others(best: BestRates) -> Iterator[Spec]:
     """All other setups, on the networks with the most and the least trouble; neither has BatchNorm or attention."""
-    names = [n for n, s in SETUPS.items() if s.system is None and not s.estimated and n != WHOLE_ATTENTION]
+    names = [name for name, setup in SETUPS.items() if setup.system is None and not setup.estimated]
     for net, setup in product(NETS[:2], names):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+        if net in ONLY_ON.get(setup, NETS):
+            yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 
 def systems(best: BestRates) -> Iterator[Spec]:
     """Other systems at the same share of the parameters."""
     for setup in OTHER_SYSTEMS:
-        for net in LINEAR_ALONE.get(setup, NETS):
+        for net in ONLY_ON.get(setup, NETS):
             yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
 
 

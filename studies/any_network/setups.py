@@ -236,7 +236,8 @@ SETUPS: dict[str, Setup] = {
     "FedMUD, exact average": Setup(None, system=by_updates(ls.StackedProducts())),
 }
 OTHER_SYSTEMS = tuple(name for name, setup in SETUPS.items() if setup.system is not None)
-LINEAR_ALONE = {
+ONLY_ON: Mapping[str, tuple[str, ...]] = {
+    "default, attention whole": ("transformer",),
     "FedMUD": ("MLP", "transformer"),
     "FedMUD, exact average": ("MLP", "transformer"),
-}  # networks on which a setup is run
+}  # networks on which a setup is run, if not on all

@@ -83,7 +83,7 @@ def said(losses: Iterable[tuple[int, float]]) -> dict[int, str]:
     half = ls.SpectralSharding().bind(seeded(LitFlat))
     half.started = frozenset(["attn"])
     watch = Losses()
-    return {round_idx: text for round_idx, loss in losses if (text := watch.note(half, loss, round_idx))}
+    return {r: text for r, loss in losses if not watch.is_over and (text := watch.note(half, loss, r))}
 
 
 @pytest.mark.parametrize(

@@ -91,9 +91,8 @@ class SpectralHalf(ServerHalf):
         if not self.started:
             return ""
         remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
-        found = next(
-            (word for word in ("attn", "attention", "Attention") if any(word in name for name in self.plan.blocks)), ""
-        )
+        names = " ".join(self.plan.blocks)
+        found = next((word for word in ("attn", "attention", "Attention") if word in names), "")
         return f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy
 
     @property

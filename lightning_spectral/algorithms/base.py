@@ -17,7 +17,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums import RunningMean
 
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
-DEVICE_METHODS = ("build", "load", "local_optimizer", "collect", "watched")
+DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "watched")
 
 
 class Round(ABC):

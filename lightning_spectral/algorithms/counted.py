@@ -13,32 +13,33 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.capabilities import CutsInto, HasCapacities, MovesFrozenTensors, PlansAhead
 from lightning_spectral.algorithms.turn_costs import turn_costs
-from lightning_spectral.client.local_optimizer import OptimizerRecipe
+from lightning_spectral.client.local_optimizer import check_optimizer, untrained_parameters
 from lightning_spectral.client.training_checks import foreign_parameters
-from lightning_spectral.client.user_optimizers import recipe_of, untrained_parameters
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.cost.cost import Cost
 from lightning_spectral.nn.plan.trace import Example, example_of
-from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.kept_state import trying
 
 PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
 
 
 class Counted:
-    """An algorithm on a copy of a module: what its clients cost, and the capacities that differ."""
+    """An algorithm on a module, which is put back: what its clients cost, and the capacities that differ."""
 
     def __init__(
         self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
     ) -> None:
-        self.recipe = None if optimizer is None else _recipe(optimizer, module)
+        if optimizer is not None:
+            check_optimizer_of(optimizer, module)
+        self.optimizer = optimizer
         self.untrained = () if optimizer is None else untrained_parameters([optimizer], module)
-        self.module = copy_module(module)
+        self.module = module
         if isinstance(algorithm, PlansAhead):
-            planning = copy_module(module)
-            if example is not None and example_of(planning) is None:
-                planning.example_input_array = example
-            algorithm = algorithm.planned(planning)
+            with trying(module):
+                if example is not None and example_of(module) is None:
+                    module.example_input_array = example
+                algorithm = algorithm.planned(module)
         self.algorithm = algorithm
 
     @property
@@ -79,13 +80,14 @@ class Counted:
 
     def _costs(self, choice: Algorithm, keep_ratios: Sequence[float], example: Example) -> dict[float, Cost]:
         """The larger costs of two rounds in a row."""
-        with warnings.catch_warnings():  # what would make a poor run has a cost like any other
-            warnings.simplefilter("ignore", SpectralWarning)
-            choice.check(self.module)
-        half = choice.bind(self.module, self._state(choice), untrained=self.untrained)
-        moving = half.moving_tensors if isinstance(half, MovesFrozenTensors) else ()
-        first = turn_costs(half, keep_ratios, example, 0, moving, self.recipe)
-        second = first if half.rounds_are_alike else turn_costs(half, keep_ratios, None, 1, moving)
+        with trying(self.module):
+            with warnings.catch_warnings():  # what would make a poor run has a cost like any other
+                warnings.simplefilter("ignore", SpectralWarning)
+                choice.check(self.module)
+            half = choice.bind(self.module, self._state(choice), untrained=self.untrained)
+            moving = half.moving_tensors if isinstance(half, MovesFrozenTensors) else ()
+            first = turn_costs(half, keep_ratios, example, 0, moving, self.optimizer)
+            second = first if half.rounds_are_alike else turn_costs(half, keep_ratios, None, 1, moving)
         return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
 
     def _state(self, choice: Algorithm) -> nn.Module | None:
@@ -113,14 +115,15 @@ def _has_ratios(algorithm: Algorithm) -> bool:
     return type(algorithm).keep_ratios is not Algorithm.keep_ratios
 
 
-def _recipe(optimizer: Optimizer, module: nn.Module) -> OptimizerRecipe:
+def check_optimizer_of(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise an error unless clients can step with an optimizer, and it is over a module's parameters."""
     check_is("optimizer", optimizer, Optimizer)
     if foreign := foreign_parameters(optimizer, module):
         raise ValueError(
             f"`optimizer` must train the parameters of the module, and {foreign[0][0]} is not among them; make it with "
             f"torch.optim.{type(optimizer).__name__}(module.parameters())."
         )
-    return recipe_of(optimizer, module)
+    check_optimizer(optimizer)
 
 
 def fractions_of(sizes: Collection[int]) -> npt.NDArray[np.float64]:

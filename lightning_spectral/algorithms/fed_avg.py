@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.arguments import as_patterns, check_fields
-from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
-    copy_module,
     kept_buffers,
     load_tensors,
     select_tensors,
@@ -39,15 +37,8 @@ class DenseSide(ClientSide):
 
     returned: tuple[str, ...]
 
-    def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        client: nn.Module = copy_module(module)
-        return client
-
     def load(self, client: nn.Module, download: Download) -> None:
         load_tensors(client, download.tensors)
-
-    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        return rebuild_optimizer(recipe, client)
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         return Upload(download.unit, select_tensors(client, self.returned))

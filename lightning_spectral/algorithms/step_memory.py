@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.side import ClientSide, StepActions
 from lightning_spectral.nn.cost.cost import Cost
 from lightning_spectral.nn.cost.live import LiveBytes
@@ -24,7 +24,7 @@ def widest_step(side: ClientSide, client: nn.Module, download: Download) -> Step
 
 
 def step_memory(
-    side: ClientSide, client: nn.Module, download: Download, recipe: OptimizerRecipe, example: Example
+    side: ClientSide, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
 ) -> Cost:
     """Take a local step like those after the first, in the order of the local loop, and count what is alive.
 
@@ -33,22 +33,20 @@ def step_memory(
     """
     example = as_input(client, example)
     with LiveBytes() as live:
-        local = side.local_optimizer(recipe, client)
-        local.start_client(recipe.options)
         actions = widest_step(side, client, download)
-        trained = [p for group in local.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
-        local.optimizer.step()  # which makes its state
+        optimizer.step()  # which makes its state
         if actions.before_forward is not None:
             actions.before_forward()
         output = run_example(client, example)
-        local.optimizer.zero_grad()
+        optimizer.zero_grad()
         _backward(output, client)
         if actions.before_step is not None:
-            actions.before_step(local.optimizer)
-        local.optimizer.step()
-    gradients, state = _num_bytes(trained), _num_bytes(_tensors(local.optimizer.state.values()))
+            actions.before_step(optimizer)
+        optimizer.step()
+    gradients, state = _num_bytes(trained), _num_bytes(_tensors(optimizer.state.values()))
     batch = _num_bytes(_tensors([example]))
     return Cost(
         weight_bytes=_num_bytes([*client.parameters(), *client.buffers()]),

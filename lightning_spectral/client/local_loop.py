@@ -1,10 +1,12 @@
-"""One client's local epochs in a plain loop, with one optimizer; or its losses alone, for samplers."""
+"""One client's local epochs in a plain loop, by automatic or manual optimisation; or its losses alone, for samplers."""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,65 +23,203 @@ class LocalLoop:
     """Runs a user's ``training_step`` over the data of one client after another, with the hooks Lightning would call.
 
     Args:
-        module: A copy of the user's LightningModule; trained in place.
-        optimizers: A single optimizer, over its parameters.
+        module: The user's LightningModule, trained in place.
+        optimizers: The user's optimizers of its parameters: one, unless the module uses manual optimisation.
         settings: Settings shared by the local training of all clients.
     """
 
     def __init__(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> None:
-        (optimizer,) = optimizers
-        module.optimizers = lambda use_pl_optimizer=True: optimizer
-        self.module, self.optimizer, self.placement = module, optimizer, settings.placement
+        self.module, self.placement = module, settings.placement
         self.user = UserStep(module, settings.defines)
+        self.is_manual = not getattr(module, "automatic_optimization", True)
+        self.optimizers = [ClientOptimizer(optimizer, self, i) for i, optimizer in enumerate(optimizers)]
+        self.before_step: Sequence[Sequence[BeforeStep]] = ()
+        self.scaler: GradScaler | None = None
+        self.num_steps = 0
+        self._eager = not self.is_manual and not self.user.takes_steps and not _needs_closure(optimizers[0])
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
-        user, recorder, (before_step,) = self.user, task.recorder, task.before_step
-        scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
+        module, user, recorder, self.before_step = self.module, self.user, task.recorder, task.before_step
+        module.optimizers = self._optimizers
+        module.manual_backward = self._manual_backward
+        self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
+        self.num_steps = 0
         losses: list[Tensor] = []  # read once, when the client is done
         sizes: list[int] = []
         for local_epoch in range(task.download.local_epochs):
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples = size
-                batch = to_device(user, self.module, self.placement, batch)
+                batch = to_device(user, module, self.placement, batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
-                if task.before_forward is not None:
-                    task.before_forward()
-                with self.placement.forward_context():
-                    output = user.training_step(batch, batch_idx)
-                if task.after_forward is not None:
-                    task.after_forward()
-                loss = loss_of(output)
+                output, loss = self._step(task, batch, batch_idx)
                 if loss is not None:
-                    self._step(loss, scaler, before_step)
                     losses.append(loss.detach())
                     sizes.append(size)
                 if user.takes_outputs:
                     user.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
             user.on_train_epoch_end()
-        return LocalResult(len(sizes), mean_per_example(losses, sizes))
+        return LocalResult(self.num_steps if self.is_manual else len(sizes), mean_per_example(losses, sizes))
 
-    def _step(self, loss: Tensor, scaler: GradScaler | None, before_step: Sequence[BeforeStep]) -> None:
-        """Take one step, with hooks in the order of Lightning's automatic optimisation."""
-        user, optimizer = self.user, self.optimizer
+    def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
+        """Run the user's step on a batch, and take an optimizer step unless the user's does."""
+        if self.is_manual:
+            output = self._forward(task, batch, batch_idx)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            return output, loss.mean() if isinstance(loss, Tensor) else None
+        optimizer = self.optimizers[0]
+        first: list[tuple[Any, Tensor | None]] = []  # a step may evaluate the loss several times
+
+        def closure() -> Tensor | None:
+            output = self._forward(task, batch, batch_idx)
+            loss = loss_of(output)
+            first.append((output, loss))
+            if loss is not None:
+                self._backward(loss, optimizer.optimizer, batch_idx)
+            return loss
+
+        if not self._eager:
+            self._step_with(closure, optimizer, batch_idx)
+        elif closure() is not None:
+            self._take(optimizer.optimizer)
+        return first[0] if first else ({}, None)
+
+    def _forward(self, task: LocalTask, batch: Any, batch_idx: int) -> Any:
+        if task.before_forward is not None:
+            task.before_forward()
+        with self.placement.forward_context():
+            output = self.user.training_step(batch, batch_idx)
+        if task.after_forward is not None:
+            task.after_forward()
+        return output
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer, batch_idx: int) -> None:
+        """Compute gradients, with hooks in the order of Lightning's automatic optimisation."""
+        user, epoch = self.user, getattr(self.module, "current_epoch", 0)
         user.on_before_zero_grad(optimizer)
-        optimizer.zero_grad()
-        loss = loss if scaler is None else scaler.scale(loss)
+        if user.optimizer_zero_grad is None:
+            optimizer.zero_grad()
+        else:
+            user.optimizer_zero_grad(epoch, batch_idx, optimizer)
+        self._scaled_backward(loss)
+        self._after_closure(optimizer, self.before_step[0])
+
+    def _scaled_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        user = self.user
+        loss = loss if self.scaler is None else self.scaler.scale(loss)
         user.on_before_backward(loss)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if user.backward is None:
+            loss.backward(*args, **options)
+        else:
+            user.backward(loss, *args, **options)
         user.on_after_backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        user.on_before_optimizer_step(optimizer)
+
+    def _after_closure(self, optimizer: Optimizer, before_step: Sequence[BeforeStep]) -> None:
+        """What acts on gradients, before a step."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        self.user.on_before_optimizer_step(optimizer)
+        if self.user.configure_gradient_clipping is not None and not self.is_manual:
+            self.user.configure_gradient_clipping(optimizer, None, None)
         for act in before_step:
             act()
-        if scaler is None:
-            optimizer.step()
+
+    def _step_with(self, closure: Callable[[], Tensor | None], optimizer: ClientOptimizer, batch_idx: int) -> None:
+        """Let the user's `optimizer_step`, or an optimizer that needs it, evaluate the loss."""
+        if self.user.optimizer_step is None:
+            optimizer.step(closure)
         else:
-            scaler.step(optimizer)  # skipped if a gradient overflowed: then no hook of the optimizer runs either
-            scaler.update()
+            epoch = getattr(self.module, "current_epoch", 0)
+            self.user.optimizer_step(epoch, batch_idx, optimizer, closure)
+
+    def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
+        """Take a step that the user's code asks for."""
+        self.num_steps += 1
+        if not self.is_manual:
+            if closure is None or self.scaler is None:
+                return optimizer.step(**options) if closure is None else optimizer.step(closure, **options)
+            result = closure()
+            self._take(optimizer)
+            return result
+
+        def evaluated() -> Any:
+            result = None if closure is None else closure()
+            self._after_closure(optimizer, self.before_step[index] if _has_gradients(optimizer) else ())
+            return result
+
+        if closure is not None and self.scaler is None:
+            return optimizer.step(evaluated, **options)
+        result = evaluated()
+        self._take(optimizer, **options)
+        return result
+
+    def _take(self, optimizer: Optimizer, **options: Any) -> None:
+        if self.scaler is None:
+            optimizer.step(**options)
+        else:
+            self.scaler.step(optimizer, **options)  # skipped if a gradient overflowed
+            self.scaler.update()
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The user's optimizers, as ``LightningModule.optimizers`` returns them."""
+        found: list[Any] = [one if use_pl_optimizer else one.optimizer for one in self.optimizers]
+        return found[0] if len(found) == 1 else found
+
+    def _manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        if not self.is_manual:
+            raise RuntimeError(
+                "`manual_backward` is for manual optimisation: set `self.automatic_optimization = False` in the "
+                "module's `__init__`, or return the loss."
+            )
+        self._scaled_backward(loss, *args, **options)
+
+
+class ClientOptimizer:
+    """The result of ``self.optimizers()`` on a client: the user's optimizer, whose steps are counted and hooked.
+
+    It claims to be of the optimizer's class, as Lightning's wrapper does.
+    """
+
+    def __init__(self, optimizer: Optimizer, loop: LocalLoop, index: int) -> None:
+        self._optimizer, self._loop, self._index = optimizer, loop, index
+        kind: Any = type(f"Client{type(optimizer).__name__}", (ClientOptimizer, type(optimizer)), {})
+        self.__class__ = kind
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's own."""
+        return self._optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Take a step, after a closure if there is one; hooks act once there are gradients."""
+        return self._loop.step(self._optimizer, self._index, closure, options)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Compute gradients of this optimizer's parameters alone within the block."""
+        self._loop.module.toggle_optimizer(self)
+        yield
+        self._loop.module.untoggle_optimizer(self)
+
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        self._optimizer.zero_grad(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_optimizer"], name)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether a step evaluates the loss by itself, or hooks are to run before that, as they do in Lightning."""
+    if vars(optimizer).get("_optimizer_step_pre_hooks"):
+        return True
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def to_device(user: UserStep, module: Any, placement: Placement, batch: Any) -> Any:
@@ -104,7 +244,7 @@ class LossLoop:
     Dropout acts as in training, and buffers may change; the server never sees them.
 
     Args:
-        module: A copy of the user's LightningModule.
+        module: The user's LightningModule.
         optimizers: Its optimizers, which do not step.
         settings: Settings shared by the local training of all clients.
     """

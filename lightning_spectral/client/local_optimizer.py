@@ -1,61 +1,167 @@
-"""The user's optimizer, rebuilt over a client's parameters and reset for every client."""
+"""The user's own optimizer, which steps the parameters of a client while the module is one."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from lightning_spectral.client.training_checks import LISTED, foreign_parameters, placed
+from lightning_spectral.protocol.attribute_paths import path_to
 from lightning_spectral.protocol.records import Options
 
-Attributes = Mapping[str, Any]
-Origin = Callable[[str], str]
 NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
+Origin = Callable[[str], str]
+Overrides = Callable[[str, Options], Options]
 
 
-class _Owner:
-    """Stands for the optimizer itself in copied attributes, e.g. in a bound method."""
-
-    def __reduce__(self) -> str:
-        return "OWNER"  # pickled by name, so that there is only one in each process
-
-
-OWNER = _Owner()
-
-
-@dataclass(frozen=True)
-class OptimizerRecipe:
-    """Everything needed to rebuild an optimizer elsewhere: picklable, and without parameters.
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The parameters of a client that a group of the user's optimizer steps with the same options.
 
     Attributes:
-        optimizer_class: Class of the user's optimizer.
-        defaults: Default options of its groups.
-        attributes: What its class keeps besides groups and state.
-        groups: For each parameter group, the names of the server's parameters in it.
-        options: For each parameter group, its options when the recipe was written.
-        is_named: Whether the groups hold the names of their parameters.
-        makes_state: Whether its constructor makes the state of the first step, as that of Adagrad does.
+        index: Index of the user's group.
+        name: Name of the first parameter, from which differing options follow.
+        names: Names of all of them.
+        parameters: The parameters.
     """
 
-    optimizer_class: type[Optimizer]
-    defaults: Options
-    attributes: Attributes
-    groups: tuple[tuple[str, ...], ...]
-    options: tuple[Options, ...]
-    is_named: bool = False
-    makes_state: bool = False
+    index: int
+    name: str
+    names: list[str]
+    parameters: list[nn.Parameter]
 
-    @property
-    def group_of(self) -> dict[str, int]:
-        """The index of each parameter's group, by the parameter's name."""
-        return {name: index for index, names in enumerate(self.groups) for name in names}
+
+class LocalOptimizer:
+    """One of the user's optimizers, as a form of the module changes it; made while the module has that form.
+
+    The optimizer stays the user's object, and so do those that it wraps. `start_client` exchanges what is in their
+    parameter groups. `KeptState` puts groups, state and attributes back when the client is done.
+
+    Args:
+        optimizer: The optimizer, with the server's groups.
+        server: The names of the server's parameters, by identity.
+        client: The module as a client.
+        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
+        overrides: Maps the name of a client's parameter, and the options of its group, to those that differ.
+
+    Raises:
+        ValueError: If the optimizer makes its state, or keeps parameters, in ways that cannot follow.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(line.parameters(), lr=0.5)
+        >>> local = LocalOptimizer(sgd, {id(p): name for name, p in line.named_parameters()}, line)
+        >>> local.start_client([{"lr": 0.25}])
+        >>> sgd.param_groups[0]["lr"]
+        0.25
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        server: Mapping[int, str],
+        client: nn.Module,
+        origin: Origin = lambda name: name,
+        overrides: Overrides = lambda name, options: {},
+    ) -> None:
+        self.optimizer = optimizer
+        self._overrides = overrides
+        self._groups: list[tuple[Optimizer, list[Group]]] = []
+        self._initial_state: dict[Tensor, Any] = {}
+        named = dict(client.named_parameters())
+        lists: set[int] = set()
+        for one in family(optimizer):
+            if id(one.param_groups) in lists:
+                continue  # an optimizer that shares the groups of the one that it wraps
+            lists.add(id(one.param_groups))
+            groups = _groups_of(one, server, named, origin, overrides)
+            if _differs(one, groups):
+                self._groups.append((one, groups))
+        if self._groups:
+            self._initial_state = self._state_of_new(named)
+            _check_follows(optimizer, server)
+
+    def start_client(self, options: Sequence[Options]) -> None:
+        """Exchange the parameters in the groups, and set the options of the round."""
+        fresh = [copy.deepcopy(dict(own)) for own in options]  # optimizers write to them
+        for group, own in zip(self.optimizer.param_groups, fresh, strict=True):
+            for name in group.keys() - own.keys() - NO_OPTIONS:
+                del group[name]
+            group.update(own)
+        made: dict[tuple[int, str], dict[str, Any]] = {}
+        for one, groups in self._groups:
+            before = list(one.param_groups)
+            one.param_groups[:] = [self._group(before[group.index], group, made) for group in groups]
+        for parameter, state in self._initial_state.items():
+            self.optimizer.state[parameter] = copy.deepcopy(state)
+
+    def _group(
+        self, before: dict[str, Any], group: Group, made: dict[tuple[int, str], dict[str, Any]]
+    ) -> dict[str, Any]:
+        key = id(before), group.name  # a dictionary that two optimizers share stays shared
+        if key not in made:
+            options = {name: value for name, value in before.items() if name not in NO_OPTIONS}
+            names = {"param_names": group.names} if "param_names" in before else {}
+            made[key] = {
+                "params": group.parameters,
+                **names,
+                **options,
+                **self._overrides(group.name, options),
+            }
+        return made[key]
+
+    def _state_of_new(self, named: Mapping[str, nn.Parameter]) -> dict[Tensor, Any]:
+        """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""
+        optimizer = self.optimizer
+        new = {p for _, groups in self._groups for group in groups for p in group.parameters} - optimizer.state.keys()
+        if not optimizer.state or not new:
+            return {}
+        kind = type(optimizer)
+        accepted = inspect.signature(kind).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        groups = next(groups for one, groups in self._groups if one is optimizer)
+        given = [{**options_of(optimizer)[group.index], "params": list(group.parameters)} for group in groups]
+        try:
+            made = kind(given, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__} makes its state in its constructor, which has to be called again for a client's "
+                f"parameters, but does not accept what the parameter groups hold ({error}). Give its arguments "
+                "defaults, or make the state in the first step."
+            ) from error
+        return {parameter: made.state[parameter] for parameter in new if parameter in made.state}
+
+
+def family(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer, and those that it wraps.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+        >>> list(family(sgd)) == [sgd]
+        True
+    """
+    seen: set[int] = set()
+    rest: list[Any] = [optimizer]
+    while rest:
+        value = rest.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            yield value
+            rest.extend(held for name, held in vars(value).items() if name not in ("param_groups", "state"))
+        elif isinstance(value, list | tuple):
+            rest.extend(value)
+        elif isinstance(value, dict):
+            rest.extend(value.values())
 
 
 def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
@@ -63,122 +169,130 @@ def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
     return tuple({k: v for k, v in group.items() if k not in NO_OPTIONS} for group in optimizer.param_groups)
 
 
-@dataclass(frozen=True)
-class LocalOptimizer:
-    """The optimizer of one sub-model, reset for every client.
+def _groups_of(
+    optimizer: Optimizer,
+    server: Mapping[int, str],
+    named: Mapping[str, nn.Parameter],
+    origin: Origin,
+    overrides: Overrides,
+) -> list[Group]:
+    """What a client has for each group, in the user's order; parameters with other options form a group of their own."""
+    index_of = {
+        server[id(p)]: index
+        for index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if id(p) in server
+    }
+    found: dict[tuple[int, tuple[tuple[str, Any], ...]], Group] = {}
+    options = options_of(optimizer)
+    for name, parameter in named.items():
+        if (index := index_of.get(origin(name))) is None:
+            continue  # not in the user's optimizer, so it is not trained
+        key = index, tuple(overrides(name, options[index]).items())
+        group = found.setdefault(key, Group(index, name, [], []))
+        group.names.append(name)
+        group.parameters.append(parameter)
+    return sorted(found.values(), key=lambda group: group.index)
 
-    Attributes:
-        optimizer: The optimizer of the sub-model's parameters.
-        followed: For each of its parameter groups, the index of the recipe's group whose options it takes.
-        overrides: For each of its parameter groups, options that differ from these, e.g. ``{"weight_decay": 0}``.
-        on_options: Called with the recipe's options of each round; ``None`` for nothing.
-        attributes: What its class keeps besides groups and state, as it is before the first step.
-        initial_state: State of each parameter before the first step, where the constructor makes one.
+
+def _differs(optimizer: Optimizer, groups: Sequence[Group]) -> bool:
+    """Whether a client's groups are others than the server's; the order within one may be the user's."""
+    server = [{id(p) for p in group["params"]} for group in optimizer.param_groups]
+    return [{id(p) for p in group.parameters} for group in groups] != server
+
+
+def _check_follows(optimizer: Optimizer, server: Mapping[int, str]) -> None:
+    """Raise ``ValueError`` if an optimizer refers to the server's parameters besides its groups."""
+    for one in family(optimizer):
+        roots = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state", "step")}
+        for name, value in roots.items():
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(id(entry) in server for entry in held):
+                raise ValueError(
+                    f"{type(one).__name__} keeps parameters of the module in `{name}`, besides its groups, and clients "
+                    "hold something else in their place; read them from `self.param_groups` in each step, or keep "
+                    "the layers whole with `exclude`."
+                )
+
+
+def check_optimizer(template: Optimizer) -> None:
+    """Check that clients can step with one of the user's optimizers.
+
+    Raises:
+        ValueError: If it keeps a copy of every parameter from before the first round, which no client starts from.
     """
-
-    optimizer: Optimizer
-    followed: tuple[int, ...]
-    overrides: tuple[Options, ...]
-    on_options: Callable[[Sequence[Options]], None] | None = None
-    attributes: Attributes = field(default_factory=dict)
-    initial_state: Mapping[Tensor, Any] = field(default_factory=dict)
-
-    def start_client(self, options: Sequence[Options]) -> None:
-        """Clear what the previous client left, such as momentum and counters, and set the round's options."""
-        self.optimizer.state.clear()
-        reset_attributes(self.optimizer, self.attributes)
-        for parameter, state in self.initial_state.items():
-            self.optimizer.state[parameter] = copy.deepcopy(state)
-        groups = zip(self.optimizer.param_groups, self.followed, self.overrides, strict=True)
-        for group, index, override in groups:
-            # copies, because optimizers write to their options, e.g. counters, or a learning rate that is a tensor
-            fresh = copy.deepcopy({**options[index], **override})
-            for name in group.keys() - fresh.keys() - NO_OPTIONS:
-                del group[name]
-            group.update(fresh)
-        if self.on_options is not None:
-            self.on_options(options)
+    for one in family(template):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        wanted = [p.shape for p in parameters]
+        for name, value in vars(one).items():
+            held = list(_tensors_in(value)) if name not in ("param_groups", "state", "_params") else []
+            own = {id(p) for p in parameters}
+            if held and len(held) >= len(wanted) and [t.shape for t in held[: len(wanted)]] == wanted:
+                if any(t.numel() > 1 for t in held) and not any(id(t) in own for t in held):
+                    raise ValueError(
+                        f"{type(one).__name__} cannot step clients, because its `{name}` holds a tensor for each "
+                        "parameter, made when it was constructed, and each client starts from other weights; keep "
+                        "such tensors in `self.state[parameter]`, made in the first step."
+                    )
 
 
-def reset_attributes(optimizer: Optimizer, attributes: Attributes) -> None:
-    """Give a client's optimizer fresh copies of its template's attributes, and none that steps have added."""
-    for name in added_attributes(optimizer).keys() - attributes.keys():
-        delattr(optimizer, name)
-    if attributes:
-        vars(optimizer).update(copy.deepcopy(dict(attributes), {id(OWNER): optimizer}))
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(entry, depth - 1)
 
 
-def added_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps besides what every optimizer of torch does."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _of_torch()}
+def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The trainable parameters of several optimizers, each once, in order."""
+    parameters = [parameter for optimizer in optimizers for _, parameter in placed(optimizer)]
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
-@cache
-def _of_torch() -> frozenset[str]:
-    """Names of the attributes of every optimizer, and of those that learning-rate schedulers and Trainers add."""
-    plain = SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    return frozenset({*vars(plain), "step", "_opt_called"})
-
-
-def rebuild_optimizer(
-    recipe: OptimizerRecipe,
-    client: nn.Module,
-    origin: Origin = lambda name: name,
-    overrides: Callable[[str], Mapping[str, Any]] = lambda name: {},
-) -> LocalOptimizer:
-    """Rebuild the user's optimizer, group by group, over a client's parameters.
-
-    Args:
-        recipe: Recipe of the user's optimizer.
-        client: A sub-model.
-        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
-        overrides: Maps the name of a client's parameter to the options that differ from its group's.
+def untrained_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module that need a gradient, but that no optimizer steps.
 
     Example:
-        >>> from lightning_spectral.client.user_optimizers import recipe_of
-        >>> server = nn.Linear(2, 2)
-        >>> recipe = recipe_of(torch.optim.SGD(server.parameters(), lr=0.5, momentum=0.9), server)
-        >>> rebuild_optimizer(recipe, copy.deepcopy(server)).optimizer.param_groups[0]["momentum"]
-        0.9
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> untrained_parameters([torch.optim.SGD([line.weight], lr=0.1)], line)
+        ('bias',)
     """
-    group_of = recipe.group_of
-    groups: list[dict[str, Any]] = []
-    keys: list[tuple[int, tuple[tuple[str, Any], ...]]] = []
-    for name, parameter in client.named_parameters():
-        if (index := group_of.get(origin(name))) is None:
-            continue  # not in the user's optimizer, so it is not trained
-        key = (index, tuple(overrides(name).items()))
-        if key not in keys:
-            keys.append(key)
-            groups.append({**recipe.options[index], **overrides(name), "params": []})
-        groups[keys.index(key)]["params"].append((name, parameter) if recipe.is_named else parameter)
-    order = sorted(range(len(keys)), key=lambda i: keys[i][0])  # in the user's order
-    optimizer = _construct(recipe, [groups[i] for i in order])
-    followed, differing = zip(*(keys[i] for i in order), strict=True)
-    initial_state = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
-    overridden = tuple(map(dict, differing))
-    return LocalOptimizer(optimizer, followed, overridden, attributes=recipe.attributes, initial_state=initial_state)
+    trained = {id(parameter) for parameter in trainable_parameters(optimizers)}
+    return tuple(name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained)
 
 
-def _construct(recipe: OptimizerRecipe, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    """A new optimizer of the user's class; its own constructor, whose arguments are not known, makes only its state."""
-    if recipe.makes_state:
-        optimizer = _constructed(recipe, groups)
-    else:
-        optimizer = object.__new__(recipe.optimizer_class)
-        reset_attributes(optimizer, recipe.attributes)  # first, because an `add_param_group` may read them
-        Optimizer.__init__(optimizer, list(groups), dict(recipe.defaults))
-    return optimizer
+def check_own_parameters(template: Optimizer, module: nn.Module, configure: Callable[..., Any]) -> None:
+    """Check that all trainable parameters of an optimizer are the module's: no others are sent to clients.
+
+    Args:
+        template: One of the user's optimizers.
+        module: The user's module.
+        configure: The function that made the optimizer; its global variables are searched too.
+
+    Raises:
+        ValueError: If one is not; the message says where it is kept, if it can be found.
+    """
+    if not (foreign := foreign_parameters(template, module)):
+        return
+    listed = "; ".join(_described(place, p, module, configure) for place, p in foreign[:LISTED])
+    more = f"; and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+    raise ValueError(
+        f"Parameters of {type(template).__name__} are not {type(module).__name__}'s, so no client would train them: "
+        f"{listed}{more}. Make them the module's: keep layers in an nn.ModuleList or nn.ModuleDict, and a loss or a "
+        "parameter of its own in an attribute, self.loss = ...; or leave them out of the optimizer."
+    )
 
 
-def _constructed(recipe: OptimizerRecipe, groups: Sequence[dict[str, Any]]) -> Optimizer:
-    kind = recipe.optimizer_class
-    accepted = inspect.signature(kind).parameters
-    try:
-        return kind(list(groups), **{name: value for name, value in recipe.defaults.items() if name in accepted})
-    except TypeError as error:
-        raise ValueError(
-            f"{kind.__name__} makes its state in its constructor, which has to be called again for a client's "
-            f"parameters, but does not accept what the parameter groups hold ({error}). Give its arguments defaults, "
-            "or make the state in the first step."
-        ) from error
+def _described(place: str, parameter: Tensor, module: nn.Module, configure: Callable[..., Any]) -> str:
+    where = path_to(parameter, {"self": module, **_variables_of(configure)})
+    return f"{place}, of shape {tuple(parameter.shape)}" + (f", in `{where}`" if where else "")
+
+
+def _variables_of(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The variables outside of a function that it uses; none if it is not written in Python."""
+    if not inspect.isfunction(inspect.unwrap(getattr(function, "__func__", function))):
+        return {}
+    used = inspect.getclosurevars(function)
+    return {**used.globals, **used.nonlocals}

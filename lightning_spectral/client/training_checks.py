@@ -46,13 +46,13 @@ class GradientWatch:
         return tuple(name for name, reached in self.reached.items() if not reached)
 
 
-def check_untouched(server: nn.Module) -> None:
-    """Check that no client's gradient reached the server's module."""
-    if leaked := [name for name, parameter in server.named_parameters() if parameter.grad is not None]:
+def check_not_reached(replaced: Mapping[str, Tensor]) -> None:
+    """Check that no gradient reached the server's parameters in whose place a client holds others."""
+    if reached := [name for name, parameter in replaced.items() if parameter.grad is not None]:
         raise ValueError(
-            f"A client's `training_step` reaches the server's own weights ({', '.join(leaked)}) by a variable outside "
-            "of the module or a list of its parameters, which copies of the module do not follow; use `self...` in "
-            "the step instead."
+            f"A client's `training_step` uses parameters that it does not hold ({', '.join(reached)}), by a variable "
+            "or a list that refers to the parameters themselves, so they would not be trained; refer to their layers, "
+            "and read `layer.weight`, or keep these layers whole with `exclude`."
         )
 
 

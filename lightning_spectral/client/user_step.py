@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.client.between_clients import is_metric, metrics_of
+from lightning_spectral.client.metrics import is_metric, metrics_of
 from lightning_spectral.protocol.records import LoggedValue
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 Defines = Callable[[Any, str], bool]
+OWN_WAYS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
 
 
 def defines_all(module: Any, hook: str) -> bool:
@@ -30,7 +31,7 @@ class UserStep:
     """The hooks of one sub-model, looked up once; those that the user did not define cost nothing.
 
     Args:
-        module: A copy of the user's LightningModule.
+        module: The user's LightningModule.
         defines: Whether the module defines a hook itself.
     """
 
@@ -51,10 +52,24 @@ class UserStep:
         self.on_before_backward = hook("on_before_backward")
         self.on_after_backward = hook("on_after_backward")
         self.on_before_optimizer_step = hook("on_before_optimizer_step")
+        # what the loop does itself unless the user has another way
+        self.optimizer_step, self.optimizer_zero_grad, self.backward, self.configure_gradient_clipping = (
+            getattr(module, name) if is_lightnings(module) and defines(module, name) else None for name in OWN_WAYS
+        )
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether the user's module decides how the optimizer steps."""
+        return self.optimizer_step is not None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Call the user's step with as many arguments as it takes."""
         return self.module.training_step(*(batch, batch_idx)[: self.num_arguments])
+
+
+def is_lightnings(module: Any) -> bool:
+    """Whether a module has all of Lightning's hooks, of which those in `OWN_WAYS` are no mere notifications."""
+    return hasattr(module, "automatic_optimization")
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:
@@ -136,7 +151,7 @@ class Recorder:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.num_examples = 1
-        self._own_metrics = [] if module is None else metrics_of(module)
+        self.metrics = [] if module is None else metrics_of(module)
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
 
@@ -175,7 +190,7 @@ class Recorder:
         """Clear what the previous client logged, and reset the module's metrics."""
         self._client.clear()
         self._metrics.clear()
-        for metric in self._own_metrics:
+        for metric in self.metrics:
             metric.reset()
 
     def finish_client(self) -> dict[str, LoggedValue]:

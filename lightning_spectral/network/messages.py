@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol.codec import VERSION, decode, decode_plain, encode, encode_plain, head_and_values
@@ -86,24 +85,17 @@ class Start:
         model: The model's name; empty if there is only one.
         side: The device half of the algorithm.
         local_hooks: Hooks that act while clients train.
-        recipes: Recipes of the user's optimizers. A device does not configure them itself, since that often needs a
-            Trainer, to schedule the learning rate.
         measures: Whether clients only measure their loss.
-        engine: What runs a client's local epochs, ``"loop"`` or ``"trainer"``.
         precision: Precision of the server's Trainer, in which devices train too.
         num_rounds: Number of rounds of the run; ``None`` if it goes on until it is stopped.
-        num_schedulers: Number of the user's schedulers, which the server steps.
     """
 
     model: str
     side: ClientSide
     local_hooks: tuple[LocalHook, ...] = ()
-    recipes: tuple[OptimizerRecipe, ...] = ()
     measures: bool = False
-    engine: str = "loop"
     precision: str = "32-true"
     num_rounds: int | None = None
-    num_schedulers: int = 0
 
 
 def encode_object(value: Identity | Start) -> bytes:

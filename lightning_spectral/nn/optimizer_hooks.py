@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -102,10 +102,15 @@ class FrobeniusDecay:
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
+        act = self.acting(optimizer, module)
+        return optimizer.register_step_pre_hook(lambda *_: act())
+
+    def acting(self, optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
+        """What the hook does before each step."""
         layers = sharded_layers(module)
         named = [(name, layers[name]) for name in self.coefficients]
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        return optimizer.register_step_pre_hook(lambda *_: self._decay(named, group_of))
+        return lambda: self._decay(named, group_of)
 
     @torch.no_grad()
     def _decay(self, named: list[tuple[str, SingularTerms]], group_of: Mapping[int, dict[str, Any]]) -> None:
@@ -151,13 +156,10 @@ class TermRates:
         u = layer.u if layer.has_all_rows else layer.v.T
         return torch.minimum(of_vectors, weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr))
 
-    def register(self, optimizer: Optimizer) -> RemovableHandle:
-        """Attach the hook; parameters that this optimizer does not step are left unchanged."""
+    def acting(self, optimizer: Optimizer) -> Callable[[], None]:
+        """What to do before each step; parameters that this optimizer does not step are left unchanged."""
         stepped = _stepped(optimizer)
-        return optimizer.register_step_pre_hook(lambda *_: self._scale(stepped))
-
-    def _scale(self, stepped: set[int]) -> None:
-        _scale_gradients(self._scaled, stepped)
+        return lambda: _scale_gradients(self._scaled, stepped)
 
 
 def _of_both_vectors(layer: SingularTerms, factors: Tensor) -> Factors:

@@ -61,7 +61,7 @@ class Trained(Protocol):
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
 
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
+        """The user's own optimizers, which step the parameters of clients while these train."""
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
@@ -23,7 +24,6 @@ from lightning_spectral.plugin.checks.module import (
     check_module,
     check_settings,
     check_suits,
-    warn_of_compiled_in_place,
 )
 from lightning_spectral.plugin.checks.run import check_datamodule
 from lightning_spectral.plugin.data.server_data import ServerData
@@ -58,8 +58,6 @@ class FederatedModule(FederatedHooks, Trained):
         clients_per_round: Size of each round's cohort, which is drawn uniformly.
         participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
         local_epochs: Passes over a client's own data in a round; 0 trains nothing.
-        client_engine: What runs a client's local epochs: ``"loop"``, which is fast, or ``"trainer"``, a quiet Trainer,
-            for several optimizers, manual optimisation and hooks that the loop refuses.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for the algorithm's own: plain averaging, or for
             `SpectralSharding` momentum.
@@ -99,7 +97,6 @@ class FederatedModule(FederatedHooks, Trained):
         clients_per_round: int | None = None,
         participation: Sampler | None = None,
         local_epochs: int = 1,
-        client_engine: Literal["loop", "trainer"] = "loop",
         server_optimizer: ServerOptimizer | None = None,
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
@@ -110,18 +107,16 @@ class FederatedModule(FederatedHooks, Trained):
     ) -> None:
         super().__init__()
         check_module(module)
-        check_settings(client_engine, server_optimizer, local_hooks)
+        check_settings(server_optimizer, local_hooks)
         self.local_epochs: int = Whole(at_least=0)("local_epochs", local_epochs)
         self.clients_per_round = replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round)
         self.seed: int = Whole()("seed", seed)
-        check_user_module(module, client_engine)
-        warn_of_compiled_in_place(module)
+        check_user_module(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
         check_algorithm(self.algorithm)
         check_suits(self.algorithm, module)
         self.participation = _participation(self.clients_per_round, participation)
-        self.client_engine = client_engine
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         self.faults = Faults() if faults is None else faults
@@ -176,7 +171,7 @@ class FederatedModule(FederatedHooks, Trained):
         """
         return self.make_local_executor(run)
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer | None = None) -> Executor:
+    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
         schedules = self.member.schedules.schedulers
         remote = self.data.make_executor(self, run, local_trainer)
@@ -185,15 +180,11 @@ class FederatedModule(FederatedHooks, Trained):
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         return self.member.build_engine(server, algorithm)
 
-    @property
-    def trains_manually(self) -> bool:
-        return self.client_engine == "trainer" and not self.module.automatic_optimization
-
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
         optimizer = self.server_optimizer or default_server_optimizer(self.algorithm)
         return {
-            **config_of(self, ("algorithm", "local_epochs", "client_engine", "local_hooks", "seed", "faults")),
+            **config_of(self, ("algorithm", "local_epochs", "local_hooks", "seed", "faults")),
             **({} if self.update_bound is None else {"update_bound": as_config(self.update_bound)}),
             **({} if self.participation is None else {"participation": as_config(self.participation)}),
             "server_optimizer": as_config(optimizer),

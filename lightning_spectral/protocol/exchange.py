@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,9 +15,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_spectral.arguments import check_matches, matches_any
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
-from lightning_spectral.protocol.copying import deep_copy
-from lightning_spectral.protocol.gradient_hooks import carry_gradient_hooks
-from lightning_spectral.protocol.rebinding import rebind_functions
 
 Tensors = Mapping[str, Tensor]
 AVERAGED = "averaged"
@@ -31,7 +29,7 @@ def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict
         >>> sorted(travelling_tensors(nn.BatchNorm1d(2), without={"bias"}))
         ['num_batches_tracked', 'running_mean', 'running_var', 'weight']
     """
-    return {name: tensor.detach() for name, tensor in _state(module).items() if name not in without}
+    return {name: tensor.detach() for name, tensor in named_state(module).items() if name not in without}
 
 
 def averaged_tensors(
@@ -50,36 +48,29 @@ def averaged_tensors(
     return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
 
 
-def copy_module(module: nn.Module, shared: Iterable[Tensor] = ()) -> Any:
-    """Deep-copy a module with its hooks, but without the Trainer that it may be attached to.
+def copy_module(module: nn.Module) -> Any:
+    """Deep-copy a module, without the Trainer that it may be attached to; for results that are modules of their own.
 
-    Functions that the module keeps, such as hooks, refer to the copy where they referred to the original.
-
-    Args:
-        module: Any module; it is only read.
-        shared: Tensors that are shared instead of copied, because the copy is about to replace them.
-
-    Raises:
-        ValueError: If a part cannot be copied, or a shared tensor has a gradient hook or is used in a function.
+    Tensors that its last pass has left in attributes are copied without their gradient functions.
     """
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
-    copied = deep_copy(module, memo)
-    rebind_functions(memo)
-    carry_gradient_hooks(module, memo)
-    return copied
+    left = (value for part in module.modules() for value in vars(part).values())
+    memo: dict[int, Any] = {id(v): v.detach().clone() for v in left if isinstance(v, Tensor) and not v.is_leaf}
+    if (trainer := getattr(module, "_trainer", None)) is not None:
+        memo[id(trainer)] = None
+    return copy.deepcopy(module, memo)
 
 
 @torch.no_grad()
 def load_tensors(module: nn.Module, tensors: Tensors) -> None:
     """Copy named tensors into a module's own, in place."""
-    own = _state(module)
+    own = named_state(module)
     if tensors:
         torch._foreach_copy_([own[name] for name in tensors], list(tensors.values()))
 
 
 def select_tensors(module: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
     """Detached views of a module's parameters and buffers with the given names."""
-    own = _state(module)
+    own = named_state(module)
     return {name: own[name].detach() for name in names}
 
 
@@ -93,7 +84,7 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
         changes: Names of parameters and buffers with their mean changes, read one at a time.
     """
     parameters = {name: p for name, p in server.named_parameters() if p.requires_grad}
-    others, unit = _state(server), set(_unit_vectors(server))
+    others, unit = named_state(server), set(_unit_vectors(server))
     for name, change in changes:
         if name in parameters:
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
@@ -158,7 +149,7 @@ def _unit_vectors(module: nn.Module) -> Iterator[str]:
             yield f"{path}.{name}{vector}" if path else f"{name}{vector}"
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
+def named_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters once each, tied ones under their first name, and buffers likewise.
 
     Equal to ``{**dict(module.named_parameters()), **dict(module.named_buffers())}``, but takes a third of the time: it

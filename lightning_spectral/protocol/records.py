@@ -138,6 +138,7 @@ class Upload:
             dimension.
         discarded: Names of parameters that the user's code changed and no optimizer steps, so that the change is lost.
         missing: Names of the frozen tensors that were not sent because the device had them once, and which it has lost.
+        put_back: Names of attributes of the module that the client changed, and that were put back.
             It does not train then; the server sends it the download again, with everything.
     """
 
@@ -153,6 +154,7 @@ class Upload:
     untrained_rows: Tensors = field(default_factory=dict)
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    put_back: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +193,7 @@ class ClientOutcome:
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
         discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
         missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
+        put_back: Names of attributes of the module that it changed, and that were put back; looked for in a few turns.
         is_bounded: Whether its update was shortened at the server.
     """
 
@@ -211,6 +214,8 @@ class ClientOutcome:
     seconds: float = field(default=math.nan, compare=False)
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    put_back: tuple[str, ...] = ()
+    put_back: tuple[str, ...] = ()
     is_bounded: bool = False
 
     @property

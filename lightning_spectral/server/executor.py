@@ -64,6 +64,6 @@ class SequentialExecutor(Executor):
         return map(self.device.run, downloads)
 
     def end_round(self) -> None:
-        """Restore the global generators, and make room for the server's step."""
+        """Restore the global generators; the module is the server."""
         self.device.generators.restore()
-        self.device.release()
+        self.device.forms.give_back()  # if not even Ctrl-C in `run` let it

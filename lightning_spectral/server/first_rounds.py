@@ -80,7 +80,7 @@ class FirstRounds:
     ) -> None:
         self._warns = warns
         self._averages_are_watched = warns and not averages_may_rest
-        self._discards_are_watched = warns
+        self._discards_are_watched = self._attributes_are_watched = warns
         self._losses = Losses()
         self._update_is_watched = warns
         self._unreached = UnreachedLayers(unreached)
@@ -115,6 +115,9 @@ class FirstRounds:
         if self._discards_are_watched and (names := sorted({n for c in summary.clients for n in c.discarded})):
             self._discards_are_watched = False
             _warn(summary.round_idx, _lost_changes(names))
+        if self._attributes_are_watched and (names := sorted({n for c in summary.clients for n in c.put_back})):
+            self._attributes_are_watched = False
+            _warn(summary.round_idx, _put_back(names))
         if summary.round_idx < WATCHED_ROUNDS:
             self._unreached.note(summary.clients)
             if isinstance(half, RemediesUnusedLayers):
@@ -202,6 +205,16 @@ def _lost_changes(names: list[str]) -> str:
         "weights, and these changes are lost. To send them back and average them, call `requires_grad_(False)` on "
         "that module, and name it in an attribute of your LightningModule: `averaged_parameters = ['teacher.*']`; or "
         "update it at the server, in `RoundCallback.on_round_end`."
+    )
+
+
+def _put_back(names: list[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"clients change {shown}, which are no parameters and no buffers, so every client begins with the server's "
+        "values, and these changes are lost. For what is to last, register a buffer, and say how those of clients are "
+        "combined, e.g. FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
+        "`RoundCallback.on_round_end`."
     )
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Options
@@ -54,9 +55,9 @@ class SubModelSizes:
         if keep_ratio not in self._sizes:
             download, _ = opened.send(unit)
             side = half.device_half
-            client = side.build(half.server, download.capacity)
-            num_parameters = sum(parameter.numel() for parameter in client.parameters())
-            uplink_bytes = side.collect(client, download).num_bytes
+            with Forms(half.server, side.take_form).client(download.capacity) as client:
+                num_parameters = sum(parameter.numel() for parameter in client.parameters())
+                uplink_bytes = side.collect(client, download).num_bytes
             self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
         return self._sizes[keep_ratio]
 

@@ -133,6 +133,7 @@ class Turn:
             unreached=upload.unreached,
             discarded=upload.discarded,
             missing=upload.missing,
+            put_back=upload.put_back,
             is_bounded=self._is_bounded,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )

@@ -16,12 +16,12 @@ from lightning_spectral.algorithms.capabilities import Decides, Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
-from lightning_spectral.client.user_optimizers import recipe_of
+from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import Download, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
@@ -81,11 +81,13 @@ class Trial:
 
     def device(self, elsewhere: bool = False) -> Device:
         """A device that trains its clients; one elsewhere shares nothing with the server."""
-        half = self.half.device_half
+        half, module, optimizer = self.half.device_half, self.server, self.template
+        if elsewhere:
+            half, (module, optimizer) = pickle.loads(pickle.dumps(half)), copy.deepcopy((module, optimizer))
         return Device(
-            copy_module(self.server) if elsewhere else self.server,
-            pickle.loads(pickle.dumps(half)) if elsewhere else half,
-            [recipe_of(self.template, self.server)],
+            module,
+            half,
+            [optimizer],
             self.case.data,
             LocalSettings(Placement(moves_batches=False), self.case.local_hooks, hasattr),
         )
@@ -182,15 +184,39 @@ def change_norms(trial: Trial) -> dict[int, float]:
     device, norms = trial.device(), {}
     for unit in trial.units:
         download, _ = opened.send(unit)
-        device.run(replace(download, local_epochs=0))
-        before = tensors_of(device.sub_model(download.capacity).module)
-        upload = device.run(download)
-        after = tensors_of(device.sub_model(download.capacity).module)
+        before, _ = _trained(device, replace(download, local_epochs=0))
+        after, upload = _trained(device, download)
         both_ways = upload.tensors.keys() & download.tensors.keys()
         if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
             norms[unit.client_id] = update_norm(before, {name: after[name] for name in both_ways})
     trial.engine.abandon_round()
     return norms
+
+
+def _trained(device: Device, download: Download) -> tuple[dict[str, Tensor], Upload]:
+    """The tensors of a client when it has trained, and what it sends back."""
+    observing: Any = _Observing(device.side)
+    device.side = observing
+    try:
+        upload = device.run(download)
+    finally:
+        device.side = observing.side
+    return observing.seen, upload
+
+
+class _Observing:
+    """A device half that lets the tensors of a client be seen, which the server never sees."""
+
+    def __init__(self, side: ClientSide) -> None:
+        self.side = side
+        self.seen: dict[str, Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.side, name)
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        self.seen = tensors_of(client)
+        return self.side.collect(client, download)
 
 
 def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:

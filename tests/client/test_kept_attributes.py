@@ -9,7 +9,7 @@ from federation import Fit, check_resumes
 from torch import Tensor, nn
 from toy_models import LitMLP
 
-from lightning_spectral.client.between_clients import KeptAttributes
+from lightning_spectral.client.metrics import KeptAttributes
 
 
 def module_with(value: Any) -> Any:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.fiarse.server import FIARSEHalf
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
-from lightning_spectral.protocol.copying import normalised_weights
+from lightning_spectral.nn.torch_hooks import normalised_weights
 from lightning_spectral.protocol.exchange import kept_buffers
 from lightning_spectral.protocol.per_client import PerClient, check_per_client
 

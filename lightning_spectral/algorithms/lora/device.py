@@ -8,10 +8,9 @@ from functools import cached_property
 from torch import nn
 
 from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
-from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.nn.adapters import AdaptedLayer
-from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Upload
 
 
@@ -39,14 +38,12 @@ class LoRASide(ClientSide):
         factors = [layer.origins for layer in self.layers]
         return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
 
-    def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        client: nn.Module = copy_module(module)
-        for name, parameter in client.named_parameters():
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self.dense)
         rank, multiplied = round(capacity * self.max_rank), self.is_mixed and self.aggregation.has_multipliers
         for layer in self.layers:
-            layer.attach(client, rank, multiplied)
-        return client
+            layer.attach(module, rank, multiplied)
 
     def load(self, client: nn.Module, download: Download) -> None:
         tensors = dict(download.tensors)
@@ -58,8 +55,8 @@ class LoRASide(ClientSide):
             for part, name in layer.factors.items():
                 parameters[name].requires_grad_(part in trained)
 
-    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        return rebuild_optimizer(recipe, client, origin=lambda name: self._weight_of.get(name, ""))
+    def origin(self, name: str) -> str:
+        return self._weight_of.get(name, "")
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         parts = self.aggregation.trained(download.round_idx)

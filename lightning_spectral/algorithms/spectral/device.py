@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
-from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
-from lightning_spectral.client.side import ClientSide
-from lightning_spectral.nn.layers.terms import sharded_layers
+from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.swap import swap_layers
-from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Options, Upload
+
+DECAY = "frobenius_decay"  # option of a group of factors
 
 
 @dataclass(frozen=True)
@@ -49,45 +50,51 @@ class SpectralSide(ClientSide):
         """Names of the tensors that travel back; multipliers do not."""
         return (*self.dense, *self.weight_of)
 
-    def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        # The dense weights are about to be replaced, so they are not copied.
-        client: nn.Module = copy_module(module, [module.get_parameter(name) for name in self.plan.sharded_weights])
-        swap_layers(client, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
-        return client
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
 
     def load(self, client: nn.Module, download: Download) -> None:
         load_tensors(client, download.tensors)
 
-    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        """The user's optimizer, with factors in groups without weight decay, then Frobenius decay, then clipping."""
-        local = rebuild_optimizer(
-            recipe,
-            client,
-            origin=lambda name: self.weight_of.get(name, name),
-            overrides=lambda name: {"weight_decay": 0.0} if name in self.weight_of else {},
-        )
-        decoupled = issubclass(recipe.optimizer_class, AdamW) or any(
-            options.get("decoupled_weight_decay") for options in recipe.options
-        )
-        decays = self._decays(recipe, recipe.options)
-        FrobeniusDecay(decays, decoupled).register(local.optimizer, client)
+    def origin(self, name: str) -> str:
+        return self.weight_of.get(name, name)
+
+    def overrides(self, name: str, options: Options) -> Options:
+        """Factors have Frobenius decay in place of weight decay, which would act on each of them alone."""
+        if name not in self.weight_of:
+            return {}
+        return {"weight_decay": 0.0, DECAY: self.frobenius_decay + options.get("weight_decay", 0.0)}
+
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        """Frobenius decay, then clipping, just before each step."""
+        layers = sharded_layers(client)
         rates = TermRates(client, self.clip_tau, self.clip_weight_lr)
-        rates.register(local.optimizer)
+        rates.start_client()
+        acts: dict[int, Sequence[Callable[[], None]]] = {}
 
-        def start_client(options: Sequence[Options]) -> None:
-            decays.update(self._decays(recipe, options))
-            rates.start_client()
+        def before_step(optimizer: Optimizer) -> None:
+            if id(optimizer) not in acts:
+                coefficients = _decays(layers, optimizer)
+                decay = FrobeniusDecay(coefficients, _is_decoupled(optimizer))
+                acts[id(optimizer)] = decay.acting(optimizer, client), rates.acting(optimizer)
+            for act in acts[id(optimizer)]:
+                act()
 
-        return replace(local, on_options=start_client)
-
-    def _decays(self, recipe: OptimizerRecipe, options: Sequence[Options]) -> dict[str, float]:
-        """For each block of a weight that this optimizer steps, the coefficient of its penalty in a round."""
-        decay_of = {name: options[i].get("weight_decay", 0.0) for name, i in recipe.group_of.items()}
-        blocks = self.plan.blocks.items()
-        return {n: self.frobenius_decay + decay_of[b.parameter] for n, b in blocks if b.parameter in decay_of}
+        return StepActions(before_step=before_step)
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         return Upload(download.unit, select_tensors(client, self.returned))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         return {name: layer.u for name, layer in sharded_layers(client).items()}
+
+
+def _decays(layers: Mapping[str, SingularTerms], optimizer: Optimizer) -> dict[str, float]:
+    """For each layer that an optimizer steps, the coefficient of its penalty."""
+    group_of = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: group_of[id(layer.u)][DECAY] for name, layer in layers.items() if id(layer.u) in group_of}
+
+
+def _is_decoupled(optimizer: Optimizer) -> bool:
+    """Whether weight decay is a step of its own, as in AdamW."""
+    return isinstance(optimizer, AdamW) or any(g.get("decoupled_weight_decay") for g in optimizer.param_groups)

@@ -30,8 +30,9 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, flag
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
-from lightning_spectral.nn.width.sub_model import cut_copy, cut_outputs
+from lightning_spectral.nn.width.sub_model import cut_outputs, cut_to
 from lightning_spectral.protocol.exchange import (
+    copy_module,
     kept_buffers,
     load_tensors,
 )
@@ -195,6 +196,7 @@ class WidthSharding(ByKeepRatio):
                 f"`step_widths={self.step_widths}` have some."
             )
         warn_of_untrained_channels(keep_ratio, self.widest)
-        small: nn.Module = cut_copy(server, self._plan(server), keep_ratio)
+        small: nn.Module = copy_module(server)
+        cut_to(small, self._plan(server), keep_ratio)
         load_tensors(small, averages.get(keep_ratio, {}))
         return small

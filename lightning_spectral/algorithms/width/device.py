@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.algorithms.width.averages import STEP_COUNTS, by_width
 from lightning_spectral.client.side import StepActions
-from lightning_spectral.nn.width.narrow_steps import NarrowSteps, narrow_to
+from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
 from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.sub_model import cut_copy
+from lightning_spectral.nn.width.sub_model import cut_to
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.rng import derived_generator
 
@@ -38,17 +38,17 @@ class WidthSide(DenseSide):
     step_widths: tuple[float, ...] = ()
     averages: tuple[str, ...] = ()
 
-    def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        client: nn.Module = cut_copy(module, self.plan, capacity)
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        widths = [width for width in self.step_widths if width < capacity]
+        smaller = {width: cut_sizes(module, self.plan, width) for width in widths}
+        cut_to(module, self.plan, capacity)
         for name in self.scaled if capacity < 1 else ():
-            client.get_submodule(name).register_forward_hook(partial(_divide, capacity))
+            module.get_submodule(name).register_forward_hook(partial(_divide, capacity))
         if not self.step_widths:
-            return client
-        narrower = {width: cut_copy(module, self.plan, width) for width in self.step_widths if width < capacity}
+            return
         own = {*self.averages, *(f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".") for name in self.averages)}
-        narrow = {w: narrow_to(client, small, self.plan, (capacity, w), own) for w, small in narrower.items()}
-        vars(client)[NARROW_STEPS] = NarrowSteps(client, narrow)
-        return client
+        narrow = {w: narrow_to(module, small, self.plan, (capacity, w), own) for w, small in smaller.items()}
+        vars(module)[NARROW_STEPS] = NarrowSteps(module, narrow)
 
     @torch.no_grad()
     def load(self, client: nn.Module, download: Download) -> None:

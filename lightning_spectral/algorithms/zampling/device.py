@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.client.local_optimizer import LocalOptimizer, OptimizerRecipe, rebuild_optimizer
 from lightning_spectral.client.side import ClientSide, StepActions
 from lightning_spectral.functional.zampling.bits import coordinated_uniforms, draw_bits, pack_bits, unpack_levels
 from lightning_spectral.functional.zampling.links import Link
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
-from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
-from lightning_spectral.protocol.records import Download, LoggedValue, Upload
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.records import Download, LoggedValue, Options, Upload
 from lightning_spectral.protocol.rng import derived_generator
 
 PROBS, PLACE, BITS = "zampling.probs", "zampling.place", "zampling.bits"  # what travels: two names down, one up
@@ -45,11 +44,8 @@ class ZamplingSide(ClientSide):
     downlink_bits: int | None = None
     skip_settled: bool = False
 
-    def build(self, module: nn.Module, capacity: float) -> nn.Module:
-        # The weights are about to be replaced, so they are not copied.
-        client: nn.Module = copy_module(module, [module.get_parameter(weight.name) for weight in self.weights])
-        SampledWeights(client, self.weights, self.matrix, self.link, self.sampled)
-        return client
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        SampledWeights(module, self.weights, self.matrix, self.link, self.sampled)
 
     def load(self, client: nn.Module, download: Download) -> None:
         tensors = dict(download.tensors)
@@ -57,13 +53,11 @@ class ZamplingSide(ClientSide):
         tensors.pop(PLACE, None)
         load_tensors(client, tensors)
 
-    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        return rebuild_optimizer(
-            recipe,
-            client,
-            origin=lambda name: self.weights[0].name if name == SCORES else name,
-            overrides=lambda name: {"weight_decay": 0.0} if name == SCORES else {},
-        )
+    def origin(self, name: str) -> str:
+        return self.weights[0].name if name == SCORES else name
+
+    def overrides(self, name: str, options: Options) -> Options:
+        return {"weight_decay": 0.0} if name == SCORES else {}
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         weights = sampled_weights(client)

@@ -114,7 +114,6 @@ class DeviceService:
             upload = device.run(workplace.arrive(download))
         finally:
             device.generators.restore()
-            device.release()
         if download.frozen and not upload.missing:
             write_kept(device, memory, model)
         return record_parts(upload)

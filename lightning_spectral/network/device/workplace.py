@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -15,11 +17,12 @@ from lightning_spectral.client.local_loop import LocalLoop, LossLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.network.messages import Start
-from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
 from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import convert_now
 from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
+from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.lightning.schedules import read_optimizers
 from lightning_spectral.plugin.lightning.user_hooks import defines
 from lightning_spectral.protocol.records import Download
 
@@ -28,7 +31,7 @@ class Workplace:
     """A device's Trainer, which the user's module sees as ``self.trainer``.
 
     It never fits the whole module: it says how many rounds there are and which one this is, and where and in which
-    precision sub-models train. Clients of the engine ``"trainer"`` have quiet Trainers of their own, made like it.
+    precision sub-models train.
 
     Args:
         accelerator: As for a Trainer.
@@ -38,7 +41,8 @@ class Workplace:
 
     def __init__(self, accelerator: str, precision: Any = "32-true", num_rounds: int | None = None) -> None:
         rounds = -1 if num_rounds is None else num_rounds
-        self.trainer = silent_trainer(max_epochs=rounds, accelerator=accelerator, devices=1, precision=precision)
+        where = {"accelerator": accelerator, "devices": 1, "precision": precision}
+        self.trainer = silent_trainer(_RoundsOfServer, max_epochs=rounds, **where)
 
     @property
     def torch_device(self) -> torch.device:
@@ -60,25 +64,35 @@ class Workplace:
         """Make what trains the clients of one run.
 
         Args:
-            module: The user's module, of which only sub-models are kept.
+            module: The user's module, which is the clients' alone.
             start: What the server has said once.
             data: The client's data.
         """
         self.place(module)
-        schedulers = [AtTheServer()] * start.num_schedulers
-        placement = placement_of(self.trainer, self.torch_device, module)
+        module.trainer = self.trainer
+        several = not getattr(module, "automatic_optimization", True)
+        configured, name = module.configure_optimizers(), type(module).__name__
+        optimizers, schedules = read_optimizers(configured, name, several=several)
+        self.trainer.strategy.optimizers = optimizers
+        at_the_server = [AtTheServer() for _ in schedules]
 
         def attach(recorder: Recorder, client: Any) -> None:
-            client.trainer = self.trainer
             redirect_logging(client, recorder.log, recorder.log_dict)
-            client.lr_schedulers = lambda: schedulers[0] if len(schedulers) == 1 else schedulers or None
-            module.to("meta")  # a device trains the sub-model alone, and has no room for the whole
+            client.lr_schedulers = lambda: at_the_server[0] if len(at_the_server) == 1 else at_the_server or None
 
+        placement = placement_of(self.trainer, self.torch_device, module)
         settings = LocalSettings(placement, start.local_hooks, defines)
-        train: LocalTrainer = LocalLoop if start.engine == "loop" else ClientTrainer(self.trainer, schedulers).prepare
-        return Device(
-            *(module, start.side, start.recipes, data, settings), LossLoop if start.measures else train, attach
-        )
+        train: LocalTrainer = LossLoop if start.measures else LocalLoop
+        return Device(module, start.side, optimizers, data, settings, train, attach, owned=True)
+
+
+class _RoundsOfServer(pl.Trainer):
+    """A Trainer whose steps are the server's, one a round, for schedules that are made on a device too."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        rounds = num_rounds(self)
+        return math.inf if rounds is None else rounds
 
 
 class AtTheServer:

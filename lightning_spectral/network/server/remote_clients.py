@@ -13,7 +13,6 @@ from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_task import LocalTrainer
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.network.messages import Start
 from lightning_spectral.network.server.line import Line
 from lightning_spectral.network.server.remote_directory import RemoteDirectory
@@ -126,22 +125,19 @@ class RemoteClients(ServerData):
         )
         self.roster.wait_for(math.ceil(min(self._usual_size(), self.num_clients)), f"Round {round_idx}")
 
-    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer | None) -> Executor:
+    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer) -> Executor:
         """The executor that sends downloads to devices.
 
         Raises:
             ValueError: If the run has settings that devices cannot honour.
         """
         _check_settings(owner)
-        recipes = tuple(recipe_of(template, owner.module) for template in owner.templates())
-        side, trainer, schedulers = run.half.device_half, owner.trainer, owner.member.schedules.schedulers
+        side, trainer = run.half.device_half, owner.trainer
         start = Start(
-            *(self.model, side, tuple(owner.local_hooks), recipes),
+            *(self.model, side, tuple(owner.local_hooks)),
             measures=local_trainer is LossLoop,
-            engine=owner.client_engine,
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
-            num_schedulers=len(schedulers),
         )
         return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline, self.at_once)
 

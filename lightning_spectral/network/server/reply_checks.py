@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol.records import Download, Upload
@@ -19,13 +19,12 @@ class ReplyChecks:
     """Compares uploads with what an untrained sub-model would send back: names, types and shapes of tensors.
 
     Args:
-        module: The server's module, from which one sub-model of each keep ratio is built.
+        module: The server's module, which takes the forms of clients.
         side: The device half of the algorithm.
     """
 
     def __init__(self, module: nn.Module, side: ClientSide) -> None:
-        self._module, self._side = module, side
-        self._sub_models: dict[float, nn.Module] = {}
+        self._side, self._forms = side, Forms(module, side.take_form)
         self._usual: dict[float, Form] = {}
 
     def check(self, download: Download, upload: Upload) -> None:
@@ -49,12 +48,10 @@ class ReplyChecks:
                 raise RecordError(f"it says rows of {name} that it has not trained in a way that cannot be read")
 
     def _expected(self, download: Download) -> Form:
-        if download.capacity not in self._sub_models:
-            self._sub_models[download.capacity] = self._side.build(self._module, download.capacity)
-        client: Any = self._sub_models[download.capacity]
-        self._side.load(client, download)
-        self._side.start(client, download)
-        return form_of(self._side.collect(client, download).tensors)
+        with self._forms.client(download.capacity) as client:
+            self._side.load(client, download)
+            self._side.start(client, download)
+            return form_of(self._side.collect(client, download).tensors)
 
 
 def form_of(tensors: Mapping[str, Tensor]) -> Form:

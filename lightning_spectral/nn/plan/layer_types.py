@@ -29,7 +29,7 @@ from lightning_spectral.nn.layers.other_convs import (
 )
 from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer
-from lightning_spectral.protocol.gradient_hooks import gradient_hooks
+from lightning_spectral.nn.torch_hooks import has_gradient_hook
 
 ShardedType = type[ShardedLayer]
 
@@ -109,7 +109,7 @@ def refusal(layer: nn.Module) -> str | None:
         return "its weight is parametrised"
     if replaced := [name for name in ("forward", "_conv_forward") if name in vars(layer)]:
         return f"its `{replaced[0]}` was replaced on the instance"
-    if hooked := [name for name, p in layer.named_parameters(recurse=False) if gradient_hooks(p)]:
+    if hooked := [name for name, p in layer.named_parameters(recurse=False) if has_gradient_hook(p)]:
         return f"its `{hooked[0]}` has a gradient hook"
     sharded = sharded_type(layer)
     if sharded is None:

@@ -64,7 +64,7 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
         sharded = make(layer_plan.sharded, dense, num_terms)
         _follow_plan(sharded, layer_plan, dense)
         sharded.train(dense.training)
-        _move_hooks(dense, sharded)
+        _share_hooks(dense, sharded)
         _log.info("%s: %s -> %s", name, type(dense).__name__, sharded)
         _become(dense, sharded)
     for layer in module.modules():
@@ -81,14 +81,22 @@ def _follow_plan(sharded: ShardedLayer, layer: LayerPlan, dense: nn.Module) -> N
         sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
 
 
-def _move_hooks(dense: nn.Module, sharded: nn.Module) -> None:
+def _share_hooks(dense: nn.Module, sharded: nn.Module) -> None:
+    """Hooks that are added to a layer later act on its replacement as well."""
     for name, hooks in vars(sharded).items():
         if name.endswith("hooks") and ("forward" in name or "backward" in name):
-            hooks.update(vars(dense).get(name, {}))
+            own = vars(dense).get(name, {})
+            own.update(hooks)
+            vars(sharded)[name] = own
 
 
 def _become(dense: nn.Module, sharded: nn.Module) -> None:
-    """Turn a layer into its replacement, so that lists and functions that refer to the layer follow as well."""
-    vars(dense).clear()
-    dense.__class__ = type(sharded)
+    """Turn a layer into its replacement, so that lists and functions that refer to the layer follow as well.
+
+    Attributes that the user has given the layer stay.
+    """
+    kind = type(sharded)
+    for name in [name for name in vars(dense) if hasattr(kind, name) and not hasattr(nn.Module, name)]:
+        delattr(dense, name)  # it would hide what the class says
+    dense.__class__ = kind
     vars(dense).update(vars(sharded))

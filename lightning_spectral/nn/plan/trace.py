@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
 from lightning_spectral.nn.layers.blocks import join
-from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.kept_state import trying
 
 Example = Any
 T = TypeVar("T")
@@ -54,18 +55,23 @@ def _only(found: set[T]) -> T | None:
 def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...]:
     """Names of the submodules in the order of their first call in one forward pass.
 
-    The pass runs on a copy, in evaluation mode, and leaves the global random state as it was. An attention's
+    The pass runs in evaluation mode, and leaves the module and the global random state as they were. An attention's
     ``out_proj`` counts as called with the attention, which reads its weight instead.
     """
-    traced = copy_module(module).eval()
     called: dict[str, None] = {}
-    for name, layer in traced.named_modules():
-        layer.register_forward_pre_hook(lambda _, __, name=name: called.setdefault(name))
-    run_example(traced, as_input(traced, example_input))
-    attentions = {name for name, layer in traced.named_modules() if isinstance(layer, nn.MultiheadAttention)}
+    with trying(module):
+        module.eval()
+        for name, layer in module.named_modules():
+            layer.register_forward_pre_hook(partial(_note_call, called, name))
+        run_example(module, as_input(module, example_input))
+    attentions = {name for name, layer in module.named_modules() if isinstance(layer, nn.MultiheadAttention)}
     return tuple(
         entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))
     )
+
+
+def _note_call(called: dict[str, None], name: str, layer: nn.Module, inputs: Any) -> None:
+    called.setdefault(name)
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:

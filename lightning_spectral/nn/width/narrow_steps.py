@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.sub_model import replacements, take
+from lightning_spectral.nn.width.sub_model import cut_to, replacements, take
+from lightning_spectral.protocol.kept_state import KeptState
 
 
 @dataclass(frozen=True)
@@ -28,22 +29,43 @@ class Narrow:
         return {name.rpartition(".")[0] for name in self.indices}
 
 
+Sizes = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class CutSizes:
+    """What tells a cut of a module from another: the sizes that its layers store, and its buffers."""
+
+    sizes: Sizes
+    buffers: Mapping[str, Tensor]
+
+
+def cut_sizes(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> CutSizes:
+    """Those of a cut of a whole module, which is whole again afterwards."""
+    kept = KeptState(module)
+    try:
+        cut_to(module, plan, keep_ratio)
+        return CutSizes(_sizes(module), {name: buffer.clone() for name, buffer in module.named_buffers()})
+    finally:
+        kept.restore()
+
+
 def narrow_to(
-    client: nn.Module, narrower: nn.Module, plan: WidthPlan, widths: tuple[float, float], own: Collection[str] = ()
+    client: nn.Module, narrower: CutSizes, plan: WidthPlan, widths: tuple[float, float], own: Collection[str] = ()
 ) -> Narrow:
     """Compare a sub-model with a narrower cut of the whole module, whose channels are the first of its own.
 
     ``widths`` are the keep ratios of both; ``own`` names the buffers that belong to the smaller one alone.
     """
-    buffers = {name: buffer for name, buffer in narrower.named_buffers() if name in own}
+    buffers = {name: buffer for name, buffer in narrower.buffers.items() if name in own}
     whole, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
     indices = {name: tuple(map(torch.searchsorted, whole[name], left[name])) for name in whole}
-    before, after = _sizes(client), _sizes(narrower)
+    before, after = _sizes(client), narrower.sizes
     changed = {name: dict(after[name].items() - before[name].items()) for name in after}
     return Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes}, buffers)
 
 
-def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
+def _sizes(module: nn.Module) -> Sizes:
     """All whole-number attributes of each layer: those in which two cuts of one module differ are sizes."""
     return {
         name: {attribute: value for attribute, value in vars(layer).items() if _is_size(value)}

@@ -20,7 +20,8 @@ from lightning_spectral.nn.width.shape_rules import fixed
 from lightning_spectral.nn.width.sub_model import cut_module
 from lightning_spectral.nn.width.trace import Found, trace_channels
 from lightning_spectral.nn.width.units import Key, Labels, Splits
-from lightning_spectral.protocol.exchange import copy_module, travelling_tensors
+from lightning_spectral.protocol.exchange import travelling_tensors
+from lightning_spectral.protocol.kept_state import trying
 
 Place: TypeAlias = tuple[str, int]  # a tensor and one of its dimensions
 
@@ -54,16 +55,19 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
             f"To find which channels of {type(module).__name__} belong together, a forward pass is traced: set its "
             "`example_input_array`, e.g. to a batch of two examples."
         )
-    traced = copy_module(module).cpu().eval()
-    return _Planner(traced, as_input(traced, example), _excluded(module, exclude)).plan()
+    with trying(module, device="cpu"):
+        module.eval()
+        return _Planner(module, as_input(module, example), _excluded(module, exclude)).plan()
 
 
 def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
     """Raise ``ValueError`` if the sub-models of a keep ratio do not work; without an example nothing is tested."""
     if (example := example_of(module)) is None:
         return
-    traced = copy_module(module).cpu().eval()
-    if problem := problem_of(traced, as_input(traced, example), plan, plan.first(keep_ratio)):
+    with trying(module, device="cpu"):
+        module.eval()
+        problem = problem_of(module, as_input(module, example), plan, plan.first(keep_ratio))
+    if problem:
         raise ValueError(
             f"A sub-model of {type(module).__name__} with `keep_ratio={keep_ratio:g}` does not work: {problem.reason}. "
             "Leave layers out of the cut with `exclude`, or choose another keep ratio."
@@ -98,9 +102,9 @@ class _Planner:
                     self.give_up(plan, group, reason)
 
     def trace(self) -> Found:
-        # a copy, because a forward pass may leave tensors behind, which later copies could not include
         found = Found(Splits(self.chosen))
-        trace_channels(copy_module(self.module), self.example, found)
+        with trying(self.module):
+            trace_channels(self.module, self.example, found)
         self.rivals = {**found.splits.rivals, **self.rivals}
         for name, dim, places in self.given_up:
             found.units.fix(found.axes[name][dim][places])
@@ -161,16 +165,16 @@ def problem_of(
 ) -> Problem | None:
     """The problem with a module, in evaluation mode, that keeps only some units of each group; ``None`` if it works."""
     indices = plan.indices(kept)
-    small = copy_module(module)
-    cut_module(small, indices)
     known = {
         name: tuple(labels[index.numpy()] for labels, index in zip(plan.labels[name], where, strict=True))
         for name, where in indices.items()
     }
-    whole = {name: fixed(t.shape) for name, t in travelling_tensors(small).items() if name not in known}
     found = Found(Splits(plan.splits))
     try:
-        trace_channels(small, example, found, {**known, **whole})
+        with trying(module):
+            cut_module(module, indices)
+            whole = {name: fixed(t.shape) for name, t in travelling_tensors(module).items() if name not in known}
+            trace_channels(module, example, found, {**known, **whole})
     except Exception as error:  # from the user's own code, which may count channels in its own way
         said = "".join(f": {line}" for line in str(error).splitlines()[:1])  # a bare `assert` says nothing
         reason = f"the module does not run without some channels: {type(error).__name__}{said}"

@@ -11,7 +11,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.rules import is_depthwise, loses_groups
-from lightning_spectral.protocol.exchange import copy_module
 
 
 @torch.no_grad()
@@ -24,14 +23,9 @@ def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> No
         _resize(layer, counts)
 
 
-def cut_copy(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> Any:
-    """A copy of a module with the first channels of each group."""
-    indices = plan.indices(plan.first(keep_ratio))
-    # Parameters that are about to be cut are not copied first.
-    parameters = dict(module.named_parameters())
-    small = copy_module(module, [parameters[name] for name in indices if name in parameters])
-    cut_module(small, indices)
-    return small
+def cut_to(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
+    """Cut a module to the first channels of each group."""
+    cut_module(module, plan.indices(plan.first(keep_ratio)))
 
 
 def replacements(module: nn.Module, small: Mapping[int, Tensor]) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:

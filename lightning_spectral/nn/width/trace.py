@@ -32,7 +32,7 @@ class Found:
 def trace_channels(module: nn.Module, example: Example, found: Found, known: Mapping[str, Axes] | None = None) -> None:
     """Find the channels of a module that belong together, in one forward pass, and add what is found to ``found``.
 
-    The module is a copy, on the CPU and in evaluation mode. Its parameters and buffers have ``known`` labels; by
+    The module is on the CPU and in evaluation mode. Its parameters and buffers have ``known`` labels; by
     default each channel has its own.
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}

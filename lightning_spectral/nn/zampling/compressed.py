@@ -27,8 +27,7 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
-from lightning_spectral.protocol.copying import weight_hooks
-from lightning_spectral.protocol.gradient_hooks import gradient_hooks
+from lightning_spectral.nn.torch_hooks import has_gradient_hook, weight_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 Init = Literal["he", "paper"]
@@ -152,7 +151,7 @@ class Compression:
         first_name = {id(p): name for name, p in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         dense = {id(p) for name, p in named if matches_any(name, self.exclude)} | _of_special_embeddings(module)
-        dense |= {id(p) for p in module.parameters() if gradient_hooks(p)}
+        dense |= {id(p) for p in module.parameters() if has_gradient_hook(p)}
         for path, owner in module.named_modules():
             fan_in: int | None = None
             known = (is_affine(owner) and not weight_hooks(owner)) or isinstance(owner, nn.Embedding)

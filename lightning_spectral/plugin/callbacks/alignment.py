@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Whole
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
-from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.turn import play
@@ -77,17 +77,17 @@ def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Opt
 
 def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, units: Sequence[WorkUnit]) -> Tensor:
     """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
-    server = copy_module(pl_module.module)
-    server.trainer = pl_module.module.trainer
-    server.load_state_dict(before)
-    engine = pl_module.build_engine(server, FedAvg())
-    processes = engine.run.processes
-    try:
-        play(engine.open_round(round_idx, units), units[processes.rank :: processes.size])
-        engine.close_round()
-    finally:
-        engine.abandon_round()  # unless it was closed
-    return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
+    server = pl_module.module
+    with Forms(server, lambda module, capacity: None).client(1.0):  # the server again, in other memory
+        server.load_state_dict(before)
+        engine = pl_module.build_engine(server, FedAvg())
+        processes = engine.run.processes
+        try:
+            play(engine.open_round(round_idx, units), units[processes.rank :: processes.size])
+            engine.close_round()
+        finally:
+            engine.abandon_round()  # unless it was closed
+        return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
 
 
 def update(module: pl.LightningModule, before: dict[str, Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_spectral.algorithms.capabilities import ChecksAverageEstimation
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.metrics import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, UserStep
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
@@ -23,7 +23,8 @@ from lightning_spectral.plugin.lightning.client_parallel import processes_of
 from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, defines
-from lightning_spectral.protocol.exchange import copy_module, load_tensors, select_tensors
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
@@ -140,29 +141,28 @@ def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: 
         RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` do not
             tolerate that, or not in so many batches.
     """
-    copied: Any = copy_module(model.module)
-    recorder = Recorder(copied)
-    redirect_logging(copied, recorder.log, recorder.log_dict)
-    isolate_metrics(copied)
-    copied.trainer = trainer
-    adopt_batch_hooks(copied, model.data)
-    layers = {name: layer for name, layer in _tracked(copied).items() if layer.training}
-    for layer in layers.values():
-        layer.reset_running_stats()
-        layer.momentum = None  # the mean over all batches
+    module: Any = model.module
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
     seed = derived_seed(model.seed, PURPOSE, round_idx)
     where = f"Round {round_idx}, BatchNorm estimation"
-    try:
-        with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
-            _run_steps(copied, trainer, batches, layers.values(), model.faults, where)
-    except RoundError:
-        raise
-    except Exception as error:  # of a data set, for example
-        raise RoundError(f"{where}: {type(error).__name__}: {error}") from error
-    learned = [name for name, layer in layers.items() if layer.num_batches_tracked]
-    names = averages(model.module)
-    return {**select_tensors(model.module, names), **select_tensors(copied, _buffers(learned))}
+    with trying(module):
+        recorder = Recorder(module)
+        redirect_logging(module, recorder.log, recorder.log_dict)
+        isolate_metrics(recorder.metrics)
+        adopt_batch_hooks(module, model.data)
+        layers = {name: layer for name, layer in _tracked(module).items() if layer.training}
+        for layer in layers.values():
+            layer.reset_running_stats()
+            layer.momentum = None  # the mean over all batches
+        try:
+            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
+                _run_steps(module, trainer, batches, layers.values(), model.faults, where)
+        except RoundError:
+            raise
+        except Exception as error:  # of a data set, for example
+            raise RoundError(f"{where}: {type(error).__name__}: {error}") from error
+        learned = select_tensors(module, _buffers([n for n, layer in layers.items() if layer.num_batches_tracked]))
+    return {**select_tensors(module, averages(module)), **learned}
 
 
 def _run_steps(

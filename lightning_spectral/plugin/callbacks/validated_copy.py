@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.metrics import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, call_with_accepted
 from lightning_spectral.plugin.lightning.logs import redirect_logging
 from lightning_spectral.protocol.exchange import copy_module, load_tensors
@@ -38,10 +38,10 @@ class ValidatedCopy:
     def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
         self.module: Any = copy_module(module)
         load_tensors(self.module, tensors)
-        isolate_metrics(self.module)
         self.module.trainer = trainer
         redirect_logging(self.module, self._log, self._log_dict)
         self._recorder = Recorder(self.module)
+        isolate_metrics(self._recorder.metrics)
         self._trainer = trainer
         self._batch: Any = None
         self._dataloader_idx: int | None = None

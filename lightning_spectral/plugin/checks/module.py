@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,8 @@ import lightning.pytorch as pl
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.arguments import OneOf
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.sharding import ShardingStrategy
 
@@ -28,8 +26,8 @@ def check_module(module: Any) -> None:
         return
     if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
         raise TypeError(
-            "`module` is a compiled LightningModule, but clients train copies with other layers; compile what does the "
-            "work inside it: self.net = torch.compile(net)."
+            "`module` is a compiled LightningModule, and clients need its hooks; compile what does the work inside it: "
+            "self.net = torch.compile(net)."
         )
     if isinstance(module, type):
         raise TypeError(
@@ -44,9 +42,8 @@ def check_module(module: Any) -> None:
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {type(module).__name__}: {remedy}.")
 
 
-def check_settings(client_engine: Any, server_optimizer: Any, local_hooks: Any) -> None:
+def check_settings(server_optimizer: Any, local_hooks: Any) -> None:
     """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own."""
-    OneOf(("loop", "trainer"))("client_engine", client_engine)
     _check_server_optimizer(server_optimizer)
     if isinstance(local_hooks, LocalHook):
         raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
@@ -102,14 +99,3 @@ def check_suits(algorithm: Algorithm, module: pl.LightningModule) -> None:
             "make its layers in `__init__`, rather than in `setup`."
         ) from error
 
-
-def warn_of_compiled_in_place(module: pl.LightningModule) -> None:
-    """Warn about parts that were compiled with ``part.compile()``, since copies lose this."""
-    lost = [name or "itself" for name, part in module.named_modules() if getattr(part, "_compiled_call_impl", None)]
-    if lost:
-        warnings.warn(
-            f"{type(module).__name__}: clients train copies, which lose `compile()` in place "
-            f"({', '.join(lost)}) and run uncompiled; write self.net = torch.compile(net) instead.",
-            SpectralWarning,
-            stacklevel=3,
-        )

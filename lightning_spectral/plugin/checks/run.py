@@ -15,7 +15,6 @@ from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
 from lightning_spectral.plugin.lightning.user_hooks import is_overridden
 from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
-from lightning_spectral.protocol.copying import check_copyable
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes
 
@@ -128,7 +127,6 @@ def check_member(
     """Check that a module, its local hooks and the clients of its data suit each other, before the first round."""
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
-    check_copyable(module)
     check_averaged_parameters(module)
     complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
     if complex_valued:

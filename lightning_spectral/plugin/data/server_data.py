@@ -99,13 +99,13 @@ class ServerData(pl.LightningDataModule):
         """
         raise NotImplementedError
 
-    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer | None) -> Executor | None:
+    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer) -> Executor | None:
         """Create the executor of clients that are elsewhere; by default there are none, and it returns ``None``.
 
         Args:
             owner: The `FederatedModule` of the model that they train.
             run: Settings and state shared by its rounds.
-            local_trainer: Runs a client's local epochs; ``None`` for the client engine that the owner asks for.
+            local_trainer: Runs a client's local epochs.
         """
         return None
 

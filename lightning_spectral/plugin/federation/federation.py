@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.plugin.federation.cohorts import Cohorts
 from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.federation.unfinished_rounds import call_all, postponing_interrupts
+from lightning_spectral.plugin.federation.unfinished_rounds import call_all
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -94,14 +94,10 @@ class Owner(Trained, Protocol):
     def device(self) -> torch.device:
         """Device of the module."""
 
-    @property
-    def trains_manually(self) -> bool:
-        """Whether clients' own Trainers run a `training_step` with manual optimisation."""
-
     def make_executor(self, run: Run) -> Executor:
         """Create the executor that runs the device half of a run's rounds."""
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer | None = None) -> Executor:
+    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = ...) -> Executor:
         """Create an executor that trains clients one after another, in this process."""
 
     def zero_grad(self) -> None:

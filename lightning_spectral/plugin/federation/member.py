@@ -26,21 +26,20 @@ from lightning_spectral.algorithms.capabilities import (
     Remarks,
 )
 from lightning_spectral.client.local_loop import LossLoop
-from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.training_checks import check_still_own
-from lightning_spectral.client.user_optimizers import (
+from lightning_spectral.client.local_optimizer import (
     check_optimizer,
     check_own_parameters,
+    options_of,
     trainable_parameters,
     untrained_parameters,
 )
+from lightning_spectral.client.training_checks import check_still_own
 from lightning_spectral.plugin.federation.interfaces import Owner, Plan, Runtime, figure_of, is_absolute
 from lightning_spectral.plugin.federation.round_schedules import RoundSchedules
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler, name_group, read_optimizers
 from lightning_spectral.plugin.lightning.user_hooks import check_configures
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.gradient_hooks import check_functions
 from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import suspecting_weights
@@ -63,7 +62,7 @@ class Member:
         key: Its name in work units; empty if it is the only one.
         plan: What was chosen for the federation.
         runtime: Whatever runs the rounds.
-        optimizers: The server's, and then the user's own, which never step; only while fitting.
+        optimizers: The server's, and then the user's own, which step clients; only while fitting.
         schedules: The user's learning-rate schedules.
         store: What the server keeps for single clients.
         frozen_base: Which clients have which frozen tensors.
@@ -111,7 +110,7 @@ class Member:
 
     @property
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers, which never step: clients' optimizers are modelled on them."""
+        """The user's own optimizers, which step the parameters of clients while these train."""
         return self.optimizers[1:]
 
     def make_optimizers(self) -> list[RoundScheduler]:
@@ -119,7 +118,7 @@ class Member:
         owner, module = self.owner, self.owner.module
         check_configures(module)
         configured = module.configure_optimizers()
-        templates, schedulers = read_optimizers(configured, type(module).__name__, several=owner.trains_manually)
+        templates, schedulers = read_optimizers(configured, type(module).__name__, several=not module.automatic_optimization)
         self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)
@@ -201,7 +200,6 @@ class Member:
         frozen_base: FrozenBase,
     ) -> Engine:
         owner, participation = self.owner, self.plan.participation
-        check_functions(half.server)
         store.to(owner.device)
         run = Run(
             algorithm,

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -118,29 +114,6 @@ def _end_iteration(loop: Any) -> None:
         loop.on_iteration_done()
     else:
         loop.restarting = False
-
-
-@contextmanager
-def postponing_interrupts() -> Iterator[None]:
-    """Let a first Ctrl-C take effect at the end of the block, and a second one immediately."""
-    own = signal.getsignal(signal.SIGINT)
-    if not callable(own) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    noted: list[FrameType | None] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        if noted:
-            own(signum, frame)
-        noted.append(frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, own)
-    if noted:
-        own(signal.SIGINT, noted[0])
 
 
 def call_all(calls: Iterable[Callable[[], None]]) -> None:

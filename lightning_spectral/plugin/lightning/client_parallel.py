@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_spectral.client.between_clients import isolate_metrics
+from lightning_spectral.client.metrics import isolate_metrics, metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import as_host
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -81,7 +81,7 @@ class ClientParallelStrategy(DDPStrategy):
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True would mix the batches of different clients; leave it out.")
         assert module is not None
-        self._isolated = isolate_metrics(module)
+        self._isolated = isolate_metrics(metrics_of(module))
         self._meetings = Meetings(self.global_rank, self.world_size) if self.world_size > 1 else None
         # before the Trainer registers its own handler: on SIGTERM, Lightning's broadcasts at once, and a process that
         # is waiting in another collective at that moment never returns

@@ -25,12 +25,12 @@ def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
     return silent_trainer(**{**own, **settings})
 
 
-def silent_trainer(**settings: Any) -> Trainer:
+def silent_trainer(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
     """Make a Trainer without loggers, checkpoints, bars, summaries and remarks, unless the settings say otherwise."""
     silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Trainer(**{**silent, **settings})
+        return kind(**{**silent, **settings})
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def read_optimizers(
     right_number = len(optimizers) >= 1 if several else len(optimizers) == 1
     if not right_number or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         number = "torch optimizers" if several else "one torch optimizer"
-        more = '; several need manual optimisation and FederatedModule(client_engine="trainer")'
+        more = "; several need manual optimisation: `self.automatic_optimization = False` in its `__init__`"
         raise ValueError(
             f"{owner}.configure_optimizers must return {number}, got {len(optimizers)} "
             f"({', '.join(type(o).__name__ for o in optimizers)}){'' if several else more}."

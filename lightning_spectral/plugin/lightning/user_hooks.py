@@ -11,14 +11,10 @@ import lightning.pytorch as pl
 
 from lightning_spectral.plugin.host import Share
 
-# Hooks of a client's local steps run on the client's copy: see `client.user_step`. The hooks below cannot.
+# Hooks of a client's local steps run while the module is that client: see `client.user_step`. The hooks below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     {
-        "optimizer_step": "local steps are plain; use an optimizer that does what this hook does",
-        "optimizer_zero_grad": "local steps call `optimizer.zero_grad()`; remove the override",
-        "backward": "local steps call `loss.backward()`; move it to `on_after_backward`",
         "lr_scheduler_step": "schedulers step once per round; remove the override",
-        "configure_gradient_clipping": "give `local_hooks=[GradientClip(...)]`, or clip in `on_before_optimizer_step`",
         "configure_model": "sub-models are made from the finished module; build its layers in `__init__`",
         "configure_sharded_model": "sub-models are made from the finished module; build its layers in `__init__`",
         "training_epoch_end": "it is gone from Lightning 2; use `on_train_epoch_end`, and keep outputs yourself",
@@ -37,34 +33,16 @@ REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-# Refused hooks that a client's own Trainer runs (`client_engine="trainer"`):
-TRAINER_HOOKS = frozenset({"optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"})
-
-OR_A_TRAINER = 'or pass client_engine="trainer"'
-
-# Run once per run, on the server's module; a client's copy has Lightning's own, which do nothing.
-RUN_HOOKS = (
-    *("prepare_data", "setup", "teardown", "configure_callbacks"),
-    *("on_fit_start", "on_fit_end", "on_train_start", "on_train_end"),
-)
-
 # Hooks that move batches. Lightning asks the data module if that overrides a hook, else the module that it trains. It
 # warns if the latter does while there is a data module, so the wrapper has such a hook exactly when the user's module
 # does.
 BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def check_user_module(module: pl.LightningModule, client_engine: str = "loop") -> None:
-    """Raise ``ValueError`` with all that federated training cannot honour; a client's own Trainer honours more."""
+def check_user_module(module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` with all that federated training cannot honour."""
     name = type(module).__name__
-    in_loop = client_engine == "loop"
-    refused = [hook for hook in REFUSED_HOOKS if in_loop or hook not in TRAINER_HOOKS]
-    problems = [f"`{hook}`: {_remedy(hook)}." for hook in refused if is_overridden(module, hook)]
-    if in_loop and not module.automatic_optimization:
-        problems.append(
-            "manual optimisation: local steps are taken for the module; return the loss from `training_step` and "
-            f"leave `automatic_optimization` True, {OR_A_TRAINER}."
-        )
+    problems = [f"`{hook}`: {remedy}." for hook, remedy in REFUSED_HOOKS.items() if is_overridden(module, hook)]
     if not is_overridden(module, "training_step"):
         problems.append("`training_step` is missing: it is what clients run.")
     elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -80,10 +58,6 @@ def check_configures(module: pl.LightningModule) -> None:
             f"`{type(module).__name__}.configure_optimizers` is missing; define it and return the optimizer that "
             "clients are to use, e.g. torch.optim.SGD(self.parameters(), lr=0.1)."
         )
-
-
-def _remedy(hook: str) -> str:
-    return f"{REFUSED_HOOKS[hook]}, {OR_A_TRAINER}" if hook in TRAINER_HOOKS else REFUSED_HOOKS[hook]
 
 
 def is_overridden(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
@@ -107,7 +81,7 @@ def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) ->
 
 
 def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) -> None:
-    """Give a copy of the user's module the batch hooks of a data module, which come first in Lightning too."""
+    """Give the user's module, while it is a client, the batch hooks of a data module, which come first in Lightning too."""
     for hook in BATCH_HOOKS:
         if is_overridden(data, hook):
             setattr(client, hook, getattr(data, hook))

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -30,7 +29,6 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.lightning.client_trainer import ClientTrainer
 from lightning_spectral.plugin.lightning.logs import log_round, redirect_logging
 from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import scaled_by
@@ -122,34 +120,38 @@ class TrainerRuntime:
 
 
 def sequential_executor(
-    owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer | None = None
+    owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer = LocalLoop
 ) -> SequentialExecutor:
     """An executor that trains the clients of a `FederatedModule` one after another, on a device in this process."""
     device = Device(
         run.server,
         run.half.device_half,
-        # looked up in the user's module: a copy of it has parameters with the same names
-        [recipe_of(template, owner.module) for template in owner.templates()],
+        owner.templates(),
         owner.data.client_data,
         LocalSettings(placement_of(owner.trainer, owner.device, owner.module, owner.data), owner.local_hooks, defines),
-        local_trainer or _local_trainer(owner, schedules),
-        attach=partial(_attach, owner),
+        local_trainer,
+        attach=partial(_attach, owner, [_StepsOncePerRound(schedule.scheduler) for schedule in schedules]),
         profile=run.profile,
     )
     return SequentialExecutor(device)
 
 
-def _attach(owner: Any, recorder: Recorder, client: Any) -> None:
-    client.trainer = owner.trainer
+def _attach(owner: Any, schedulers: Sequence[Any], recorder: Recorder, client: Any) -> None:
     redirect_logging(client, recorder.log, recorder.log_dict)
     adopt_batch_hooks(client, owner.data)
+    client.lr_schedulers = lambda: schedulers[0] if len(schedulers) == 1 else list(schedulers) or None
 
 
-def _local_trainer(owner: Any, schedules: Sequence[RoundScheduler]) -> LocalTrainer:
-    if owner.client_engine == "loop":
-        return LocalLoop
-    schedulers: Sequence[Any] = [schedule.scheduler for schedule in schedules]
-    return ClientTrainer(owner.trainer, schedulers).prepare
+class _StepsOncePerRound:
+    """The result of ``self.lr_schedulers()`` on a client: the user's scheduler to read; only the server steps it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...  # the learning rate is constant within a round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
 
 
 def _is_absent(profiler: object) -> bool:

@@ -1,0 +1,255 @@
+"""The forms of a module: it is the server, except while it is a client. Only this file knows that a module changes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.kept_state import KeptState, own_tensors
+
+TakeForm = Callable[[nn.Module, float], object]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """What differs in a dictionary, such as a layer's parameters or hooks: entries that are new, others, or gone."""
+
+    mapping: dict[Any, Any]
+    first: Mapping[Any, Any]  # new ones before all others
+    changed: Mapping[Any, Any]
+    last: Mapping[Any, Any]
+    gone: Collection[Any]
+
+    def apply(self) -> None:
+        kept = {key: self.changed.get(key, entry) for key, entry in self.mapping.items() if key not in self.gone}
+        content = {**self.first, **kept, **self.last}
+        self.mapping.clear()
+        self.mapping.update(content)
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What makes a module a client of one capacity, as differences from the server.
+
+    What is not among them is the server's, and is shared: its attributes, and hooks that are added later.
+
+    Attributes:
+        parts: For each part that differs, its class, its new attributes and the names of those that it lacks.
+        entries: The dictionaries that differ.
+        gradients: The server's tensors that need a gradient only here, or only there.
+        shared: The server's tensors that a client has as well, by name; they get memory of their own.
+        replaced: The server's parameters that a client does not have, by name.
+    """
+
+    parts: Sequence[tuple[nn.Module, type, Mapping[str, Any], Collection[str]]]
+    entries: Sequence[Entries]
+    gradients: Sequence[tuple[Tensor, bool]]
+    shared: Mapping[str, Tensor]
+    replaced: Mapping[str, Tensor]
+
+    def apply(self) -> None:
+        """Turn the server into the client, but for the values of tensors."""
+        for part, kind, attributes, missing in self.parts:
+            part.__class__ = kind  # type: ignore[assignment]
+            own = vars(part)
+            for name in missing:
+                own.pop(name, None)
+            own.update(attributes)
+        for entries in self.entries:
+            entries.apply()
+        for tensor, needs_gradient in self.gradients:
+            tensor.requires_grad_(needs_gradient)
+
+
+@dataclass(eq=False)
+class Forms:
+    """The forms of one module, in which it is the clients of each capacity in turn.
+
+    A form is built once, in place. Taking and leaving it takes a constant time per part. In between the module is the
+    client: its tensors are in the clients' memory, of which there is one copy, and one more of each tensor that only a
+    capacity has. Otherwise it is the server, bit for bit.
+
+    Args:
+        module: The module.
+        take_form: Turns it into a client of a capacity, in place.
+        others: What else belongs to a client while it trains, such as the user's optimizers.
+        owned: Whether the module is not the server's, so that its tensors are the clients' memory, and those that a
+            client does not have need none.
+
+    Example:
+        >>> line = nn.Linear(2, 1, bias=False)
+        >>> forms = Forms(line, lambda module, capacity: None)
+        >>> with forms.client(1.0):
+        ...     line.weight.data.fill_(1.0)
+        ...     line.steps = 1
+        tensor([[1., 1.]])
+        >>> bool((line.weight == 1).any()), hasattr(line, "steps")
+        (False, False)
+    """
+
+    module: nn.Module
+    take_form: TakeForm
+    others: Sequence[Any] = ()
+    owned: bool = False
+    kept: KeptState | None = field(default=None, init=False)
+    _forms: dict[float, Form] = field(default_factory=dict, init=False)
+    _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _server: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
+
+    @contextmanager
+    def client(self, capacity: float, sent: Collection[str] = ()) -> Iterator[nn.Module]:
+        """The module as a client within the block; see `take`."""
+        self.take(capacity, sent)
+        try:
+            try:
+                yield self.module
+            finally:
+                self.give_back()
+        finally:
+            self.give_back()  # Ctrl-C may have kept the first from beginning
+
+    def take(self, capacity: float, sent: Collection[str] = ()) -> Form:
+        """Turn the module into a client; `give_back` must follow, whatever happens.
+
+        Args:
+            capacity: What the client can hold.
+            sent: Names of the tensors that are about to be loaded; others begin with the server's values.
+        """
+        with postponing_interrupts():
+            assert self.kept is None, "a module is one client at a time"
+            self.kept = KeptState(self.module, *self.others)
+            try:
+                if capacity in self._forms:
+                    form = self._forms[capacity]
+                    form.apply()
+                else:
+                    form = self._forms[capacity] = self._built(self.kept, capacity)
+                self._point_to_memory(form, sent)
+            except BaseException:
+                self._put_back()
+                raise
+            return form
+
+    def give_back(self) -> None:
+        """Turn the module into the server again, if it is not."""
+        with postponing_interrupts():
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for tensor, data in self._server:
+            tensor.data = data
+        self._server.clear()
+        if self.kept is not None:
+            self.kept.restore()
+            self.kept = None
+
+    def _built(self, kept: KeptState, capacity: float) -> Form:
+        server = named_state(self.module)
+        self.take_form(self.module, capacity)
+        mine = named_state(self.module)
+        whose = {id(tensor) for tensor in kept.tensors}
+        left = {id(tensor) for tensor in mine.values()}
+        form = Form(
+            [found for part, *known in kept.parts if (found := _part_change(part, *known)) is not None],
+            [found for mapping, before in kept.mappings() if (found := _entry_change(mapping, before)) is not None],
+            [(tensor, tensor.requires_grad) for tensor, before in kept.needed_gradients if tensor.requires_grad is not before],
+            {name: tensor for name, tensor in mine.items() if id(tensor) in whose},
+            {name: tensor for name, tensor in server.items() if id(tensor) not in left},
+        )
+        if self.owned:
+            for tensor in form.replaced.values():
+                tensor.data = tensor.new_empty(()).expand(tensor.shape)
+        return form
+
+    def _point_to_memory(self, form: Form, sent: Collection[str]) -> None:
+        if self.owned:
+            return
+        for name, tensor in form.shared.items():
+            data = tensor.data
+            memory = self._memory.get(id(tensor), (None, None))[1]
+            if memory is None or not _alike(memory, data):
+                self._allocate(form.shared.values())
+                memory = self._memory[id(tensor)][1]
+            if name not in sent:
+                memory.copy_(data)
+            self._server.append((tensor, data))
+            tensor.data = memory
+
+    def _allocate(self, tensors: Collection[Tensor]) -> None:
+        """Give tensors memory; those that share some, such as an LSTM's on a GPU, share it there as well."""
+        now = {id(tensor): data for tensor, data in self._server}
+        by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for tensor in tensors:
+            data = now.get(id(tensor), tensor.data)
+            place = data.untyped_storage()._cdata if data.layout == torch.strided else id(tensor)
+            by_storage.setdefault(place, []).append((tensor, data))
+        for group in by_storage.values():
+            copies = [data.clone() for _, data in group] if len(group) == 1 else _cloned_together([d for _, d in group])
+            for (tensor, _), memory in zip(group, copies, strict=True):
+                self._memory[id(tensor)] = tensor, memory
+
+
+def _cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    storage = tensors[0].untyped_storage().clone()
+    return [
+        tensor.new_empty(()).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors
+    ]
+
+
+def _alike(memory: Tensor, data: Tensor) -> bool:
+    return memory.shape == data.shape and memory.dtype == data.dtype and memory.device == data.device
+
+
+def _part_change(
+    part: Any, kind: type, now: dict[str, Any], before: dict[str, Any]
+) -> tuple[nn.Module, type, dict[str, Any], list[str]] | None:
+    changed = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+    missing = [name for name in before if name not in now]
+    if type(part) is kind and not changed and not missing:
+        return None
+    return part, type(part), changed, missing
+
+
+def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | None:
+    gone = {key for key in before if key not in mapping}
+    changed = {key: entry for key, entry in mapping.items() if key in before and before[key] is not entry}
+    added = [key for key in mapping if key not in before]
+    if not gone and not changed and not added:
+        return None
+    keys = list(mapping)
+    first = [key for key in added if all(other in added for other in keys[: keys.index(key)])]
+    return Entries(
+        mapping, {k: mapping[k] for k in first}, changed, {k: mapping[k] for k in added if k not in first}, gone
+    )
+
+
+@contextmanager
+def postponing_interrupts() -> Iterator[None]:
+    """Let a first Ctrl-C take effect at the end of the block, and a second one immediately."""
+    own = signal.getsignal(signal.SIGINT)
+    if not callable(own) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted: list[FrameType | None] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        if noted:
+            own(signum, frame)
+        noted.append(frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, own)
+    if noted:
+        own(signal.SIGINT, noted[0])

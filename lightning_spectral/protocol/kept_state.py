@@ -1,0 +1,334 @@
+"""The state of a module, kept and put back: what a client changes on it, neither the server nor another client sees."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.protocol.attribute_paths import BACK, OF_MODULES, all_parts
+from lightning_spectral.protocol.rng import derived_seed
+
+# What holds nothing that could change, or is not the module's alone
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice})
+SHARED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, torch._C.ScriptObject)
+HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  # of the standard library, and of torch
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+# Whose classes are left alone: `__main__` is the user's
+LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", "lightning_spectral", "pandas"})
+LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
+
+Restore = Callable[[], object]
+
+
+class KeptState:
+    """All that a module keeps besides the values of its parameters and buffers, as it was when this was made.
+
+    `restore` puts it back: the classes of the module's parts, their attributes, the content of containers, arrays and
+    data frames, the attributes of objects of the user's own classes, the state of generators, unregistered tensors, and
+    which parameters need a gradient. Gradients are dropped. Objects stay the same objects, so that everybody who refers
+    to them follows.
+
+    Args:
+        module: A module.
+        others: Further objects, such as its optimizers.
+
+    Example:
+        >>> line = nn.Linear(1, 1)
+        >>> line.steps, line.seen = 0, []
+        >>> kept = KeptState(line)
+        >>> line.steps, line.last = 3, 0.5
+        >>> line.seen.append(0.5)
+        >>> kept.restore()
+        >>> line.steps, line.seen, hasattr(line, "last")
+        (0, [], False)
+    """
+
+    def __init__(self, module: nn.Module, *others: Any) -> None:
+        self._module = module
+        self.tensors = own_tensors(module)
+        self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
+        self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []  # of dictionaries
+        self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
+        self._restores: list[Restore] = []
+        self.generators: list[Any] = []
+        self._seen = {id(tensor) for tensor in self.tensors}
+        self._keep([module, *module.modules(), *others])
+
+    def mappings(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
+        """The dictionaries, each with what it held."""
+        yield from self._contents
+        yield from ((container, {}) for container in self._empty if isinstance(container, dict))
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for part, kind, now, before in self.parts:
+            if type(part) is not kind:
+                part.__class__ = kind
+            if now.keys() != before.keys():
+                now.clear()
+            now.update(before)
+        for container in self._empty:
+            if container:
+                container.clear()
+        for mapping, content in self._contents:
+            _refill_mapping(mapping, content)
+        for restore in self._restores:
+            restore()
+        for tensor, needs_gradient in self.needed_gradients:
+            if tensor.grad is not None:
+                tensor.grad = None
+            if tensor.requires_grad is not needs_gradient:
+                tensor.requires_grad_(needs_gradient)
+
+    def seed(self, seed: int, ids: Iterable[int | str]) -> None:
+        """Seed the generators that were found, each by its name."""
+        if not self.generators:
+            return
+        named = {id(part): path for path, part in all_parts({"": self._module})}
+        for generator in self.generators:
+            own = derived_seed(seed, "generator", *ids, named.get(id(generator), ""))
+            if isinstance(generator, random.Random):
+                generator.seed(own)
+            elif isinstance(generator, torch.Generator):
+                generator.manual_seed(own)
+            elif isinstance(generator, np.random.RandomState):
+                generator.seed(own % 2**32)
+            else:
+                generator.bit_generator.state = type(generator.bit_generator)(own).state  # type: ignore[call-arg]
+
+    def _keep(self, values: list[Any]) -> None:
+        seen, rest = self._seen, values
+        while rest:
+            value = rest.pop()
+            kind = type(value)
+            if kind in PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, dict):
+                self._keep_mapping(value, rest)
+            elif isinstance(value, list | set | deque | bytearray):
+                self._keep_sequence(value, rest)
+            elif isinstance(value, tuple | frozenset):
+                rest.extend(value)
+            elif isinstance(value, Tensor):
+                self._keep_tensor(value)
+            elif isinstance(value, nn.Module):
+                self._keep_part(value, rest)
+            elif not isinstance(value, SHARED):
+                self._keep_object(value, kind, rest)
+
+    def _keep_mapping(self, mapping: dict[Any, Any], rest: list[Any]) -> None:
+        if not mapping:
+            self._empty.append(mapping)
+            return
+        self._contents.append((mapping, dict(mapping)))
+        if len(mapping) <= LARGE:
+            rest.extend(mapping.values())
+
+    def _keep_sequence(self, sequence: Any, rest: list[Any]) -> None:
+        if not sequence:
+            self._empty.append(sequence)
+            return
+        self._restores.append(partial(_refill_sequence, sequence, type(sequence) is set, sequence.copy()))
+        if len(sequence) <= LARGE and not isinstance(sequence, bytearray):
+            rest.extend(sequence)
+
+    def _keep_tensor(self, tensor: Tensor) -> None:
+        if _is_writable(tensor):
+            self._restores.append(partial(_refill_tensor, tensor, tensor.detach().clone(), tensor.grad))
+
+    def _keep_part(self, part: nn.Module, rest: list[Any]) -> None:
+        self._keep_attributes(part, type(part), rest)
+
+    def _keep_attributes(self, holder: Any, kind: type, rest: list[Any]) -> None:
+        own = vars(holder)
+        before = own.copy()
+        self.parts.append((holder, kind, own, before))
+        rest.extend(value for name, value in before.items() if name not in BACK)
+
+    def _keep_object(self, value: Any, kind: type, rest: list[Any]) -> None:
+        if isinstance(value, np.ndarray):
+            if value.flags.writeable:
+                self._restores.append(partial(np.copyto, value, value.copy()))
+        elif isinstance(value, GENERATORS):
+            self.generators.append(value)
+            self._restores.append(_generator_restore(value))
+        elif kind.__module__.startswith("pandas.") and hasattr(value, "_mgr"):
+            self._restores.append(partial(vars(value).update, vars(value.copy())))
+        elif is_users(value, kind):
+            if hasattr(value, "__dict__"):
+                self._keep_attributes(value, kind, rest)
+            for name, held in _slots_of(value, kind):
+                self._restores.append(partial(object.__setattr__, value, name, held))
+                rest.append(held)
+
+
+@contextmanager
+def trying(module: nn.Module, device: torch.device | str | None = None) -> Iterator[None]:
+    """Put back, after the block, whatever a module changes in a pass, in its mode or in its layers.
+
+    Buffers have other memory within the block. New parameters may replace old ones, but those that stay must not change
+    their values.
+
+    Args:
+        module: The module.
+        device: Where it is within the block; ``None`` for where it is now.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with trying(norm):
+        ...     _ = norm(torch.ones(3, 2))
+        >>> int(norm.num_batches_tracked), norm.running_mean.tolist()
+        (0, [0.0, 0.0])
+    """
+    kept = KeptState(module)
+    before = [(tensor, tensor.data) for tensor in kept.tensors]
+    try:
+        for tensor, data in before:
+            moved = data if device is None else data.to(device)
+            tensor.data = moved.clone() if moved is data and not isinstance(tensor, nn.Parameter) else moved
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+        kept.restore()
+
+
+def is_users(value: Any, kind: type) -> bool:
+    """Whether an object is of a class of the user's own, or of one that only holds values for others."""
+    return isinstance(value, HOLDERS) or kind.__module__.partition(".")[0] not in LIBRARIES
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of a module, each once."""
+    found: dict[int, Tensor] = {}
+    for part in module.modules():
+        for own in (part._parameters, part._buffers):
+            for tensor in own.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def changed_attributes(module: nn.Module) -> Callable[[], tuple[str, ...]]:
+    """Return a function that names what has changed on a module since now, besides its parameters and buffers.
+
+    Comparing takes long, and is meant for a few turns. What torch and Lightning keep for themselves does not count, nor
+    do tensors that a pass computes, and metrics.
+
+    Example:
+        >>> line = nn.Linear(1, 1)
+        >>> line.steps, line.scale = 0, 1.0
+        >>> changed = changed_attributes(line)
+        >>> line.steps += 1
+        >>> changed()
+        ('steps',)
+    """
+    before = dict(_compared(module))
+
+    def changed() -> tuple[str, ...]:
+        now = dict(_compared(module))
+        return tuple(sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)))
+
+    return changed
+
+
+def _compared(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    for path, part in module.named_modules():
+        if isinstance(part, metric) or isinstance(part, torch.jit.ScriptModule):
+            continue
+        for name, value in vars(part).items():
+            if name not in _KEPT_BY_TORCH and name not in BACK and not name.startswith(("_forward", "_backward")):
+                yield f"{path}.{name}" if path else name, _frozen(value, depth=6)
+
+
+_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
+
+
+def _frozen(value: Any, depth: int) -> Any:
+    """A value to compare with a later one; nothing for what is not compared."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value if value == value else "nan"
+    if depth == 0 or isinstance(value, SHARED) or isinstance(value, GENERATORS):
+        return None
+    if isinstance(value, Tensor):
+        return None if value.grad_fn is not None else (value.shape, _digest(value.detach().cpu()))
+    if isinstance(value, np.ndarray):
+        return value.shape, value.tobytes()
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if isinstance(value, dict):
+        return [(str(key), _frozen(entry, depth - 1)) for key, entry in list(value.items())[:LARGE]]
+    if isinstance(value, list | tuple | deque):
+        return [_frozen(entry, depth - 1) for entry in list(value)[:LARGE]]
+    if isinstance(value, set | frozenset):
+        return len(value), sorted(map(str, value))[:LARGE]
+    if isinstance(value, nn.Module):
+        return None
+    if is_users(value, kind) and not isinstance(value, Optimizer) and hasattr(value, "__dict__"):
+        return [(name, _frozen(entry, depth - 1)) for name, entry in vars(value).items()]
+    return None
+
+
+def _digest(tensor: Tensor) -> Any:
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() > LARGE:
+        return None
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def _refill_mapping(mapping: Any, content: dict[Any, Any]) -> None:
+    base = OrderedDict if isinstance(mapping, OrderedDict) else dict  # a subclass may do other things as well
+    base.clear(mapping)
+    base.update(mapping, content)
+
+
+def _refill_sequence(sequence: Any, is_set: bool, content: Any) -> None:
+    if isinstance(sequence, list | bytearray):
+        sequence[:] = content
+        return
+    sequence.clear()
+    (sequence.update if isinstance(sequence, set) else sequence.extend)(content)
+
+
+@torch.no_grad()
+def _refill_tensor(tensor: Tensor, value: Tensor, gradient: Tensor | None) -> None:
+    tensor.grad = gradient
+    tensor.detach().copy_(value)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Whether a local step can write a tensor in place."""
+    if not tensor.is_leaf or tensor.layout != torch.strided or tensor.is_inference() or tensor.is_meta:
+        return False
+    return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _generator_restore(generator: Any) -> Restore:
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        return partial(generator.set_state, generator.get_state())
+    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+
+
+def _slots_of(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

@@ -55,6 +55,30 @@ class WithPlainSGD(LitMLP):
         super().__init__(momentum=0.0)
 
 
+class WithTwoOptimizers(LitMLP):
+    """Steps its two halves one after the other, each with a schedule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        halves = [
+            torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(self.net[2:].parameters(), lr=0.01),
+        ]
+        return halves, [torch.optim.lr_scheduler.StepLR(half, 1, 0.5) for half in halves]
+
+
 class WithExperts(LitMLP):
     """Two layers, of which each client uses one, chosen by its first example, and a third that no client uses."""
 
@@ -161,10 +185,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 5,
         "server_optimizer": ls.server.FedAdam(lr=0.01),
     },
-    "a client's own Trainer": {
+    "two optimizers, FedYogi": {
         "algorithm": SPECTRAL,
+        "module": WithTwoOptimizers,
         "clients_per_round": 5,
-        "client_engine": "trainer",
         "local_hooks": [ls.client.ProximalTerm(0.5)],
         "server_optimizer": ls.server.FedYogi(lr=0.01),
     },

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, toy_examples
 
@@ -18,7 +19,6 @@ import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_optimizer import OptimizerRecipe
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.protocol.codec import decode, encode
@@ -48,8 +48,8 @@ class OtherProcess(Executor):
     Attributes:
         worker: The process.
         side: The device half of the algorithm.
-        module: The user's module; sent at the start, as are the half and the recipes.
-        recipes: Of the user's optimizers.
+        module: The user's module; sent at the start, as is the half.
+        optimizers: The user's optimizers; sent together with the module, so that they are over its parameters there.
         make_data: Called in the other process, which has its own data. Its result maps a download to the client's data.
         local_hooks: Hooks that act while clients train; also sent at the start.
         keeps: Whether the device keeps anything for the next download; if not, it is a new one each time.
@@ -60,7 +60,7 @@ class OtherProcess(Executor):
     worker: Worker
     side: ClientSide
     module: Any
-    recipes: list[OptimizerRecipe]
+    optimizers: Sequence[Optimizer]
     make_data: Callable[[], Callable[[Download], ClientData]]
     local_hooks: tuple[LocalHook, ...] = ()
     keeps: bool = True
@@ -71,7 +71,7 @@ class OtherProcess(Executor):
         self._start()
 
     def _start(self) -> None:
-        start = self.side, self.module, self.recipes, self.make_data, self.local_hooks
+        start = self.side, self.module, self.optimizers, self.make_data, self.local_hooks
         self.worker.pipe.send_bytes(pickle.dumps(start))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
@@ -98,8 +98,9 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while start := pipe.recv_bytes():
-        side, module, recipes, make_data, local_hooks = pickle.loads(start)
-        device = Device(module, side, recipes, make_data(), LocalSettings(local_hooks=local_hooks))
+        side, module, optimizers, make_data, local_hooks = pickle.loads(start)
+        settings = LocalSettings(local_hooks=local_hooks)
+        device = Device(module, side, optimizers, make_data(), settings, owned=True)
         while download := pipe.recv_bytes():
             pipe.send_bytes(encode(device.run(decode(download, Download))))
 

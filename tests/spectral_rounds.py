@@ -5,6 +5,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.round import SpectralRound
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -46,13 +47,14 @@ def run_round(
 ) -> list[tuple[Receipt, dict[str, torch.Tensor]]]:
     opened, sent = draw(algorithm, server, ratios)
     side = algorithm.bind(server).device_half
+    forms = Forms(server, side.take_form)
     seen = []
     for c, (download, receipt) in enumerate(sent):
-        client = side.build(server, download.capacity)
-        side.load(client, download)
-        if trained:
-            train(client, seed=c)
-        upload = side.collect(client, download)
+        with forms.client(download.capacity) as client:
+            side.load(client, download)
+            if trained:
+                train(client, seed=c)
+            upload = side.collect(client, download)
         opened.add(receipt, upload)
         seen.append((receipt, {name: t.clone() for name, t in upload.tensors.items()}))
     opened.close()

@@ -144,7 +144,7 @@ class Device:
             assert self.forms.kept is not None, "the module is a client"
             self.forms.kept.seed(download.seed, download.ids)
             task = self._start(download)
-            changed = self._comparison() if is_watched and download.local_epochs > 0 else tuple
+            changed = self._comparison(form) if is_watched and download.local_epochs > 0 else tuple
             with ExitStack() as blocks:
                 for hook in hooks if download.local_epochs > 0 else ():
                     blocks.enter_context(hook.while_training(module, task.data))
@@ -171,12 +171,12 @@ class Device:
             put_back=changed(),
         )
 
-    def _comparison(self) -> Callable[[], tuple[str, ...]]:
+    def _comparison(self, form: Form) -> Callable[[], tuple[str, ...]]:
         """What names the attributes that this client changes, in the first turns."""
         if self._num_compared >= COMPARED_TURNS:
             return tuple
         self._num_compared += 1
-        return changed_attributes(self.module)
+        return changed_attributes(self.module, form.replaced.keys())
 
     def _start(self, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""

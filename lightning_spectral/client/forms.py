@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.exchange import named_state
-from lightning_spectral.protocol.kept_state import KeptState, own_tensors
+from lightning_spectral.protocol.kept_state import KeptState
 
 TakeForm = Callable[[nn.Module, float], object]
 
@@ -48,6 +48,7 @@ class Form:
         gradients: The server's tensors that need a gradient only here, or only there.
         shared: The server's tensors that a client has as well, by name; they get memory of their own.
         replaced: The server's parameters that a client does not have, by name.
+        own: The tensors that only a client has, and whether they need a gradient when it begins.
     """
 
     parts: Sequence[tuple[nn.Module, type, Mapping[str, Any], Collection[str]]]
@@ -55,11 +56,12 @@ class Form:
     gradients: Sequence[tuple[Tensor, bool]]
     shared: Mapping[str, Tensor]
     replaced: Mapping[str, Tensor]
+    own: Sequence[tuple[Tensor, bool]]
 
     def apply(self) -> None:
         """Turn the server into the client, but for the values of tensors."""
         for part, kind, attributes, missing in self.parts:
-            part.__class__ = kind  # type: ignore[assignment]
+            part.__class__ = kind
             own = vars(part)
             for name in missing:
                 own.pop(name, None)
@@ -101,6 +103,7 @@ class Forms:
     others: Sequence[Any] = ()
     owned: bool = False
     kept: KeptState | None = field(default=None, init=False)
+    _last: KeptState | None = field(default=None, init=False)
     _forms: dict[float, Form] = field(default_factory=dict, init=False)
     _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
     _server: list[tuple[Tensor, Tensor]] = field(default_factory=list, init=False)
@@ -126,7 +129,9 @@ class Forms:
         """
         with postponing_interrupts():
             assert self.kept is None, "a module is one client at a time"
-            self.kept = KeptState(self.module, *self.others)
+            if self._last is None or not self._last.renewed():
+                self._last = KeptState(self.module, *self.others)
+            self.kept = self._last
             try:
                 if capacity in self._forms:
                     form = self._forms[capacity]
@@ -141,14 +146,19 @@ class Forms:
 
     def give_back(self) -> None:
         """Turn the module into the server again, if it is not."""
-        with postponing_interrupts():
-            self._put_back()
+        if self.kept is not None:
+            with postponing_interrupts():
+                self._put_back()
 
     def _put_back(self) -> None:
         for tensor, data in self._server:
             tensor.data = data
         self._server.clear()
         if self.kept is not None:
+            for form in self._forms.values():
+                for tensor, needs_gradient in form.own:
+                    tensor.grad = None
+                    tensor.requires_grad_(needs_gradient)
             self.kept.restore()
             self.kept = None
 
@@ -159,11 +169,16 @@ class Forms:
         whose = {id(tensor) for tensor in kept.tensors}
         left = {id(tensor) for tensor in mine.values()}
         form = Form(
-            [found for part, *known in kept.parts if (found := _part_change(part, *known)) is not None],
-            [found for mapping, before in kept.mappings() if (found := _entry_change(mapping, before)) is not None],
-            [(tensor, tensor.requires_grad) for tensor, before in kept.needed_gradients if tensor.requires_grad is not before],
+            [change for known in kept.parts if (change := _part_change(*known)) is not None],
+            [entries for mapping, before in kept.mappings() if (entries := _entry_change(mapping, before)) is not None],
+            [
+                (tensor, tensor.requires_grad)
+                for tensor, before in kept.needed_gradients
+                if tensor.requires_grad is not before
+            ],
             {name: tensor for name, tensor in mine.items() if id(tensor) in whose},
             {name: tensor for name, tensor in server.items() if id(tensor) not in left},
+            [(tensor, tensor.requires_grad) for tensor in mine.values() if id(tensor) not in whose],
         )
         if self.owned:
             for tensor in form.replaced.values():
@@ -199,7 +214,7 @@ class Forms:
 
 
 def _cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    storage = tensors[0].untyped_storage().clone()
+    storage = tensors[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
     return [
         tensor.new_empty(()).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors
     ]

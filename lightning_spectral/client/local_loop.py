@@ -36,13 +36,17 @@ class LocalLoop:
         self.before_step: Sequence[Sequence[BeforeStep]] = ()
         self.scaler: GradScaler | None = None
         self.num_steps = 0
+        self._redirect = settings.redirect
+        self._methods: dict[str, Callable[..., Any]] = {
+            "optimizers": self._optimizers,
+            "manual_backward": self._manual_backward,
+        }
         self._eager = not self.is_manual and not self.user.takes_steps and not _needs_closure(optimizers[0])
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
         module, user, recorder, self.before_step = self.module, self.user, task.recorder, task.before_step
-        module.optimizers = self._optimizers
-        module.manual_backward = self._manual_backward
+        self._redirect(module, self._methods)
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
         self.num_steps = 0
         losses: list[Tensor] = []  # read once, when the client is done
@@ -111,7 +115,7 @@ class LocalLoop:
         loss = loss if self.scaler is None else self.scaler.scale(loss)
         user.on_before_backward(loss)
         if user.backward is None:
-            loss.backward(*args, **options)
+            loss.backward(*args, **options)  # type: ignore[no-untyped-call]
         else:
             user.backward(loss, *args, **options)
         user.on_after_backward()

@@ -176,7 +176,7 @@ def _groups_of(
     origin: Origin,
     overrides: Overrides,
 ) -> list[Group]:
-    """What a client has for each group, in the user's order; parameters with other options form a group of their own."""
+    """A client's groups in the user's order; parameters with options of their own form another."""
     index_of = {
         server[id(p)]: index
         for index, group in enumerate(optimizer.param_groups)
@@ -223,17 +223,16 @@ def check_optimizer(template: Optimizer) -> None:
     """
     for one in family(template):
         parameters = [p for group in one.param_groups for p in group["params"]]
-        wanted = [p.shape for p in parameters]
+        shapes, own = [p.shape for p in parameters], {id(p) for p in parameters}
         for name, value in vars(one).items():
-            held = list(_tensors_in(value)) if name not in ("param_groups", "state", "_params") else []
-            own = {id(p) for p in parameters}
-            if held and len(held) >= len(wanted) and [t.shape for t in held[: len(wanted)]] == wanted:
-                if any(t.numel() > 1 for t in held) and not any(id(t) in own for t in held):
-                    raise ValueError(
-                        f"{type(one).__name__} cannot step clients, because its `{name}` holds a tensor for each "
-                        "parameter, made when it was constructed, and each client starts from other weights; keep "
-                        "such tensors in `self.state[parameter]`, made in the first step."
-                    )
+            held = [] if name in ("param_groups", "state") else list(_tensors_in(value))
+            is_copy = [t.shape for t in held[: len(shapes)]] == shapes and not any(id(t) in own for t in held)
+            if is_copy and any(t.numel() > 1 for t in held):
+                raise ValueError(
+                    f"{type(one).__name__} cannot step clients, because its `{name}` holds a tensor for each "
+                    "parameter, made when it was constructed, and each client starts from other weights; keep such "
+                    "tensors in `self.state[parameter]`, made in the first step."
+                )
 
 
 def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,11 @@ from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.local_hooks import BeforeStep, LocalHook
 from lightning_spectral.client.user_step import Defines, Recorder, defines_all
 from lightning_spectral.protocol.records import Download
+
+
+def set_methods(module: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Put functions in the place of some of a module's methods."""
+    vars(module).update(methods)
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,13 @@ class LocalSettings:
         placement: Device and precision.
         local_hooks: Hooks that act while a client trains, in this order.
         defines: Whether a module defines a hook itself; hooks that it does not define are not called.
+        redirect: Puts functions in the place of some of the module's methods, by name.
     """
 
     placement: Placement = field(default_factory=Placement)
     local_hooks: tuple[LocalHook, ...] = ()
     defines: Defines = defines_all
+    redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = set_methods
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,7 +54,7 @@ class UserStep:
         self.on_before_optimizer_step = hook("on_before_optimizer_step")
         # what the loop does itself unless the user has another way
         self.optimizer_step, self.optimizer_zero_grad, self.backward, self.configure_gradient_clipping = (
-            getattr(module, name) if is_lightnings(module) and defines(module, name) else None for name in OWN_WAYS
+            getattr(module, name) if _has_own_way(module, name) and defines(module, name) else None for name in OWN_WAYS
         )
 
     @property
@@ -70,6 +70,11 @@ class UserStep:
 def is_lightnings(module: Any) -> bool:
     """Whether a module has all of Lightning's hooks, of which those in `OWN_WAYS` are no mere notifications."""
     return hasattr(module, "automatic_optimization")
+
+
+def _has_own_way(module: Any, name: str) -> bool:
+    """Whether one of `OWN_WAYS` is not Lightning's, which needs a Trainer."""
+    return is_lightnings(module) and not getattr(module, name).__module__.startswith("lightning.")
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:

@@ -6,9 +6,10 @@ import argparse
 import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,6 +31,7 @@ LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", 
 LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
 
 Restore = Callable[[], object]
+Keep = Callable[[], Restore]
 
 
 class KeptState:
@@ -58,14 +60,36 @@ class KeptState:
     def __init__(self, module: nn.Module, *others: Any) -> None:
         self._module = module
         self.tensors = own_tensors(module)
-        self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
         self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []  # of dictionaries
+        self._sequences: list[tuple[Any, Any]] = []
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
-        self._restores: list[Restore] = []
+        self._values: list[Keep] = []
         self.generators: list[Any] = []
         self._seen = {id(tensor) for tensor in self.tensors}
         self._keep([module, *module.modules(), *others])
+        self._keep_values()
+
+    def renewed(self) -> bool:
+        """Keep the state as it is now, if it has the same objects in the same places; that takes less time.
+
+        If it has not, another one has to be made.
+        """
+        for part, kind, now, before in self.parts:
+            if type(part) is not kind or not _same_entries(now, before):
+                return False
+        if any(self._empty):
+            return False
+        if not all(_same_entries(now, before) for now, before in self._contents):
+            return False
+        if not all(_same_members(now, before) for now, before in self._sequences):
+            return False
+        self._keep_values()
+        return True
+
+    def _keep_values(self) -> None:
+        self._restores = [keep() for keep in self._values]
+        self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
 
     def mappings(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
         """The dictionaries, each with what it held."""
@@ -84,7 +108,10 @@ class KeptState:
             if container:
                 container.clear()
         for mapping, content in self._contents:
-            _refill_mapping(mapping, content)
+            if not _same_entries(mapping, content):
+                _refill_mapping(mapping, content)
+        for sequence, content in self._sequences:
+            _refill_sequence(sequence, content)
         for restore in self._restores:
             restore()
         for tensor, needs_gradient in self.needed_gradients:
@@ -107,7 +134,7 @@ class KeptState:
             elif isinstance(generator, np.random.RandomState):
                 generator.seed(own % 2**32)
             else:
-                generator.bit_generator.state = type(generator.bit_generator)(own).state  # type: ignore[call-arg]
+                generator.bit_generator.state = type(generator.bit_generator)(own).state
 
     def _keep(self, values: list[Any]) -> None:
         seen, rest = self._seen, values
@@ -124,9 +151,10 @@ class KeptState:
             elif isinstance(value, tuple | frozenset):
                 rest.extend(value)
             elif isinstance(value, Tensor):
-                self._keep_tensor(value)
+                if _is_writable(value):
+                    self._values.append(partial(_kept_tensor, value))
             elif isinstance(value, nn.Module):
-                self._keep_part(value, rest)
+                self._keep_attributes(value, kind, rest)
             elif not isinstance(value, SHARED):
                 self._keep_object(value, kind, rest)
 
@@ -142,16 +170,9 @@ class KeptState:
         if not sequence:
             self._empty.append(sequence)
             return
-        self._restores.append(partial(_refill_sequence, sequence, type(sequence) is set, sequence.copy()))
+        self._sequences.append((sequence, sequence.copy()))
         if len(sequence) <= LARGE and not isinstance(sequence, bytearray):
             rest.extend(sequence)
-
-    def _keep_tensor(self, tensor: Tensor) -> None:
-        if _is_writable(tensor):
-            self._restores.append(partial(_refill_tensor, tensor, tensor.detach().clone(), tensor.grad))
-
-    def _keep_part(self, part: nn.Module, rest: list[Any]) -> None:
-        self._keep_attributes(part, type(part), rest)
 
     def _keep_attributes(self, holder: Any, kind: type, rest: list[Any]) -> None:
         own = vars(holder)
@@ -162,18 +183,18 @@ class KeptState:
     def _keep_object(self, value: Any, kind: type, rest: list[Any]) -> None:
         if isinstance(value, np.ndarray):
             if value.flags.writeable:
-                self._restores.append(partial(np.copyto, value, value.copy()))
+                self._values.append(partial(_kept_array, value))
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
-            self._restores.append(_generator_restore(value))
-        elif kind.__module__.startswith("pandas.") and hasattr(value, "_mgr"):
-            self._restores.append(partial(vars(value).update, vars(value.copy())))
+            self._values.append(partial(_kept_generator, value))
+        elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
+            self._values.append(partial(_kept_frame, value))
         elif is_users(value, kind):
             if hasattr(value, "__dict__"):
                 self._keep_attributes(value, kind, rest)
-            for name, held in _slots_of(value, kind):
-                self._restores.append(partial(object.__setattr__, value, name, held))
-                rest.append(held)
+            if slots := dict(_slots_of(value, kind)):
+                self._values.append(partial(_kept_slots, value, kind))
+                rest.extend(slots.values())
 
 
 @contextmanager
@@ -223,11 +244,11 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
     return list(found.values())
 
 
-def changed_attributes(module: nn.Module) -> Callable[[], tuple[str, ...]]:
+def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Callable[[], tuple[str, ...]]:
     """Return a function that names what has changed on a module since now, besides its parameters and buffers.
 
     Comparing takes long, and is meant for a few turns. What torch and Lightning keep for themselves does not count, nor
-    do tensors that a pass computes, and metrics.
+    do tensors that a pass computes, metrics, objects of libraries, and attributes ``without`` which it is asked.
 
     Example:
         >>> line = nn.Linear(1, 1)
@@ -241,7 +262,8 @@ def changed_attributes(module: nn.Module) -> Callable[[], tuple[str, ...]]:
 
     def changed() -> tuple[str, ...]:
         now = dict(_compared(module))
-        return tuple(sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name)))
+        changed = (name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+        return tuple(sorted({*changed} - {*without}))
 
     return changed
 
@@ -249,11 +271,13 @@ def changed_attributes(module: nn.Module) -> Callable[[], tuple[str, ...]]:
 def _compared(module: nn.Module) -> Iterator[tuple[str, Any]]:
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for path, part in module.named_modules():
-        if isinstance(part, metric) or isinstance(part, torch.jit.ScriptModule):
+        if isinstance(part, (metric, torch.jit.ScriptModule)):
             continue
         for name, value in vars(part).items():
             if name not in _KEPT_BY_TORCH and name not in BACK and not name.startswith(("_forward", "_backward")):
-                yield f"{path}.{name}" if path else name, _frozen(value, depth=6)
+                frozen = _frozen(value, depth=6)
+                if frozen is not None and not (isinstance(frozen, list) and frozen and not any(frozen)):
+                    yield f"{path}.{name}" if path else name, frozen
 
 
 _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
@@ -263,8 +287,8 @@ def _frozen(value: Any, depth: int) -> Any:
     """A value to compare with a later one; nothing for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
-        return value if value == value else "nan"
-    if depth == 0 or isinstance(value, SHARED) or isinstance(value, GENERATORS):
+        return repr(value)  # NaN is equal to nothing, not even to itself
+    if depth == 0 or isinstance(value, (*SHARED, *GENERATORS)):
         return None
     if isinstance(value, Tensor):
         return None if value.grad_fn is not None else (value.shape, _digest(value.detach().cpu()))
@@ -291,18 +315,33 @@ def _digest(tensor: Tensor) -> Any:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
+def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether two dictionaries have the same objects under the same keys, in the same order."""
+    return len(now) == len(before) and all(map(is_, now.values(), before.values())) and now.keys() == before.keys()
+
+
+def _same_members(now: Any, before: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == before)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
 def _refill_mapping(mapping: Any, content: dict[Any, Any]) -> None:
     base = OrderedDict if isinstance(mapping, OrderedDict) else dict  # a subclass may do other things as well
     base.clear(mapping)
     base.update(mapping, content)
 
 
-def _refill_sequence(sequence: Any, is_set: bool, content: Any) -> None:
+def _refill_sequence(sequence: Any, content: Any) -> None:
     if isinstance(sequence, list | bytearray):
         sequence[:] = content
         return
     sequence.clear()
     (sequence.update if isinstance(sequence, set) else sequence.extend)(content)
+
+
+def _kept_tensor(tensor: Tensor) -> Restore:
+    return partial(_refill_tensor, tensor, tensor.detach().clone(), tensor.grad)
 
 
 @torch.no_grad()
@@ -318,12 +357,32 @@ def _is_writable(tensor: Tensor) -> bool:
     return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _generator_restore(generator: Any) -> Restore:
+def _kept_array(array: Any) -> Restore:
+    return partial(np.copyto, array, array.copy())
+
+
+def _kept_frame(frame: Any) -> Restore:
+    return partial(vars(frame).update, vars(frame.copy()))
+
+
+def _kept_generator(generator: Any) -> Restore:
     if isinstance(generator, random.Random):
         return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, torch.Generator | np.random.RandomState):
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.RandomState):
         return partial(generator.set_state, generator.get_state())
     return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+
+
+def _kept_slots(value: Any, kind: type) -> Restore:
+    slots = dict(_slots_of(value, kind))
+
+    def restore() -> None:
+        for name, held in slots.items():
+            object.__setattr__(value, name, held)
+
+    return restore
 
 
 def _slots_of(value: Any, kind: type) -> Iterator[tuple[str, Any]]:

@@ -215,7 +215,6 @@ class ClientOutcome:
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
-    put_back: tuple[str, ...] = ()
     is_bounded: bool = False
 
     @property

@@ -15,6 +15,7 @@ from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width.averages import STEP_COUNTS, WidthAverages, arrange
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.protocol.rng import derived_generator
@@ -54,19 +55,19 @@ def played(round: Round, client: int, num_steps: int) -> Upload:
     """Train a client as a device does."""
     download = replace(round.sent[client][0], round_idx=2, seed=SEED)
     side = round.half.device_half
-    module: Any = side.build(round.server, download.capacity)
-    side.load(module, download)
-    actions = side.start(module, download)
-    optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
-    for x in batches_of(client, num_steps):
-        actions.before_forward()
-        loss = module(x).square().mean()
-        actions.after_forward()
-        optimizer.zero_grad()
-        loss.backward()
-        actions.before_step(optimizer)
-        optimizer.step()
-    return side.collect(module, download)
+    with Forms(round.server, side.take_form).client(download.capacity) as module:
+        side.load(module, download)
+        actions = side.start(module, download)
+        optimizer = torch.optim.SGD(module.parameters(), lr=LR, momentum=MOMENTUM)
+        for x in batches_of(client, num_steps):
+            actions.before_forward()
+            loss = module(x).square().mean()
+            actions.after_forward()
+            optimizer.zero_grad()
+            loss.backward()
+            actions.before_step(optimizer)
+            optimizer.step()
+        return side.collect(module, download)
 
 
 class SlowClient:
@@ -197,17 +198,15 @@ def test_without_training_nothing_changes(data: Any, fit: Fit) -> None:
         assert all(torch.equal(tensor, small.get_buffer(name)) for name, tensor in own.items())
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 @pytest.mark.parametrize(("keep_ratio", "widths"), [(0.5, [0.5]), (1.0, [1.0]), (0.5, [0.5, 0.75])])
 def test_clients_whose_only_width_is_their_own_train_as_without(
-    keep_ratio: float, widths: Any, engine: Any, data: Any, fit: Fit
+    keep_ratio: float, widths: Any, data: Any, fit: Fit
 ) -> None:
     on, off = (
         fit(
             seeded(LitNorms),
             data,
             algorithm=ours(keep_ratio, widths, averages_per_width=flag),
-            client_engine=engine,
             max_epochs=2,
         )
         for flag in (True, False)
@@ -215,14 +214,6 @@ def test_clients_whose_only_width_is_their_own_train_as_without(
     assert same_state(on.model.state_dict(), off.model.state_dict())
     assert on.ledger.rows == off.ledger.rows
     assert on.rows == off.rows
-
-
-def test_both_engines_give_the_same_averages(data: Any, fit: Fit) -> None:
-    loop, trainer = (
-        fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2, client_engine=engine)
-        for engine in ("loop", "trainer")
-    )
-    assert same_state(loop.model.state_dict(), trainer.model.state_dict())
 
 
 def test_weights_are_those_of_shared_averages(data: Any, fit: Fit) -> None:

@@ -1,24 +1,21 @@
 """`clip_weight_lr` and the paper's recipe in a client's turn and in whole fits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_client import Turns
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral import SpectralSide
-from lightning_spectral.client.local_optimizer import (
-    LocalOptimizer,
-    OptimizerRecipe,
-    options_of,
-    rebuild_optimizer,
-)
-from lightning_spectral.client.user_optimizers import recipe_of
+from lightning_spectral.client.side import StepActions
 from lightning_spectral.functional.local_training import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import TermRates
@@ -30,20 +27,19 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")
 
 
+@contextmanager
 def sub_model(
     algorithm: Any, server: nn.Module, keep_ratio: float, lr: float, weight_decay: float = 0.0
-) -> tuple[nn.Module, LocalOptimizer]:
-    """What one client trains, and its optimizer at the start of its turn."""
+) -> Iterator[tuple[nn.Module, Callable[[], None]]]:
+    """What one client trains, and what takes its steps."""
     template = torch.optim.SGD(server.parameters(), lr=lr, weight_decay=weight_decay)
     half = algorithm.bind(server)
     opened = half.open(Cohort(0, 0, {keep_ratio: (WorkUnit(0),)}))
     download, _ = opened.send(WorkUnit(0))
-    side = half.device_half
-    client = side.build(server, download.capacity)
-    side.load(client, download)
-    local = side.local_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    return client, local
+    turns = Turns(half.device_half, server, template)
+    with turns.client(download.capacity) as client:
+        turns.side.load(client, download)
+        yield client, turns.start(client)
 
 
 class TestAtALearningRateForTheDenseNetwork:
@@ -55,14 +51,14 @@ class TestAtALearningRateForTheDenseNetwork:
         generator = torch.Generator().manual_seed(0)
         x, teacher, head = (torch.randn(*shape, generator=generator) for shape in ((256, 16), (16, 32), (32, 8)))
         y = torch.tanh(x @ teacher / 4) @ head / 32**0.5
-        client, local = sub_model(algorithm, server, keep_ratio, self.LR)
         found: list[float] = []
-        while len(found) < self.STEPS and (not found or math.isfinite(found[-1])):
-            local.optimizer.zero_grad()
-            loss = (client(x) - y).square().mean()
-            loss.backward()
-            local.optimizer.step()
-            found.append(loss.item())
+        with sub_model(algorithm, server, keep_ratio, self.LR) as (client, step):
+            while len(found) < self.STEPS and (not found or math.isfinite(found[-1])):
+                client.zero_grad()
+                loss = (client(x) - y).square().mean()
+                loss.backward()
+                step()
+                found.append(loss.item())
         return found
 
     @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()], ids=["random", "spectral"])
@@ -101,11 +97,12 @@ class TestFrobeniusDecay:
         )
         ended = {}
         for bound in (1.0, math.inf):
-            client, local = sub_model(replace(algorithm, clip_weight_lr=bound), server, 1.0, lr, weight_decay=decay)
-            for parameter in client.parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            local.optimizer.step()
-            ended[bound] = torch.diagonal(client[1].weight.detach())
+            bounded = replace(algorithm, clip_weight_lr=bound)
+            with sub_model(bounded, server, 1.0, lr, weight_decay=decay) as (client, step):
+                for parameter in client.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                step()
+                ended[bound] = torch.diagonal(client[1].weight.detach())
         rates = (2 * sizes).clamp(max=1.0)
         torch.testing.assert_close(ended[1.0], (1 - lr * decay * rates / 2).square() * sizes)
         dense = (1 - lr * decay) * sizes
@@ -118,16 +115,17 @@ class TestFrobeniusDecay:
 class MultipliersAlone(SpectralSide):
     """Clips each step with `EffectiveLRClip`, without a bound on the learning rate of the weight."""
 
-    def local_optimizer(self, recipe: OptimizerRecipe, client: nn.Module) -> LocalOptimizer:
-        local = rebuild_optimizer(
-            recipe,
-            client,
-            origin=lambda name: self.weight_of.get(name, name),
-            overrides=lambda name: {"weight_decay": 0.0} if name in self.weight_of else {},
-        )
-        ls.nn.FrobeniusDecay(self._decays(recipe, recipe.options)).register(local.optimizer, client)
-        ls.EffectiveLRClip(self.clip_tau).register(local.optimizer, client)
-        return local
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        """Hooks of the optimizer, from a client's first step to its last."""
+        coefficients, hooked = dict.fromkeys(sharded_layers(client), self.frobenius_decay), set()
+
+        def before_step(optimizer: Optimizer) -> None:
+            if optimizer not in hooked:
+                ls.nn.FrobeniusDecay(coefficients).register(optimizer, client)
+                ls.EffectiveLRClip(self.clip_tau).register(optimizer, client)
+                hooked.add(optimizer)
+
+        return StepActions(before_step=before_step)
 
 
 @dataclass(frozen=True)
@@ -162,26 +160,31 @@ class TestInAFit:
     ) -> None:
         sent: dict[str, Any] = {}
         steps: list[tuple[Any, Tensor, Tensor]] = []  # the client, its factors, and those of its terms at that moment
-        load, scale = SpectralSide.load, TermRates._scale
+        load, acting = SpectralSide.load, TermRates.acting
 
         def spy_load(side: SpectralSide, client: nn.Module, download: Download) -> None:
             load(side, client, download)
             sent.update(client=client, download=download)
 
-        def spy_scale(rates: TermRates, stepped: set[int]) -> None:
-            layers = sharded_layers(sent["client"])
-            before = {name: (layer.u.grad.clone(), layer.v.grad.clone()) for name, layer in layers.items()}  # type: ignore[union-attr]
-            scale(rates, stepped)
-            for name, layer in layers.items():
-                u, omega, v = (sent["download"].tensors[f"{name}.{part}"] for part in ("u", "omega", "v"))
-                factors = torch.minimum(effective_lr_factors(omega, 3.0), weight_lr_factors(u, omega, v, 1.0))
-                assert torch.equal(layer.u.grad, before[name][0] * factors)
-                assert torch.equal(layer.v.grad, before[name][1] * factors[:, None])
-                now = weight_lr_factors(layer.u.detach(), omega, layer.v.detach(), 1.0)
-                steps.append((sent["download"].unit, factors, torch.minimum(effective_lr_factors(omega, 3.0), now)))
+        def spy_acting(rates: TermRates, optimizer: Optimizer) -> Callable[[], None]:
+            scale = acting(rates, optimizer)
+
+            def spied() -> None:
+                layers = sharded_layers(sent["client"])
+                before = {name: (layer.u.grad.clone(), layer.v.grad.clone()) for name, layer in layers.items()}  # type: ignore[union-attr]
+                scale()
+                for name, layer in layers.items():
+                    u, omega, v = (sent["download"].tensors[f"{name}.{part}"] for part in ("u", "omega", "v"))
+                    factors = torch.minimum(effective_lr_factors(omega, 3.0), weight_lr_factors(u, omega, v, 1.0))
+                    assert torch.equal(layer.u.grad, before[name][0] * factors)
+                    assert torch.equal(layer.v.grad, before[name][1] * factors[:, None])
+                    now = weight_lr_factors(layer.u.detach(), omega, layer.v.detach(), 1.0)
+                    steps.append((sent["download"].unit, factors, torch.minimum(effective_lr_factors(omega, 3.0), now)))
+
+            return spied
 
         monkeypatch.setattr(SpectralSide, "load", spy_load)
-        monkeypatch.setattr(TermRates, "_scale", spy_scale)
+        monkeypatch.setattr(TermRates, "acting", spy_acting)
         algorithm = ls.SpectralSharding(ls.Unbiased(), clip_weight_lr=1.0, clip_tau=3.0, **self.OPTIONS)
         fit(seeded(lit_mlp), data, algorithm=algorithm, clients_per_round=6, max_epochs=2)
         assert len({unit for unit, _, _ in steps}) > 6

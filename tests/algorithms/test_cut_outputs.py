@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from spectral_rounds import cohort, net, run_round, unit
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -144,7 +145,7 @@ def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() ->
     half = algorithm.bind(server)
     download, _ = half.open(cohort([0.5])).send(unit(0))
     side = half.device_half
-    client = side.build(server, 0.5)
+    client = client_of(side, server, 0.5)
     side.load(client, download)
     layer = client[1]
     rates = TermRates(client, 10.0, 0.5)._factors(layer)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from test_third_party_models import gpt2, tokens
 from torch import Tensor
 from toy_models import LitMLP
@@ -41,7 +42,7 @@ def bound(lit: Any, aggregation: Any = FOLDED, layers: Any = ("*",)) -> LoRAHalf
 def loaded(half: LoRAHalf, unit: WorkUnit, opened: Any) -> tuple[Any, Any, Any]:
     download, receipt = opened.send(unit)
     download = replace(download, round_idx=COHORT.round_idx)
-    client: Any = half.device_half.build(half.server, download.capacity)
+    client = client_of(half.device_half, half.server, download.capacity)
     half.device_half.load(client, download)
     return client, download, receipt
 
@@ -69,7 +70,7 @@ def test_a_device_that_trains_one_client_after_another_folds_into_the_base_each_
     half = bound(seeded(LitMLP))
     opened, side = half.open(COHORT), half.device_half
     download, _ = opened.send(UNITS[1 / 3][0])
-    client: Any = side.build(half.server, download.capacity)
+    client = client_of(side, half.server, download.capacity)
     side.load(client, download)
     once = {name: tensor.clone() for name, tensor in client.state_dict().items()}
     side.load(client, download)

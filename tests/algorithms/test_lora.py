@@ -8,6 +8,7 @@ import pytest
 import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from test_third_party_models import LitLogits, gpt2, tokens
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -151,7 +152,7 @@ def first_changes(rank: int, max_rank: int, x: Tensor) -> Tensor:
     lit = seeded(LitMLP, momentum=0.0, dropout=0.0)
     state = algorithm.new_state(lit, 0)
     side = algorithm.bind(lit, state).device_half
-    client: Any = side.build(lit, rank / max_rank)
+    client = client_of(side, lit, rank / max_rank)
     with torch.no_grad():
         client.net[0].lora_A.copy_(state.adapters[0].A[:rank])
     client.net(x).square().sum().backward()
@@ -196,7 +197,7 @@ def test_an_adapter_on_a_device_is_the_servers_merged_weight(make: Any, multipli
     algorithm = ls.LoRA([2, 3], layers=["*.c_*" if make is LitTokens else "*"])
     state, before = algorithm.new_state(lit, 0), lit(x)
     half = algorithm.bind(lit, state)
-    client: Any = half.device_half.build(lit, 1.0).eval()
+    client = client_of(half.device_half, lit, 1.0).eval()
     for layer, adapter in zip(algorithm.adapted(lit), state.adapters, strict=True):
         nn.init.normal_(adapter.B, std=0.1, generator=torch.Generator().manual_seed(1))
         own = client.get_submodule(layer.name)

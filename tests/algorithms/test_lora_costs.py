@@ -7,6 +7,7 @@ import pytest
 import torch
 from aggregations import AGGREGATIONS
 from federation import Fit
+from one_client import client_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP
@@ -59,7 +60,7 @@ def test_folding_costs_downloads_alone() -> None:
 def test_parameters_and_work_are_those_of_a_clients_model() -> None:
     cost = ls.cost_table(LitMLP(), ls.LoRA(**OPTIONS), [2, 4], EXAMPLE).at[2]
     algorithm, lit = ls.LoRA([2, 4], **OPTIONS), LitMLP()
-    client = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half.build(lit, 0.5)
+    client = client_of(algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half, lit, 0.5)
     assert cost.parameters == sum(p.numel() for p in client.parameters())
     with FlopCounterMode(display=False) as counter:
         client(EXAMPLE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from test_peft import LORA, LitAdapted, peft
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
@@ -94,7 +95,7 @@ def test_a_client_computes_the_terms_that_it_has_with_the_scale_of_peft(rslora: 
     lit = seeded(nn.ModuleDict, {"net": peft.get_peft_model(gpt2(), config)})
     kept = torch.tensor([0, 3])
     algorithm = ls.LoRA(MIXED)
-    client: Any = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half.build(lit, 0.5)
+    client = client_of(algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half, lit, 0.5)
     for layer in adapted_layers(lit, ["*"], ()):
         a, b = (lit.get_parameter(layer.parts[part]).data for part in "AB")
         nn.init.normal_(b, std=0.1, generator=torch.Generator().manual_seed(1))

@@ -13,6 +13,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.server import SpectralHalf
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Alone
 
 SHARDED = ("1", "4")  # layers of `net`
@@ -30,12 +31,13 @@ def matrix(server: nn.Module, name: str) -> Tensor:
 def play(half: SpectralHalf, server: nn.Module, ratios: list[float]) -> tuple[Any, list[dict[str, Tensor]]]:
     """Play a round. Return it, and how far each client moved each of its own matrices."""
     opened, moved = half.open(cohort(ratios)), []
+    forms = Forms(server, half.device_half.take_form)
     for c in range(len(ratios)):
         download, receipt = opened.send(unit(c))
-        client = half.device_half.build(server, download.capacity)
-        half.device_half.load(client, download)
-        train(client, seed=c)
-        upload = half.device_half.collect(client, download)
+        with forms.client(download.capacity) as client:
+            half.device_half.load(client, download)
+            train(client, seed=c)
+            upload = half.device_half.collect(client, download)
         opened.add(receipt, upload)
         omega = {name: download.tensors[f"{name}.omega"] for name in SHARDED}
         both = {name: [dense(part.tensors, name, omega[name]) for part in (upload, download)] for name in SHARDED}

@@ -1,5 +1,6 @@
 """The memory of training that the table counts is what torch's allocator hands out on a device, from its own log."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,8 @@ from toy_models import LitNet
 import lightning_spectral as ls
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download
@@ -62,15 +63,16 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
     half = algorithm.bind(lit, algorithm.new_state(lit, 0))
     unit = WorkUnit(0, coefficient=1.0)
     opened = half.open(Cohort(0, 0, {keep_ratio: (unit,)}, shares={unit.key: 1.0}))
-    recipe = recipe_of(optimizer, lit)
-    packed = encode(replace(opened.send(unit)[0], options=(recipe.options,), local_epochs=1))
+    packed = encode(replace(opened.send(unit)[0], options=(options_of(optimizer),), local_epochs=1))
     examples = TensorDataset(example.repeat(3, *[1] * (example.dim() - 1)), torch.zeros(3 * BATCH, dtype=torch.long))
 
     def turn() -> None:  # the codec's tensors are views of the bytes, which torch's allocator does not see
         received = decode(packed, Download)
         received = replace(received, tensors={name: tensor.clone() for name, tensor in received.tensors.items()})
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
-        device = Device(lit, half.device_half, [recipe], lambda _: data, LocalSettings(Placement(moves_batches=False)))
+        device = Device(
+            lit, half.device_half, [optimizer], lambda _: data, LocalSettings(Placement(moves_batches=False))
+        )
         upload = device.run(received)
         assert upload.num_steps == 3, upload.failure
 
@@ -78,6 +80,7 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
 
 
 def most_at_once(act: Callable[[], object]) -> int:
+    gc.collect()  # or what earlier turns have left is freed while this one is measured
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         act()
     events = profiler.profiler.kineto_results.events()

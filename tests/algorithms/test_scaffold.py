@@ -40,7 +40,7 @@ def loss_of(client: int, weight: Tensor, bias: Tensor) -> Tensor:
 
 def train_with(side: ClientSide, download: Download) -> Upload:
     """Local steps as a device takes them, with torch's SGD."""
-    client = side.build(line(), 1.0)
+    client = line()
     side.load(client, download)
     optimizer = torch.optim.SGD(client.parameters(), lr=LEARNING_RATE, weight_decay=DECAY)
     actions = side.start(client, download)
@@ -145,7 +145,7 @@ def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: Direc
     opened, (unit,) = rounds.open({0: 0.1})
     download, _ = opened.send(unit)
     download.tensors["correction:bias"].fill_(3.0)
-    client = side.build(rounds.server, 1.0)
+    client: Any = line()
     client.weight.requires_grad_(False)  # as a user's hook might do
     side.start(client, download).before_step(torch.optim.SGD(client.parameters(), lr=1.0))
     assert client.bias.grad.tolist() == [3.0]
@@ -158,20 +158,15 @@ class TestInARun:
         """Fits of SCAFFOLD with five of twelve clients."""
         return partial(fit, algorithm=ls.Scaffold(), clients_per_round=5, local_epochs=2)
 
-    @pytest.mark.parametrize("client_engine", ["loop", "trainer"])
-    def test_the_first_round_is_that_of_federated_averaging(self, client_engine: str, data: Any, fit: Fit) -> None:
-        options = {"client_engine": client_engine}
-        ours, theirs = fit(seeded(LitPlain), data, **options), fit(seeded(LitPlain), data, algorithm=None, **options)
+    def test_the_first_round_is_that_of_federated_averaging(self, data: Any, fit: Fit) -> None:
+        ours, theirs = fit(seeded(LitPlain), data), fit(seeded(LitPlain), data, algorithm=None)
         assert same_state(ours.state, theirs.state)
-        two = fit(seeded(LitPlain), data, max_epochs=2, **options)
-        assert not same_state(two.state, fit(seeded(LitPlain), data, max_epochs=2, algorithm=None, **options).state)
+        two = fit(seeded(LitPlain), data, max_epochs=2)
+        assert not same_state(two.state, fit(seeded(LitPlain), data, max_epochs=2, algorithm=None).state)
 
-    def test_controls_are_means_of_gradients_in_either_engine(self, data: Any, fit: Fit) -> None:
-        options = {"max_epochs": 3, "local_hooks": [ls.client.GradientClip(1.0)]}
-        loop = fit(seeded(LitPlain), data, **options)
-        trainer = fit(seeded(LitPlain), data, client_engine="trainer", **options)
-        assert torch.equal(loop.model.state.values, trainer.model.state.values)
-        assert 0 < loop.logged["fl/control_norm"] < 1.0 + 1e-6  # the mean of clipped gradients
+    def test_controls_are_means_of_gradients(self, data: Any, fit: Fit) -> None:
+        fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.client.GradientClip(1.0)])
+        assert 0 < fitted.logged["fl/control_norm"] < 1.0 + 1e-6  # the mean of clipped gradients
 
     def test_a_download_has_twice_the_bytes_and_an_upload_eight_more(self, data: Any, fit: Fit) -> None:
         ours = fit(seeded(LitPlain), data).ledger.bytes_per_client()[1.0]

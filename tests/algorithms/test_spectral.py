@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from one_client import Turns, client_of
 from spectral_rounds import cohort, draw, net, run_round, unit
 
 import lightning_spectral as ls
-from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.user_optimizers import recipe_of
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
 from lightning_spectral.nn import sharded_layers
 
@@ -54,7 +54,7 @@ def test_shards_of_all_terms_sum_to_the_weight() -> None:
     server = net()
     _, ((download, _),) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
     side = ls.SpectralSharding().bind(server).device_half
-    client = side.build(server, 1.0)
+    client = client_of(side, server, 1.0)
     side.load(client, download)
     for name, layer in sharded_layers(client).items():
         torch.testing.assert_close(layer.weight, server.get_submodule(name).weight.detach(), rtol=1e-5, atol=1e-6)
@@ -110,10 +110,11 @@ def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
 
 def test_a_sub_model_shares_nothing_with_the_server() -> None:
     server = net()
-    client = ls.SpectralSharding().bind(server).device_half.build(server, 0.3)
     theirs = {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
-    assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
-    assert sharded_layers(client)["4"].num_terms == 3
+    with Forms(server, ls.SpectralSharding().bind(server).device_half.take_form).client(0.3) as client:
+        assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
+        assert sharded_layers(client)["4"].num_terms == 3
+    assert theirs == {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
 
 
 def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() -> None:
@@ -123,56 +124,51 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
         algorithm.check_optimizer(template, server)
     _, ((download, _),) = draw(algorithm, server, [0.5])
-    side = algorithm.bind(server).device_half
-    client = side.build(server, 0.5)
-    side.load(client, download)
-    local = side.local_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
-    oracle = copy.deepcopy(client)
-    penalty = sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values())
-    penalty.backward()
-    for parameter in client.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    local.optimizer.step()
-    for name, layer in sharded_layers(client).items():
-        expected = sharded_layers(oracle)[name]
-        torch.testing.assert_close(layer.u, expected.u - expected.u.grad)
-        torch.testing.assert_close(layer.v, expected.v - expected.v.grad)
-        assert layer.weight.detach().norm() < weights[name].norm()
-    torch.testing.assert_close(client[0].weight, 0.95 * server[0].weight)
+    turns, first = Turns(algorithm.bind(server).device_half, server, template), server[0].weight.detach().clone()
+    with turns.client(0.5) as client:
+        turns.side.load(client, download)
+        weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
+        oracle = copy.deepcopy(client)
+        penalty = sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values())
+        penalty.backward()
+        for parameter in client.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        turns.start(client)()
+        for name, layer in sharded_layers(client).items():
+            expected = sharded_layers(oracle)[name]
+            torch.testing.assert_close(layer.u, expected.u - expected.u.grad)
+            torch.testing.assert_close(layer.v, expected.v - expected.v.grad)
+            assert layer.weight.detach().norm() < weights[name].norm()
+        torch.testing.assert_close(client[0].weight.detach(), 0.95 * first)
 
 
 def test_clipping_acts_through_the_local_optimizer() -> None:
     algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0)
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    side = algorithm.bind(server).device_half
-    client = side.build(server, 0.5)
-    layer = sharded_layers(client)["4"]
-    layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
-    local = side.local_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    layer.u.grad = torch.ones_like(layer.u)
-    local.optimizer.step()
-    assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
+    turns = Turns(algorithm.bind(server).device_half, server, template)
+    with turns.client(0.5) as client:
+        layer = sharded_layers(client)["4"]
+        layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
+        step = turns.start(client)
+        layer.u.grad = torch.ones_like(layer.u)
+        step()
+        assert layer.u[0].tolist() == [-1.0, -1.0, -0.5, -0.25, -0.125]
 
 
 def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=1.0, frobenius_decay=0.0), net()
     template = torch.optim.AdamW(server.parameters(), lr=0.01, weight_decay=0.1)
     _, ((download, _),) = draw(algorithm, server, [1.0])
-    side = algorithm.bind(server).device_half
-    client = side.build(server, 1.0)
-    side.load(client, download)
-    local = side.local_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    for parameter in client.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    local.optimizer.step()
-    for name, layer in sharded_layers(client).items():
-        u, v = download.tensors[f"{name}.u"], download.tensors[f"{name}.v"]
-        torch.testing.assert_close(layer.u.detach(), u - 0.01 * 0.1 * u @ v @ v.T, rtol=1e-5, atol=1e-6)
+    turns = Turns(algorithm.bind(server).device_half, server, template)
+    with turns.client(1.0) as client:
+        turns.side.load(client, download)
+        for parameter in client.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        turns.start(client)()
+        for name, layer in sharded_layers(client).items():
+            u, v = download.tensors[f"{name}.u"], download.tensors[f"{name}.v"]
+            torch.testing.assert_close(layer.u.detach(), u - 0.01 * 0.1 * u @ v @ v.T, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip_weight_lr", [math.inf, 1.0])
@@ -182,21 +178,20 @@ def test_decay_is_added_before_clipping(clip_weight_lr: float) -> None:
     )
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    side = algorithm.bind(server).device_half
-    client = side.build(server, 0.5)
-    layer = sharded_layers(client)["4"]
-    generator = torch.Generator().manual_seed(0)
+    turns, generator = Turns(algorithm.bind(server).device_half, server, template), torch.Generator().manual_seed(0)
     u, v = torch.randn(10, 5, generator=generator), torch.randn(5, 32, generator=generator)
     omega = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
-    layer.load_terms(u, v, omega)
-    local = side.local_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    layer.u.grad, layer.v.grad = torch.ones_like(u), torch.ones_like(v)
-    local.optimizer.step()
+    with turns.client(0.5) as client:
+        layer = sharded_layers(client)["4"]
+        layer.load_terms(u, v, omega)
+        step = turns.start(client)
+        layer.u.grad, layer.v.grad = torch.ones_like(u), torch.ones_like(v)
+        step()
+        stepped = layer.u.detach()
     speeds = omega.square() * (u.square().sum(0) + v.square().sum(1))
     factors = torch.minimum(torch.tensor([1.0, 1.0, 0.5, 0.25, 0.125]), clip_weight_lr / speeds)
     decay = 0.1 * (u * omega) @ (v @ v.T) * omega
-    torch.testing.assert_close(layer.u, u - factors * (1 + decay))
+    torch.testing.assert_close(stepped, u - factors * (1 + decay))
 
 
 def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
@@ -211,7 +206,7 @@ def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5), net()
     _, ((download, _),) = draw(algorithm, server, [0.5])
     side = algorithm.bind(server).device_half
-    client = side.build(server, 0.5)
+    client = client_of(side, server, 0.5)
     dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
     factors = 4 * (8 + 54) + 5 * (10 + 32)
     assert download.num_bytes == 4 * (dense + factors + 4 + 5) + 8  # omega; num_batches_tracked is int64
@@ -244,25 +239,23 @@ def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_ta
 
 
 def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
-    """A schedule may change it: the gradient that the hook adds is proportional to the round's coefficient."""
+    """A schedule may change it: the gradient that decay adds is proportional to the round's coefficient."""
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
     side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).bind(server).device_half
-    client = side.build(server, 0.5)
-    local = side.local_optimizer(recipe_of(template, server), client)
-    layer = next(iter(sharded_layers(client).values()))
-    added = []
+    turns, added = Turns(side, server, template), []
     for decay in (0.1, 0.3, 0.0):
         template.param_groups[0]["weight_decay"] = decay
-        local.start_client(options_of(template))
-        with torch.no_grad():
-            layer.u.fill_(1.0)
-            layer.v.fill_(1.0)
-        for parameter in client.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        local.optimizer.step()
-        assert layer.u.grad is not None
-        added.append(layer.u.grad.clone())
+        with turns.client(0.5) as client:
+            layer = next(iter(sharded_layers(client).values()))
+            with torch.no_grad():
+                for factor in (layer.u, layer.v, layer.omega):
+                    factor.fill_(1.0)
+            for parameter in client.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            turns.start(client)()
+            assert layer.u.grad is not None
+            added.append(layer.u.grad.clone())
     assert added[0].abs().min() > 0
     torch.testing.assert_close(added[1], 3 * added[0], rtol=1e-6, atol=0.0)
     assert not added[2].any()

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit
+from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -88,5 +89,6 @@ def test_parameters_are_those_of_the_sub_model(output_ratio: float) -> None:
     table = ls.cost_table(Federated(), ls.SpectralSharding(layers=choices), KEEP_RATIOS)
     assert table.full.parameters == sum(p.numel() for p in Federated().parameters())
     for keep_ratio, cost in table.at.items():
-        client = ls.SpectralSharding(layers=choices).bind(Federated()).device_half.build(Federated(), keep_ratio)
+        side = ls.SpectralSharding(layers=choices).bind(Federated()).device_half
+        client = client_of(side, Federated(), keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toy_models import LitSmall
@@ -37,9 +38,9 @@ class LitShapes(LitSmall):
         return self.head(self.batch_norm(self.depthwise(hidden.transpose(1, 2))).flatten(1))
 
 
-def client_of(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.nn.WidthPlan]:
+def narrowing(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.nn.WidthPlan]:
     half: Any = ls.WidthSharding(keep_ratio=capacity, step_widths=widths).bind(lit)
-    return half.device_half, half.device_half.build(lit, capacity), half.plan
+    return half.device_half, client_of(half.device_half, lit, capacity), half.plan
 
 
 def narrow_copy(lit: Any, plan: ls.nn.WidthPlan, keep_ratio: float) -> Any:
@@ -56,7 +57,7 @@ def narrow_copy(lit: Any, plan: ls.nn.WidthPlan, keep_ratio: float) -> Any:
 def test_a_step_is_that_of_the_narrower_model(module: Any, width: float, capacity: float) -> None:
     """Against a cut copy: the same outputs and gradients, zero elsewhere; the step changes nothing of the client."""
     lit: Any = seeded(module)
-    _, client, plan = client_of(lit, capacity)
+    _, client, plan = narrowing(lit, capacity)
     state = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     client.load_state_dict(narrow_copy(lit, plan, capacity).state_dict())
     small, alone = narrow_copy(lit, plan, width), narrow_copy(lit, plan, capacity)
@@ -91,7 +92,7 @@ def test_a_step_is_that_of_the_narrower_model(module: Any, width: float, capacit
 
 def test_widths_are_drawn_evenly_up_to_the_clients_own() -> None:
     lit = seeded(LitSmall)
-    side, client, _ = client_of(lit, 0.75)
+    side, client, _ = narrowing(lit, 0.75)
     sizes = []
     for client_id in range(10):
         download = Download(WorkUnit(client_id, coefficient=1.0), 0.75, {}, round_idx=3, seed=5)
@@ -152,33 +153,28 @@ class LitCurious(LitSmall):
         self.look(again=True)
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_layers_that_run_again_in_the_backward_pass_are_refused(
-    reentrant: bool, engine: Any, data: Any, fit: Fit
-) -> None:
+def test_layers_that_run_again_in_the_backward_pass_are_refused(reentrant: bool, data: Any, fit: Fit) -> None:
     lit = seeded(LitCheckpointed)
     lit.reentrant = reentrant
     algorithm = ls.WidthSharding(keep_ratio=0.75, step_widths=WIDTHS)
     with pytest.raises(ls.ClientError, match=r"local training: RuntimeError: A \w+ runs again in the backward pass"):
-        fit(lit, data, algorithm=algorithm, client_engine=engine)
+        fit(lit, data, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_a_client_without_narrow_steps_may_compute_activations_again(engine: Any, data: Any, fit: Fit) -> None:
+def test_a_client_without_narrow_steps_may_compute_activations_again(data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(keep_ratio=0.5, step_widths=[0.5, 0.75])
-    assert fit(seeded(LitCheckpointed), data, algorithm=algorithm, client_engine=engine).rows
+    assert fit(seeded(LitCheckpointed), data, algorithm=algorithm).rows
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_the_users_own_passes_are_not_refused(engine: Any, data: Any, fit: Fit) -> None:
+def test_the_users_own_passes_are_not_refused(data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(keep_ratio=0.75, step_widths=WIDTHS)
-    fitted = fit(seeded(LitCurious), data, algorithm=algorithm, client_engine=engine)
-    assert same_state(fitted.state, fit(seeded(LitSmall), data, algorithm=algorithm, client_engine=engine).state)
+    fitted = fit(seeded(LitCurious), data, algorithm=algorithm)
+    assert same_state(fitted.state, fit(seeded(LitSmall), data, algorithm=algorithm).state)
 
 
 def test_only_the_first_narrow_step_of_a_client_is_watched_and_no_hook_is_left() -> None:
-    side, client, _ = client_of(seeded(LitSmall), 0.75)
+    side, client, _ = narrowing(seeded(LitSmall), 0.75)
     hooks = []
     for _ in range(2):
         actions = side.start(client, Download(WorkUnit(0, coefficient=1.0), 0.75, {}))
@@ -194,26 +190,21 @@ def test_only_the_first_narrow_step_of_a_client_is_watched_and_no_hook_is_left()
     assert all(is_narrow for is_narrow, count in hooks if count)
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_a_client_whose_only_width_is_its_own_trains_as_without(engine: Any, data: Any, fit: Fit) -> None:
+def test_a_client_whose_only_width_is_its_own_trains_as_without(data: Any, fit: Fit) -> None:
     fits = [
-        fit(seeded(LitSmall), data, algorithm=ls.WidthSharding(keep_ratio=0.5, step_widths=w), client_engine=engine)
+        fit(seeded(LitSmall), data, algorithm=ls.WidthSharding(keep_ratio=0.5, step_widths=w))
         for w in [(), (0.5,), (0.5, 0.75)]
     ]
     assert all(same_state(fitted.state, fits[0].state) for fitted in fits)
     assert all(fitted.ledger.rows == fits[0].ledger.rows for fitted in fits)
 
 
-def test_both_engines_take_the_same_steps(data: Any, fit: Fit) -> None:
+def test_narrow_steps_move_the_same_bytes_and_other_weights(data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(keep_ratio=MIXED, step_widths=WIDTHS)
-    loop, trainer = (
-        fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=6, max_epochs=2, client_engine=engine)
-        for engine in ("loop", "trainer")
-    )
-    assert same_state(loop.state, trainer.state)
+    drawn = fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=6, max_epochs=2)
     own = fit(seeded(LitSmall), data, algorithm=ls.WidthSharding(keep_ratio=MIXED), clients_per_round=6, max_epochs=2)
-    assert loop.ledger.rows == own.ledger.rows
-    assert not same_state(loop.state, own.state)
+    assert drawn.ledger.rows == own.ledger.rows
+    assert not same_state(drawn.state, own.state)
 
 
 def test_measuring_losses_leaves_clients_as_they_are(data: Any, fit: Fit) -> None:
@@ -251,4 +242,4 @@ def test_manual_optimisation_is_refused() -> None:
     lit.automatic_optimization = False
     algorithm = ls.WidthSharding(step_widths=[0.25, 0.5])
     with pytest.raises(ValueError, match="which with manual optimisation takes steps of its own"):
-        ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1, client_engine="trainer")
+        ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit
+from one_client import client_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP, LitSmall
@@ -50,7 +51,7 @@ def test_bytes_are_those_of_a_round(place: int, data: Any, fit: Fit) -> None:
 def test_parameters_and_work_are_those_of_a_clients_model(algorithm: Any) -> None:
     table, server = ls.cost_table(LitFrozen(), algorithm, RATIOS, EXAMPLE), LitFrozen()
     for keep_ratio, cost in table.at.items():
-        client: Any = algorithm.bind(server).device_half.build(server, keep_ratio)
+        client = client_of(algorithm.bind(server).device_half, server, keep_ratio)
         assert cost.parameters == sum(p.numel() for p in client.parameters())
         with FlopCounterMode(display=False) as counter:
             client(EXAMPLE)

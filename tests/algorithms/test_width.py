@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from one_client import client_of
 from test_third_party_models import LitLogits, gpt2, images, tokens, vit
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
@@ -117,8 +118,9 @@ def test_a_scaler_before_averages_of_batch_norm_is_warned_of(data: Any, fit: Fit
 
 def test_the_scaler_divides_what_cut_layers_give_while_they_train() -> None:
     lit = seeded(LitSmall).eval()
-    plain: Any = ls.WidthSharding(keep_ratio=0.5).bind(lit).device_half.build(lit, 0.5)
-    scaled: Any = ls.WidthSharding(keep_ratio=0.5, scaler=True).bind(lit).device_half.build(lit, 0.5)
+    whole = ls.WidthSharding(keep_ratio=0.5).bind(lit).device_half
+    divided = ls.WidthSharding(keep_ratio=0.5, scaler=True).bind(lit).device_half
+    plain, scaled = client_of(whole, lit, 0.5), client_of(divided, lit, 0.5)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scaled.eval()(x), plain.eval()(x))
     scaled.net[3].train()

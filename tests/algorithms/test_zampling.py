@@ -12,6 +12,7 @@ import pytest
 import torch
 from direct_rounds import DirectRounds
 from federation import Fit, said_during, same_state, seeded
+from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -112,7 +113,7 @@ def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
     mnistfc = nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
     algorithm = ls.Zampling(32)
     side = algorithm.bind(mnistfc, algorithm.new_state(mnistfc, 0)).device_half
-    client = side.build(mnistfc, 1.0)
+    client = client_of(side, mnistfc, 1.0)
     n = math.ceil(266_610 / 32)
     side.load(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)}))
     uploaded = side.collect(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)})).num_bytes
@@ -125,11 +126,11 @@ def test_one_process_draws_one_matrix_and_pickles_none_of_it() -> None:
     state = SMALL.new_state(server, seed=0)
     half = SMALL.bind(server, state)
     side, size = half.device_half, len(pickle.dumps(half.device_half))
-    client: Any = side.build(server, 1.0)
+    client = client_of(side, server, 1.0)
     half.settle()  # draws all rows
     assert client._zampling.matrix is state.matrix
     assert len(pickle.dumps(side)) == size < 8 * state.matrix.num_rows
-    elsewhere = pickle.loads(pickle.dumps(side)).build(server, 1.0)._zampling.matrix
+    elsewhere = client_of(pickle.loads(pickle.dumps(side)), server, 1.0)._zampling.matrix
     assert torch.equal(elsewhere.expand(state.probs), state.matrix.expand(state.probs))
 
 
@@ -185,7 +186,7 @@ def test_a_client_says_how_far_training_moved_its_probabilities() -> None:
     opened, (unit,) = rounds.open({0: 1.0})
     download, _ = opened.send(unit)
     side = rounds.half.device_half
-    client = side.build(rounds.server, 1.0)
+    client = client_of(side, rounds.server, 1.0)
     side.load(client, download)
     client.get_parameter(SCORES).data += torch.tensor([-1.0, 0.3, 0.1, 0.0])
     logged = side.collect(client, download).logged
@@ -261,11 +262,6 @@ def test_a_hook_that_moves_settled_scores_is_found_out(data: Any, fit: Fit) -> N
 
     with pytest.raises(ls.ClientError, match="so its bit must be sent: use skip_settled=False"):
         fit(seeded(Moves), data, algorithm=ls.Zampling(4, degree=3, skip_settled=True), max_epochs=4)
-
-
-def test_a_trainer_for_each_client_does_the_same_as_the_loop(data: Any, fit: Fit) -> None:
-    fits = [fit(seeded(LitNet), data, algorithm=SMALL, client_engine=engine) for engine in ("loop", "trainer")]
-    assert same_state(*(fitted.model.state_dict() for fitted in fits))
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])

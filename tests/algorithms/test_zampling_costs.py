@@ -8,6 +8,7 @@ import pytest
 import torch
 from federation import HARDLY_MOVED, Fit
 from lightning.pytorch.loggers import CSVLogger
+from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -83,7 +84,7 @@ def test_parameters_and_work_are_those_of_a_clients_model(options: Any) -> None:
     cost = ls.cost_table(Federated(), algorithm_of(1, options), [4], EXAMPLE).at[4]
     algorithm, server = algorithm_of(4, options), Federated()
     half = algorithm.bind(server, algorithm.new_state(server, 0))
-    client: Any = half.device_half.build(server, 1.0)
+    client = client_of(half.device_half, server, 1.0)
     client._zampling.draw(torch.Generator().manual_seed(0))
     assert cost.parameters == sum(p.numel() for p in client.parameters())
     with FlopCounterMode(display=False) as counter:

@@ -101,12 +101,14 @@ class TestInRounds:
     def test_fedprox_is_the_penalty_in_every_clients_loss(
         self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
+        start: list[torch.Tensor] = []
+
         class Penalised(lit_mlp):  # type: ignore[misc]
             def on_train_epoch_start(self) -> None:
-                self.start = [p.detach().clone() for p in self.parameters()]  # one local epoch: what was sent
+                start[:] = [p.detach().clone() for p in self.parameters()]  # one local epoch: what was sent
 
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), self.start, strict=True))
+                distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), start, strict=True))
                 return super().training_step(batch, batch_idx) + 0.5 * distance
 
         ours = fit(seeded(lit_mlp), data, local_hooks=[ls.client.ProximalTerm(mu=1.0)]).weights

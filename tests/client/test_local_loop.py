@@ -99,7 +99,7 @@ def test_every_client_starts_with_the_scale_that_was_set(client_data: ClientData
     assert same(one, trained(client_data, scaler))
 
 
-def test_hooks_before_a_step_see_unscaled_gradients(client_data: ClientData) -> None:
+def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> None:
     seen: list[float] = []
 
     def run(scaler: GradScaler | None) -> list[float]:
@@ -108,7 +108,7 @@ def test_hooks_before_a_step_see_unscaled_gradients(client_data: ClientData) -> 
         nn.init.ones_(module.line.weight)
         nn.init.ones_(module.line.bias)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-        optimizer.register_step_pre_hook(lambda *args: seen.append(float(module.line.bias.grad)))  # type: ignore[arg-type]
+        optimizer.register_step_post_hook(lambda *args: seen.append(float(module.line.bias.grad)))  # type: ignore[arg-type]
         hook = ls.client.GradientClip(0.5).start_client(module, optimizer)
         before_step = [lambda: seen.append(float(module.line.bias.grad)), hook]  # type: ignore[arg-type]
         task = LocalTask(SENT, client_data, Recorder(module), before_step=[before_step])
@@ -237,8 +237,7 @@ def test_the_algorithm_acts_before_each_forward_pass_and_before_each_step(client
     assert events == ["before_forward", "training_step", "the user's hook", "before_step"] * 5
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
-def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any, fit: Fit) -> None:
+def test_a_device_half_acts_in_every_step(data: Any, fit: Fit) -> None:
     """Its actions belong to one client: they are asked for once a turn, after the client's values are there."""
     events: list[str] = []
 
@@ -271,7 +270,7 @@ def test_a_device_half_acts_in_every_step_of_both_engines(engine: Any, data: Any
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     data.val = None
-    ledger = fit(Lit(), data, algorithm=Algorithm(), clients_per_round=3, client_engine=engine).ledger
+    ledger = fit(Lit(), data, algorithm=Algorithm(), clients_per_round=3).ledger
     step = ["on_train_batch_start", "before_forward", "training_step", "before a step of SGD"]
     turn = [*step, *step, "on_train_batch_start"]  # the epoch ends there: no forward pass, and nothing before it
     assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *turn]]

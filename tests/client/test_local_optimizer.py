@@ -1,15 +1,18 @@
 import copy
 import pickle
 import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_spectral.client.local_optimizer import options_of, rebuild_optimizer
-from lightning_spectral.client.user_optimizers import recipe_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.local_optimizer import LocalOptimizer, check_optimizer, options_of
 
 OPTIMIZERS: list[Any] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -20,68 +23,154 @@ OPTIMIZERS: list[Any] = [
 ]
 
 
-def step(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+def whole(module: nn.Module, capacity: float) -> None:
+    """The form of a client that has the server's parameters."""
+
+
+def replaced(module: nn.Module, capacity: float) -> None:
+    """The form of a client that has others in their place, of equal value."""
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            part._parameters[name] = nn.Parameter(parameter.detach().clone())
+
+
+@contextmanager
+def client_of(
+    optimizer: Optimizer, server: nn.Module, take_form: Any = replaced, options: Any = None, **follow: Any
+) -> Iterator[Any]:
+    """The server as a client that the optimizer steps."""
+    names = {id(parameter): name for name, parameter in server.named_parameters()}
+    with Forms(server, take_form, (optimizer,)).client(1.0) as client:
+        local = LocalOptimizer(optimizer, names, client, **follow)
+        local.start_client(options_of(optimizer) if options is None else options)
+        yield client
+
+
+def step(optimizer: Optimizer, module: nn.Module) -> None:
     optimizer.zero_grad()
     module(torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
 
 
+def values(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def same(one: Sequence[Tensor], two: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("take_form", [whole, replaced])
 @pytest.mark.parametrize("make", OPTIMIZERS)
-def test_rebuilt_optimizer_steps_as_the_users_would(make: Any) -> None:
+def test_the_users_optimizer_steps_a_client_as_a_module_of_its_own(make: Any, take_form: Any) -> None:
     server = nn.Linear(3, 2)
-    client, twin = copy.deepcopy(server), copy.deepcopy(server)
-    template = make(server.parameters())
-    local = rebuild_optimizer(recipe_of(template, server), client)
-    local.start_client(options_of(template))
-    expected = make(twin.parameters())
+    twin, start = copy.deepcopy(server), values(server)
+    optimizer, expected = make(server.parameters()), make(twin.parameters())
+    before = copy.deepcopy(optimizer.state_dict())
     for _ in range(3):
-        step(local.optimizer, client)
         step(expected, twin)
-    assert all(torch.equal(a, b) for a, b in zip(client.parameters(), twin.parameters(), strict=True))
+    for _ in range(2):  # clients, each of which starts afresh
+        with client_of(optimizer, server, take_form) as client:
+            for _ in range(3):
+                step(optimizer, client)
+            assert same(values(client), values(twin))
+        assert same(values(server), start)
+        assert not same(values(twin), start)
+        assert repr(optimizer.state_dict()) == repr(before)
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], server.parameters(), strict=True))
 
 
 def test_every_client_starts_afresh_with_the_rounds_learning_rate() -> None:
     server = nn.Linear(3, 2)
-    template = torch.optim.SGD(server.parameters(), lr=1.0, momentum=0.9)
-    schedule = StepLR(template, step_size=1, gamma=0.1)
-    client = copy.deepcopy(server)
-    local = rebuild_optimizer(recipe_of(template, server), client)
-    step(local.optimizer, client)
-    template.step()
+    optimizer = torch.optim.SGD(server.parameters(), lr=1.0, momentum=0.9)
+    schedule = StepLR(optimizer, step_size=1, gamma=0.1)
+    with client_of(optimizer, server) as client:
+        step(optimizer, client)
+        assert optimizer.state
+    optimizer.step()
     schedule.step()
-    local.start_client(options_of(template))
-    assert local.optimizer.state == {}
-    assert local.optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    with client_of(optimizer, server):
+        assert optimizer.state == {}
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_groups_and_left_out_parameters_are_the_users() -> None:
+@pytest.mark.parametrize("take_form", [whole, replaced])
+def test_groups_and_left_out_parameters_are_the_users(take_form: Any) -> None:
     server = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    template = torch.optim.SGD(
+    optimizer = torch.optim.SGD(
         [{"params": [server[0].weight], "lr": 1.0}, {"params": [server[1].weight], "lr": 2.0}], lr=0.5, weight_decay=0.1
     )
-    client = copy.deepcopy(server)
-    local = rebuild_optimizer(
-        recipe_of(template, server), client, overrides=lambda name: {"weight_decay": 0.0} if name == "1.weight" else {}
-    )
-    local.start_client(options_of(template))
-    groups = local.optimizer.param_groups
-    assert [(g["lr"], g["weight_decay"], len(g["params"])) for g in groups] == [(1.0, 0.1, 1), (2.0, 0.0, 1)]
-    assert groups[0]["params"][0] is client[0].weight
+    groups = optimizer.param_groups
+    with client_of(optimizer, server, take_form) as client:
+        assert [(g["lr"], g["weight_decay"], len(g["params"])) for g in groups] == [(1.0, 0.1, 1), (2.0, 0.1, 1)]
+        assert groups[0]["params"][0] is client[0].weight
+        assert groups[1]["params"][0] is client[1].weight
+
+
+def test_options_that_differ_are_those_of_a_group_of_their_own() -> None:
+    server = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(server.parameters(), lr=0.5, weight_decay=0.1)
+
+    def half(name: str, options: Any) -> Any:
+        return {"weight_decay": options["weight_decay"] / 2} if name == "1.weight" else {}
+
+    groups = optimizer.param_groups
+    with client_of(optimizer, server, overrides=half) as client:
+        own = dict(client.named_parameters())
+        assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.5, 0.1), (0.5, 0.05)]
+        assert [id(p) for p in groups[0]["params"]] == [id(own[name]) for name in ("0.weight", "0.bias", "1.bias")]
+        assert groups[1]["params"][0] is own["1.weight"]
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(4, 0.1)]
+
+
+def test_a_parameter_is_stepped_with_the_group_of_the_one_that_it_stands_for() -> None:
+    server: Any = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD([{"params": [server[0].weight], "lr": 1.0}, {"params": [server[1].weight], "lr": 2.0}])
+
+    def take_form(module: Any, capacity: float) -> None:
+        del module[1].weight
+        module[1].u, module[1].v, module[1].untrained = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    origins = {"0.weight": "0.weight", "1.u": "1.weight", "1.v": "1.weight", "1.untrained": ""}
+    groups = optimizer.param_groups
+    with client_of(optimizer, server, take_form, origin=origins.__getitem__) as client:
+        assert [[id(p) for p in group["params"]] for group in groups] == [
+            [id(client[0].weight)],
+            [id(client[1].u), id(client[1].v)],
+        ]
+        assert [group["lr"] for group in groups] == [1.0, 2.0]
 
 
 def test_groups_keep_the_users_order() -> None:
     server = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 2, bias=False))
-    template = torch.optim.SGD([{"params": [server[1].weight], "lr": 1.0}, {"params": [server[0].weight], "lr": 2.0}])
-    local = rebuild_optimizer(recipe_of(template, server), copy.deepcopy(server))
-    local.start_client(options_of(template))
-    assert [group["lr"] for group in local.optimizer.param_groups] == [1.0, 2.0]
-    assert local.followed == (0, 1)
+    optimizer = torch.optim.SGD([{"params": [server[1].weight], "lr": 1.0}, {"params": [server[0].weight], "lr": 2.0}])
+    with client_of(optimizer, server):
+        assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
 
 
-def test_optimizer_that_needs_a_closure_is_refused() -> None:
+def test_an_optimizer_that_evaluates_the_loss_itself_steps_whole_clients_and_no_others() -> None:
+    """LBFGS keeps a list of its parameters."""
     server = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match="LBFGS needs a closure"):
-        recipe_of(torch.optim.LBFGS(server.parameters()), server)
+    twin = copy.deepcopy(server)
+
+    def stepped(optimizer: Optimizer, module: nn.Module) -> list[Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (module(torch.ones(1, 3)) - 1).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        return values(module)
+
+    optimizer, expected = (torch.optim.LBFGS(module.parameters(), lr=0.5) for module in (server, twin))
+    with client_of(optimizer, server, whole) as client:
+        assert same(stepped(optimizer, client), stepped(expected, twin))
+    with (
+        pytest.raises(ValueError, match="LBFGS keeps parameters of the module in `_params`, besides its groups"),
+        client_of(optimizer, server, replaced),
+    ):
+        pass
 
 
 class ClippedSGD(torch.optim.SGD):
@@ -107,135 +196,188 @@ class ClippedSGD(torch.optim.SGD):
         super().step()
 
 
-def rebuilt(template: torch.optim.Optimizer, server: nn.Module) -> tuple[nn.Module, Any]:
-    client = copy.deepcopy(server)
-    return client, rebuild_optimizer(recipe_of(template, server), client)
-
-
 def test_arguments_that_are_no_options_reach_the_clients() -> None:
     server = nn.Linear(3, 2)
-    template = ClippedSGD(server.parameters(), lr=1.0, largest=0.01)
-    client, local = rebuilt(template, server)
-    template.largest = 5.0  # later changes of the template are not the recipe's
-    local.start_client(options_of(template))
-    step(local.optimizer, client)
-    change = client.weight.detach() - server.weight.detach()  # type: ignore[operator]
-    assert float(change.abs().max()) == pytest.approx(0.01, rel=1e-4)
-    assert local.optimizer.clip.__self__ is local.optimizer
-
-
-def test_counters_do_not_run_on_from_client_to_client() -> None:
-    server = nn.Linear(3, 2)
-    template = ClippedSGD(server.parameters(), lr=1.0, largest=0.01)
-    client, local = rebuilt(template, server)
+    start = values(server)
+    optimizer = ClippedSGD(server.parameters(), lr=1.0, largest=0.01)
     for _ in range(2):
-        local.start_client(options_of(template))
-        assert not hasattr(local.optimizer, "last_step")
-        step(local.optimizer, client)
-        step(local.optimizer, client)
-        assert (local.optimizer.num_steps, local.optimizer.last_step) == ([2], 2)
-        assert local.optimizer.param_groups[0]["num_steps"] == 2
-    assert template.num_steps == [0]
+        with client_of(optimizer, server) as client:
+            step(optimizer, client)
+            change = client.weight.detach() - start[0]
+            assert float(change.abs().max()) == pytest.approx(0.01, rel=1e-4)
+            optimizer.largest = 5.0  # changes of a client are its own
 
 
-def test_a_learning_rate_that_is_a_tensor_is_not_shared() -> None:
+@pytest.mark.parametrize("take_form", [whole, replaced])
+def test_counters_do_not_run_on_from_client_to_client(take_form: Any) -> None:
     server = nn.Linear(3, 2)
-    template = torch.optim.SGD(server.parameters(), lr=torch.tensor(0.5))
-    _, local = rebuilt(template, server)
-    local.start_client(options_of(template))
-    local.optimizer.param_groups[0]["lr"].mul_(2)
-    assert float(template.param_groups[0]["lr"]) == 0.5
+    optimizer = ClippedSGD(server.parameters(), lr=1.0, largest=0.01)
+    for _ in range(2):
+        with client_of(optimizer, server, take_form) as client:
+            assert not hasattr(optimizer, "last_step")
+            step(optimizer, client)
+            step(optimizer, client)
+            assert (optimizer.num_steps, optimizer.last_step) == ([2], 2)
+            assert optimizer.param_groups[0]["num_steps"] == 2
+        assert optimizer.num_steps == [0]
+        assert "num_steps" not in optimizer.param_groups[0]
 
 
-def test_recipes_with_attributes_of_all_kinds_can_be_pickled() -> None:
+@pytest.mark.parametrize("take_form", [whole, replaced])
+def test_a_learning_rate_that_is_a_tensor_is_not_shared(take_form: Any) -> None:
     server = nn.Linear(3, 2)
-    template = torch.optim.SGD(server.parameters(), lr=0.5)
-    template.owner, template.scale = template, torch.tensor(3.0)  # type: ignore[attr-defined]
-    recipe = pickle.loads(pickle.dumps(recipe_of(template, server)))
-    local = rebuild_optimizer(recipe, copy.deepcopy(server))
-    assert local.optimizer.owner is local.optimizer  # type: ignore[attr-defined]
-    assert float(local.optimizer.scale) == 3.0  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(server.parameters(), lr=torch.tensor(0.5))
+    options = options_of(optimizer)
+    for _ in range(2):
+        with client_of(optimizer, server, take_form, options):
+            assert float(optimizer.param_groups[0]["lr"]) == 0.5
+            optimizer.param_groups[0]["lr"].mul_(2)
+    assert float(optimizer.param_groups[0]["lr"]) == float(options[0]["lr"]) == 0.5
+
+
+def test_an_optimizer_that_is_pickled_with_its_module_steps_it() -> None:
+    server = nn.Linear(3, 2)
+    optimizer, there = pickle.loads(pickle.dumps((torch.optim.SGD(server.parameters(), lr=0.5), server)))
+    with client_of(optimizer, there) as client:
+        step(optimizer, client)
+        assert not same(values(client), values(server))
+    assert same(values(there), values(server))
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 6), reason="optimizers take names since torch 2.6")
 def test_named_parameters_have_the_clients_names() -> None:
     server = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    template = torch.optim.SGD([(name, p) for name, p in server.named_parameters() if "weight" in name], lr=0.5)
-    client, local = rebuilt(template, server)
-    local.start_client(options_of(template))
-    (group,) = local.optimizer.param_groups
-    assert group["param_names"] == ["0.weight", "1.weight"]
-    assert group["params"][1] is client[1].weight  # type: ignore[index]
+    optimizer = torch.optim.SGD([(name, p) for name, p in server.named_parameters() if "weight" in name], lr=0.5)
+    with client_of(optimizer, server) as client:
+        (group,) = optimizer.param_groups
+        assert group["param_names"] == ["0.weight", "1.weight"]
+        assert group["params"][1] is client[1].weight
 
 
-class Wrapper(torch.optim.Optimizer):
-    """Like many a Lookahead: it shares the groups of the optimizer that it wraps."""
+class Lookahead(Optimizer):
+    """Shares the groups and the state of the optimizer that it wraps, as many do."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.base = optimizer
         self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
 
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
 
-def with_attribute(server: nn.Module, make: Any) -> torch.optim.Optimizer:
-    template = torch.optim.SGD(server.parameters(), lr=0.1)
-    template.extra = make(server)  # type: ignore[attr-defined]
-    return template
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda server: Wrapper(torch.optim.SGD(server.parameters(), lr=0.1)),
-            r"^Wrapper wraps another .*SGD, in `base",
-        ),
-        (lambda server: with_attribute(server, lambda s: [s.weight]), "`extra` holds the server's parameters"),
-        (lambda server: with_attribute(server, lambda s: s), "`extra` holds the server's parameters"),
-        (
-            lambda server: with_attribute(server, lambda s: [p.detach().clone() for p in s.parameters()]),
-            "`extra` holds .*, or a tensor for each of them; keep such tensors in `self.state",
-        ),
-        (
-            lambda server: with_attribute(server, lambda s: threading.Lock()),
-            "its `extra` cannot be copied: cannot pickle",
-        ),
-    ],
-    ids=["wrapper", "parameter", "module", "copies", "lock"],
-)
-def test_an_optimizer_that_keeps_what_is_the_servers_is_refused(make: Any, message: str) -> None:
+class Sum(Optimizer):
+    """Steps by two optimizers that have lists of groups of their own."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.0})
+        self.both = [torch.optim.SGD(params, lr=0.1), torch.optim.Adam(params, lr=0.2)]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.both:
+            optimizer.step()
+
+
+WRAPPERS: dict[str, Callable[[Any], Optimizer]] = {
+    "shared groups": lambda params: Lookahead(torch.optim.SGD(params, lr=0.1, momentum=0.9)),
+    "groups of their own": Sum,
+}
+
+
+@pytest.mark.parametrize("take_form", [whole, replaced])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_an_optimizer_within_another_follows(name: str, take_form: Any) -> None:
     server = nn.Linear(3, 2)
-    with pytest.raises(ValueError, match=message):
-        recipe_of(make(server), server)
-
-
-def test_a_step_replaced_on_the_instance_is_refused_unless_a_scheduler_did_it() -> None:
-    server = nn.Linear(3, 2)
-    template = torch.optim.SGD(server.parameters(), lr=0.1)
-    StepLR(template, step_size=1)
-    recipe_of(template, server)
-    template.step = lambda closure=None: None  # type: ignore[method-assign,assignment]
-    with pytest.raises(ValueError, match=r"`step` of this SGD was replaced on the instance.*in a subclass of SGD"):
-        recipe_of(template, server)
-
-
-def test_a_client_starts_from_the_state_that_the_constructor_makes() -> None:
-    class Counting(torch.optim.SGD):
-        def __init__(self, params: Any, lr: float = 0.1) -> None:
-            super().__init__(params, lr=lr)
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["sum"] = torch.zeros_like(parameter)
-
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    self.state[parameter]["sum"].add_(1.0)
-
-    server = nn.Linear(3, 2)
-    template = Counting(server.parameters())
-    local = rebuild_optimizer(recipe_of(template, server), copy.deepcopy(server))
+    twin, start = copy.deepcopy(server), values(server)
+    optimizer, expected = (WRAPPERS[name](module.parameters()) for module in (server, twin))
+    for _ in range(3):
+        step(expected, twin)
     for _ in range(2):
-        local.start_client(options_of(template))
-        step(local.optimizer, nn.Linear(3, 2))
-        assert all(torch.equal(state["sum"], torch.ones_like(p)) for p, state in local.optimizer.state.items())
-        assert len(local.optimizer.state) == 2
+        with client_of(optimizer, server, take_form) as client:
+            for _ in range(3):
+                step(optimizer, client)
+            assert same(values(client), values(twin))
+        assert same(values(server), start)
+
+
+def with_attribute(server: nn.Module, make: Any) -> Optimizer:
+    optimizer: Any = torch.optim.SGD(server.parameters(), lr=0.1)
+    optimizer.extra = make(server)
+    return optimizer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [lambda server: server.weight, lambda server: [server.weight]], ids=["one", "list"])
+def test_an_optimizer_that_keeps_parameters_besides_its_groups_steps_whole_clients_alone(make: Any) -> None:
+    server = nn.Linear(3, 2)
+    optimizer = with_attribute(server, make)
+    check_optimizer(optimizer)
+    with client_of(optimizer, server, whole) as client:
+        step(optimizer, client)
+    with (
+        pytest.raises(ValueError, match=r"SGD keeps parameters of the module in `extra`, besides .* with `exclude`"),
+        client_of(optimizer, server, replaced),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("make", [lambda server: server, lambda server: threading.Lock()], ids=["module", "lock"])
+def test_an_optimizer_may_keep_its_module_and_what_cannot_be_copied(make: Any) -> None:
+    server = nn.Linear(3, 2)
+    start, optimizer = values(server), with_attribute(server, make)
+    check_optimizer(optimizer)
+    with client_of(optimizer, server) as client:
+        step(optimizer, client)
+        assert not same(values(client), start)
+    assert same(values(server), start)
+
+
+def test_an_optimizer_that_keeps_copies_of_all_parameters_is_refused() -> None:
+    server = nn.Linear(3, 2)
+    optimizer = with_attribute(server, lambda s: [p.detach().clone() for p in s.parameters()])
+    with pytest.raises(
+        ValueError, match=r"`extra` holds a tensor for each parameter.*keep such tensors in `self.s"
+    ):
+        check_optimizer(optimizer)
+
+
+class Counting(torch.optim.SGD):
+    """Its constructor makes its state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"] = torch.zeros_like(parameter)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["sum"].add_(1.0)
+
+
+@pytest.mark.parametrize("take_form", [whole, replaced])
+def test_a_client_starts_from_the_state_that_the_constructor_makes(take_form: Any) -> None:
+    server = nn.Linear(3, 2)
+    optimizer = Counting(server.parameters())
+    for _ in range(2):
+        with client_of(optimizer, server, take_form) as client:
+            step(optimizer, client)
+            assert all(torch.equal(optimizer.state[p]["sum"], torch.ones_like(p)) for p in client.parameters())
+        assert len(optimizer.state) == 2
+        assert all(torch.equal(optimizer.state[p]["sum"], torch.zeros_like(p)) for p in server.parameters())
+
+
+def test_a_constructor_that_makes_its_state_and_needs_more_than_options_is_refused() -> None:
+    class Strict(Counting):
+        def __init__(self, params: Any, size: int) -> None:
+            super().__init__(params)
+
+    server = nn.Linear(3, 2)
+    with (
+        pytest.raises(ValueError, match=r"Strict makes its state in its constructor, .* Give its arguments defaults"),
+        client_of(Strict(server.parameters(), 1), server),
+    ):
+        pass

@@ -21,7 +21,6 @@ from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.work_unit import WorkUnit
 
@@ -77,17 +76,16 @@ def test_one_clients_steps_written_out(quiet: Any) -> None:
     """Without the package's loop: batches, masked loss, gradient, step."""
     data, lit = clients(), seeded(LitHead)
     names = tuple(name for name, _ in lit.named_parameters())
-    recipes = [recipe_of(lit.configure_optimizers(), lit)]
-    options = (options_of(lit.configure_optimizers()),)
+    own = lit.configure_optimizers()
     settings = LocalSettings(local_hooks=(ls.client.MaskedLogits(),))
-    device = Device(lit, DenseSide(names), recipes, data.client_data, settings)
-    for client_id in (0, 3, 2):  # all train the same sub-model in turn
-        download = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=options, local_epochs=2)
-        upload = device.run(download)
+    device = Device(lit, DenseSide(names), [own], data.client_data, settings)
+    for client_id in (0, 3, 2):  # all train in the same memory in turn
+        sent = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=(options_of(own),), local_epochs=2)
+        upload = device.run(sent)
         net = seeded(LitHead)
         optimizer = net.configure_optimizers()
         for local_epoch in range(2):
-            for (x, y), _ in data.client_data(download).epoch(local_epoch):
+            for (x, y), _ in data.client_data(sent).epoch(local_epoch):
                 logits = net(x)
                 for c in set(range(5)) - set(OWN[client_id]):
                     logits[:, c] = 0.0
@@ -102,7 +100,7 @@ def test_one_clients_steps_written_out(quiet: Any) -> None:
             "head.bias": absent,
         }
         assert torch.equal(upload.tensors["head.weight"][absent], lit.head.weight[absent])  # no gradient, no decay
-        assert not device.sub_model(1.0).module.head._forward_hooks
+        assert not lit.head._forward_hooks
 
 
 @pytest.mark.parametrize("absent", [0.0, -INF])
@@ -185,7 +183,7 @@ COUNTS: list[int] = []
 def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
     COUNTS.clear()
     hooks = [ls.client.MaskedLogits()]
-    ours = fit(seeded(LitManual), clients(), client_engine="trainer", local_hooks=hooks)
+    ours = fit(seeded(LitManual), clients(), local_hooks=hooks)
     assert set(COUNTS) == {1}
     loop = fit(seeded(LitHead), clients(), local_hooks=hooks)
     assert same_state(ours.state, loop.state)

@@ -25,12 +25,11 @@ def make() -> LitMLP:
     return LitMLP(momentum=0.0, dropout=0.0)
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_devices_train_on_their_accelerators(
-    name: str, engine: str, fit: Fit, device: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, fit: Fit, device: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "client_engine": engine, "max_epochs": 2, "seed": 3}
+    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "max_epochs": 2, "seed": 3}
     theirs = fit(seeded(make), remote(toy_line(make)), **options)
     placed = []
 

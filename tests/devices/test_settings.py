@@ -1,4 +1,4 @@
-"""Engines, precisions, samplers, server optimizers, hooks and faults, each as on the CPU."""
+"""Precisions, samplers, server optimizers, hooks and faults, each as on the CPU."""
 
 import itertools
 from typing import Any
@@ -52,12 +52,6 @@ SLOW = {"FedAvgM", "FedAdam", "FedAdagrad, bits", "Uniform", "RoundRobin", "Upda
 def test_a_setting_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     models = [ls.FederatedModule(seeded(LitSmall), **options_of(name)) for _ in range(2)]
     agree(*(run(model, data, max_epochs=2) for run, model in zip((fit, there), models, strict=True)))
-
-
-@pytest.mark.parametrize("name", slow_but(["spectral", "bits"], ALGORITHMS))
-def test_the_trainer_engine_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
-    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "client_engine": "trainer"}
-    agree(*(run(seeded(LitSmall), data, **options) for run in (fit, there)))
 
 
 KEPT = [("64-true", "bits"), ("64-true", "spectral"), ("bf16-true", "adapters")]

@@ -71,13 +71,6 @@ def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data:
     assert one.total() == expected
 
 
-@pytest.mark.parametrize("name", slow_but([], PER_ROUND))
-def test_waits_of_the_trainer_engine_do_not_depend_on_local_steps(name: str, data: Any, there: Fit) -> None:
-    algorithm, _ = PER_ROUND[name]
-    one, two = (waits_of(there, data, algorithm, local_epochs=n, client_engine="trainer") for n in (1, 2))
-    assert one == two
-
-
 # what the server has of a client is moved only if it has taken part before; matrices need 13 or 14 waits a client
 FORGETFUL = [name for name in PER_ROUND if name not in ("Scaffold", "StaleUpdates", "SpectralSharding")]
 

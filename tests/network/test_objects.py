@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_hooks import ProximalTerm
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.messages import Holding, Identity, Start, decode_object, encode_object
@@ -47,13 +48,17 @@ PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 @pytest.mark.parametrize(
     "algorithm", [ls.SpectralSharding(keep_ratio=0.5), ls.WidthSharding(keep_ratio=0.5, plan=PLAN)]
 )
-def test_a_device_half_builds_the_same_sub_model(algorithm: Any) -> None:
+def test_a_device_half_gives_a_module_the_same_form(algorithm: Any) -> None:
     lit = LitMLP()
     side = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half
     read = decode_object(encode_object(Start("", side, (ProximalTerm(0.5),))), Start)
     assert read.local_hooks == (ProximalTerm(0.5),)
-    ours, theirs = (half.build(lit, 0.5) for half in (read.side, side))
-    assert [(n, p.shape) for n, p in ours.named_parameters()] == [(n, p.shape) for n, p in theirs.named_parameters()]
+    shapes = []
+    for half in (read.side, side):
+        with Forms(lit, half.take_form).client(0.5) as client:
+            shapes.append([(name, parameter.shape) for name, parameter in client.named_parameters()])
+    assert shapes[0] == shapes[1]
+    assert shapes[0] != [(name, parameter.shape) for name, parameter in lit.named_parameters()]
 
 
 class NotADataclass:

@@ -1,4 +1,4 @@
-"""Where devices train: engines, precisions, the Trainer that a module sees, and accelerators that are not there."""
+"""Where devices train: optimizers, precisions, the Trainer that a module sees, and accelerators that are not there."""
 
 from typing import Any
 
@@ -55,11 +55,12 @@ class LitLooksAtItsTrainer(LitMLP):
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "a Trainer of its own": (LitMLP, {"client_engine": "trainer", "algorithm": SPECTRAL}, "32-true"),
-    "several optimizers": (LitHalves, {"client_engine": "trainer"}, "32-true"),
+    "32-true": (LitMLP, {"algorithm": SPECTRAL}, "32-true"),
+    "several optimizers": (LitHalves, {}, "32-true"),
+    "several optimizers, spectral": (LitHalves, {"algorithm": SPECTRAL}, "32-true"),
     "64-true": (LitMLP, {"algorithm": SPECTRAL}, "64-true"),
     "bf16-mixed": (LitMLP, {"algorithm": SPECTRAL}, "bf16-mixed"),
-    "bf16-mixed in a Trainer": (LitMLP, {"client_engine": "trainer"}, "bf16-mixed"),
+    "bf16-mixed, several optimizers": (LitHalves, {}, "bf16-mixed"),
     "bf16-true": (LitMLP, {}, "bf16-true"),
     "self.trainer": (LitLooksAtItsTrainer, {}, "32-true"),
 }
@@ -99,4 +100,4 @@ def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
             print(self.lr_schedulers()[0].get_last_lr())
 
     with pytest.raises(ls.ClientError, match="Schedulers are at the server, so a device cannot read their `get"):
-        fit(seeded(LitReads), remote(toy_line(LitReads)), client_engine="trainer", clients_per_round=1)
+        fit(seeded(LitReads), remote(toy_line(LitReads)), clients_per_round=1)

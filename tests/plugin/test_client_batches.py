@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 
 SIZES = (9, 5, 2, 4)  # in batches of 4: short last batches of one, one, two and none
-ENGINES = ["loop", "trainer"]
 
 
 def uneven(toy: TensorDataset, in_memory: bool = True, **options: Any) -> ls.FederatedDataModule:
@@ -33,18 +32,14 @@ def with_batch_norm(lit_mlp: Any) -> Any:
     return lit
 
 
-@pytest.mark.parametrize("client_engine", ENGINES)
-def test_batch_norm_on_one_example_is_an_error(
-    client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
-) -> None:
+def test_batch_norm_on_one_example_is_an_error(with_batch_norm: Any, toy: TensorDataset, fit: Fit) -> None:
     with pytest.raises(ls.ClientError, match=r"client [01], local .*one example: leave such .* drop_last=True\)"):
-        fit(with_batch_norm, uneven(toy), client_engine=client_engine)
+        fit(with_batch_norm, uneven(toy))
 
 
-@pytest.mark.parametrize("client_engine", ENGINES)
 @pytest.mark.parametrize("options", [{}, {"in_memory": False}, {"in_memory": False, "num_workers": 1}], ids=repr)
 def test_every_client_trains_without_short_last_batches(
-    options: dict[str, Any], client_engine: str, with_batch_norm: Any, toy: TensorDataset, fit: Fit
+    options: dict[str, Any], with_batch_norm: Any, toy: TensorDataset, fit: Fit
 ) -> None:
     steps: dict[int, int] = {}
 
@@ -52,9 +47,7 @@ def test_every_client_trains_without_short_last_batches(
         steps.update({client.client_id: client.num_steps for client in summary.clients})
 
     data = uneven(toy, drop_last=True, **options)
-    found = fit(
-        with_batch_norm, data, callbacks=[acting(on_round_end=count)], local_epochs=3, client_engine=client_engine
-    )
+    found = fit(with_batch_norm, data, callbacks=[acting(on_round_end=count)], local_epochs=3)
     assert steps == {0: 6, 1: 3, 2: 3, 3: 3}
     assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights still count all examples
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation.federation import Federation
@@ -40,11 +40,9 @@ class Owner(ls.FederatedModule):
     def make_executor(self, run: Run) -> Executor:
         return self.make_local_executor(run)
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer | None = None) -> Executor:
-        recipes = [recipe_of(template, self.module) for template in self.templates()]
-        more = {} if local_trainer is None else {"local_trainer": local_trainer}
-        device = Device(run.server, run.half.device_half, recipes, self.data.client_data, LocalSettings(), **more)
-        return SequentialExecutor(device)
+    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = LocalLoop) -> Executor:
+        half, data = run.half.device_half, self.data.client_data
+        return SequentialExecutor(Device(run.server, half, self.templates(), data, LocalSettings(), local_trainer))
 
 
 @dataclass

@@ -57,13 +57,12 @@ class TestEveryAlgorithm:
         assert scaled.trainer.precision_plugin.scaler is plugin.scaler  # restored after the fit
         assert plugin.scaler.get_scale() == 2.0**8
 
-    @pytest.mark.parametrize("client_engine", ["loop", "trainer"])
     def test_every_step_converts_the_weights_of_the_step_before(
-        self, client_engine: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+        self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
         """Also where the plugin lets autocast keep converted weights, as that of Lightning 2.4 does."""
         runs = [
-            fit(seeded(lit_mlp), data, algorithm=algorithm, client_engine=client_engine, trainer={"plugins": [plugin]})
+            fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"plugins": [plugin]})
             for plugin in (Autocast(cache=True), Autocast(cache=False))
         ]
         assert torch.equal(runs[0].weights, runs[1].weights)

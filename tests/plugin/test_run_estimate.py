@@ -56,9 +56,7 @@ def test_seconds_are_those_of_the_stages(lit_mlp: Any, data: Any, quiet: Any) ->
     assert estimate.peak_memory_bytes > 1e6
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 def test_an_estimate_leaves_no_trace(
-    engine: Any,
     lit: Any,
     data: Any,
     quiet: Any,
@@ -70,7 +68,7 @@ def test_an_estimate_leaves_no_trace(
     twin = copy.deepcopy(lit)
     callback = ls.RoundHistory()
     trainer = pl.Trainer(max_epochs=2, callbacks=[callback], **quiet)
-    model = federate(lit, client_engine=engine)
+    model = federate(lit)
     capfd.readouterr()
     state = torch.get_rng_state()
     estimate = ls.plugin.estimate(trainer, model, data)
@@ -84,7 +82,7 @@ def test_an_estimate_leaves_no_trace(
     assert model._trainer is None
     assert data.trainer is None
     trainer.fit(model, data)  # as if nothing had happened
-    pl.Trainer(max_epochs=2, **quiet).fit(federate(twin, client_engine=engine), data)
+    pl.Trainer(max_epochs=2, **quiet).fit(federate(twin), data)
     assert all(torch.equal(a, b) for a, b in zip(lit.parameters(), twin.parameters(), strict=True))
     ls.plugin.estimate(trainer, model, data)  # after a fit the model still has its Trainer
     assert model.trainer is trainer

@@ -15,7 +15,6 @@ from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -75,8 +74,8 @@ def played(
         options=lambda: (options_of(template),),
         **conditions,
     )
-    side, recipes = half.device_half, [recipe_of(template, server)]
-    engine = Engine(run, lambda: make_executor(Device(server, side, recipes, data.client_data, LocalSettings())))
+    device = Device(server, half.device_half, [template], data.client_data, LocalSettings())
+    engine = Engine(run, lambda: make_executor(device))
     optimizer, summaries = torch.optim.SGD(server.parameters(), lr=1.0), []
     units = [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
     for round_idx in range(rounds):

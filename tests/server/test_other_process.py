@@ -26,7 +26,6 @@ from toy_models import LitMLP, LitSmall
 from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
-from lightning_spectral.client.user_optimizers import recipe_of
 from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -65,11 +64,10 @@ class Elsewhere(ls.FederatedModule):
     keeps = True
 
     def make_executor(self, run: Run) -> Executor:
-        recipes = [recipe_of(template, self.module) for template in self.templates()]
         trainer, self.module.trainer = self.module._trainer, None
-        side = run.half.device_half
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
-        self.executor = OtherProcess(self.worker, side, self.module, recipes, data, self.local_hooks, self.keeps)
+        half = run.half.device_half, self.module, self.templates()
+        self.executor = OtherProcess(self.worker, *half, data, self.local_hooks, self.keeps)
         self.module.trainer = trainer
         return self.executor
 

@@ -148,8 +148,8 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, f
     class Weigh(ls.RoundCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
             ratio = turn.download.capacity
-            module = pl_module.engine._executor.device.sub_model(ratio).module
-            sizes[ratio] = sum(parameter.numel() for parameter in module.parameters())
+            with pl_module.engine._executor.device.forms.client(ratio) as client:
+                sizes[ratio] = sum(parameter.numel() for parameter in client.parameters())
 
     clock = ls.VirtualClock(ls.simulation.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))
     settings = {"algorithm": algorithm, "clients_per_round": 6, "local_epochs": 2, "clock": clock}

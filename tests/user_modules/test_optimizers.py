@@ -56,7 +56,7 @@ def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, f
     class Lit(lit_mlp):  # type: ignore[misc]
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             seen.append(optimizer.param_groups[0]["lr"])
-            assert self.optimizers() is optimizer
+            assert self.optimizers().optimizer is optimizer
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -113,14 +113,29 @@ def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fi
     assert ledger.rows[0].downlink_bytes - ledger.rows[0].uplink_bytes == 4 * (6 * 12 + 12)
 
 
-def test_hooks_on_the_users_optimizer_are_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
+def test_hooks_on_the_users_optimizer_act_in_every_step_of_a_client(
+    algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
+) -> None:
+    calls: list[str] = []
+
+    @torch.no_grad()
+    def bound(optimizer: Any, *args: Any) -> None:
+        calls.append("after")
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.clamp_(-0.01, 0.01)
+
     def configure_optimizers(self: Any) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        optimizer.register_step_post_hook(lambda *args: None)
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+        optimizer.register_step_post_hook(bound)
         return optimizer
 
-    with pytest.raises(ValueError, match="SGD has step hooks, which are not copied to the optimizers of clients"):
-        fit(with_optimizer(lit_mlp, configure_optimizers), data)
+    module = with_optimizer(lit_mlp, configure_optimizers)
+    fit(module, data, algorithm=algorithm, server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.0))
+    assert calls == 2 * 3 * 3 * ["before", "after"]  # rounds, clients, batches
+    biases = torch.cat([module.net[i].bias.detach() for i in (0, 2, 5)])
+    assert 0 < float(biases.abs().max()) <= 0.01 + 1e-6
 
 
 class ClippedSGD(torch.optim.SGD):
@@ -138,13 +153,10 @@ class ClippedSGD(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
-@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
-def test_an_optimizers_own_arguments_act_on_clients(
-    client_engine: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
-) -> None:
+def test_an_optimizers_own_arguments_act_on_clients(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_optimizer(lit_mlp, lambda self: ClippedSGD(self.parameters(), largest=1e-5))
     bias = module.net[2].bias.detach().clone()
-    fit(module, data, algorithm=algorithm, client_engine=client_engine)
+    fit(module, data, algorithm=algorithm)
     moved = float((module.net[2].bias.detach() - bias).abs().max())
     assert 0 < moved <= 2 * 3 * 1e-5 * 1.01  # two rounds of three steps each
 
@@ -285,12 +297,9 @@ class OwnRate(torch.optim.Optimizer):
         return loss
 
 
-@pytest.mark.parametrize("client_engine", ["loop", "trainer"])
-def test_an_optimizer_that_chooses_its_own_rate_trains_and_logs_nan(
-    client_engine: Any, lit_mlp: Any, data: Any, fit: Fit
-) -> None:
+def test_an_optimizer_that_chooses_its_own_rate_trains_and_logs_nan(lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_optimizer(lit_mlp, lambda self: OwnRate(self.parameters()))
     before = module.net[5].weight.detach().clone()
-    rates = fit(module, data, algorithm=ls.FedAvg(), client_engine=client_engine).history.column("fl/lr")
+    rates = fit(module, data, algorithm=ls.FedAvg()).history.column("fl/lr")
     assert all(math.isnan(rate) for rate in rates)
     assert not torch.equal(module.net[5].weight, before)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, seeded
+from federation import Fit, same_state, seeded
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -71,14 +71,21 @@ def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp:
         fit(lit(), data)
 
 
-def test_a_step_that_reaches_the_servers_weights_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
+def test_a_step_may_reach_the_module_by_another_name(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Outside(lit_mlp):  # type: ignore[misc]
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return nn.functional.cross_entropy(outside(batch[0]), batch[1])
 
-    outside = Lit()
-    with pytest.raises(ValueError, match=r"reaches the server's own weights \(net.0.weight"):
-        fit(outside, data, algorithm=ls.FedAvg())
+    class Inside(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    outside = seeded(Outside)
+    one = fit(outside, data, algorithm=algorithm)
+    two = fit(seeded(Inside), data, algorithm=algorithm)
+    assert one.rows == two.rows
+    assert same_state(one.state, two.state)
 
 
 @pytest.mark.parametrize("form", ["args", "keyword only", "keywords"])
@@ -116,7 +123,7 @@ def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: A
     assert scores == pytest.approx([scores[0]] * 4, rel=1e-5)
 
 
-def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_metrics_of_a_client_never_sync_over_processes(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[bool] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]
@@ -131,9 +138,8 @@ def test_metrics_of_a_clients_copy_never_sync_over_processes(lit_mlp: Any, data:
     assert seen == [False] * 3
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(
-    engine: Any, lit_mlp: Any, data: Any, fit: Fit
+    lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
     counts: list[list[int]] = []
 
@@ -150,7 +156,7 @@ def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(
             counts.append([metric.update_count for metric in metrics])
             return super().training_step(batch, batch_idx)
 
-    fit(Lit(), data, client_engine=engine, max_epochs=1)
+    fit(Lit(), data, max_epochs=1)
     assert counts == [[step] * 4 for _ in range(3) for step in (1, 2, 3)]  # three clients of three batches
 
 

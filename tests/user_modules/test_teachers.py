@@ -70,12 +70,11 @@ def test_an_average_of_weights_that_needs_gradients_is_named(lit_mlp: Any, data:
         fit(Lit(), data, algorithm=ls.FedAvg(), max_epochs=1)
 
 
-@pytest.mark.parametrize("engine", ["loop", "trainer"])
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, ls.Scaffold()])
-def test_a_teacher_that_is_named_is_averaged(algorithm: Any, engine: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
+def test_a_teacher_that_is_named_is_averaged(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_teacher(lit_mlp, averaged_parameters=["teacher.*"])
     start = copy.deepcopy(module.teacher.state_dict())
-    said = said_during(lambda: fit(module, data, algorithm=algorithm, client_engine=engine))
+    said = said_during(lambda: fit(module, data, algorithm=algorithm))
     assert not any("without an optimizer" in text for text in said)
     assert not any(torch.equal(value, start[name]) for name, value in module.teacher.state_dict().items())
 

@@ -17,12 +17,12 @@ from lightning_spectral.client.local_loop import LocalLoop, LossLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.network.messages import Start
-from lightning_spectral.plugin.lightning.logs import redirect_logging
+from lightning_spectral.plugin.lightning.logs import redirect
 from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import convert_now
 from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
-from lightning_spectral.plugin.lightning.schedules import read_optimizers
+from lightning_spectral.plugin.lightning.schedules import only_or_all, read_optimizers
 from lightning_spectral.plugin.lightning.user_hooks import defines
 from lightning_spectral.protocol.records import Download
 
@@ -74,14 +74,15 @@ class Workplace:
         configured, name = module.configure_optimizers(), type(module).__name__
         optimizers, schedules = read_optimizers(configured, name, several=several)
         self.trainer.strategy.optimizers = optimizers
-        at_the_server = [AtTheServer() for _ in schedules]
+
+        def schedulers() -> Any:
+            return only_or_all([AtTheServer() for _ in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
-            redirect_logging(client, recorder.log, recorder.log_dict)
-            client.lr_schedulers = lambda: at_the_server[0] if len(at_the_server) == 1 else at_the_server or None
+            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
 
         placement = placement_of(self.trainer, self.torch_device, module)
-        settings = LocalSettings(placement, start.local_hooks, defines)
+        settings = LocalSettings(placement, start.local_hooks, defines, redirect)
         train: LocalTrainer = LossLoop if start.measures else LocalLoop
         return Device(module, start.side, optimizers, data, settings, train, attach, owned=True)
 

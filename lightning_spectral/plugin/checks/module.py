@@ -98,4 +98,3 @@ def check_suits(algorithm: Algorithm, module: pl.LightningModule) -> None:
             f"{name} has no parameters yet, and {type(algorithm).__name__} needs to see them when {name} is wrapped; "
             "make its layers in `__init__`, rather than in `setup`."
         ) from error
-

@@ -118,7 +118,9 @@ class Member:
         owner, module = self.owner, self.owner.module
         check_configures(module)
         configured = module.configure_optimizers()
-        templates, schedulers = read_optimizers(configured, type(module).__name__, several=not module.automatic_optimization)
+        templates, schedulers = read_optimizers(
+            configured, type(module).__name__, several=not module.automatic_optimization
+        )
         self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,18 +48,30 @@ def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float],
 
 
 def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> None:
-    """Let a module log with other functions than Lightning's, which take the same arguments.
+    """Let a module log with other functions than Lightning's, which take the same arguments."""
+    redirect(module, {"log": log, "log_dict": log_dict})
 
-    If its class overrides ``log`` or ``log_dict``, this still acts, and what it passes to ``super()`` goes to ``log``:
-    a class is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
+
+def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Put other functions in the place of some of Lightning's methods, until the module is put back.
+
+    If its class overrides one, this still acts, and what it passes to ``super()`` goes to the other function: a class
+    is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
     """
-    target: Any = module
-    if is_overridden(module, "log") or is_overridden(module, "log_dict"):
-        kind = type(module)
-        between = type("RedirectedLog", (pl.LightningModule,), {"log": staticmethod(log)})
-        target.__class__ = type(kind.__name__, (kind, between), {"__module__": kind.__module__})
-    else:
-        target.log, target.log_dict = log, log_dict
+    overridden = {name for name in methods if is_overridden(module, name)}
+    if overridden & {"log", "log_dict"}:
+        overridden.add("log")
+        methods = {name: method for name, method in methods.items() if name != "log_dict"}
+    vars(module).update({name: method for name, method in methods.items() if name not in overridden})
+    if between := tuple((name, method) for name, method in methods.items() if name in overridden):
+        kind: Any = type(module)
+        module.__class__ = _with_class_between(kind, between)
+
+
+@lru_cache(maxsize=32)  # a module is redirected in every turn
+def _with_class_between(kind: Any, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
+    between = type("Redirected", (pl.LightningModule,), {name: staticmethod(method) for name, method in methods})
+    return type(kind.__name__, (kind, between), {"__module__": kind.__module__})
 
 
 @contextmanager

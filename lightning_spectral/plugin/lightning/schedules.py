@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def read_optimizers(
             f"({', '.join(type(o).__name__ for o in optimizers)}){'' if several else more}."
         )
     return optimizers, [_schedule(s, monitor) for s, monitor in schedulers if s is not None]
+
+
+def only_or_all(found: list[T]) -> T | list[T] | None:
+    """What ``LightningModule.lr_schedulers`` and ``optimizers`` return: the only one, or all; ``None`` for none."""
+    return found[0] if len(found) == 1 else found or None
 
 
 def name_group(optimizer: Optimizer, name: str) -> None:

@@ -81,7 +81,7 @@ def as_in_a_step(batch: Any, module: pl.LightningModule, trainer: pl.Trainer) ->
 
 
 def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) -> None:
-    """Give the user's module, while it is a client, the batch hooks of a data module, which come first in Lightning too."""
+    """Give the user's module, while it is a client, a data module's batch hooks, which come first in Lightning too."""
     for hook in BATCH_HOOKS:
         if is_overridden(data, hook):
             setattr(client, hook, getattr(data, hook))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -29,11 +29,11 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks.run import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.lightning.logs import log_round, redirect_logging
+from lightning_spectral.plugin.lightning.logs import log_round, redirect
 from lightning_spectral.plugin.lightning.placement import placement_of
 from lightning_spectral.plugin.lightning.precision import scaled_by
 from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
-from lightning_spectral.plugin.lightning.schedules import RoundScheduler
+from lightning_spectral.plugin.lightning.schedules import RoundScheduler, only_or_all
 from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines
 from lightning_spectral.protocol.records import RoundSummary
@@ -123,23 +123,23 @@ def sequential_executor(
     owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer = LocalLoop
 ) -> SequentialExecutor:
     """An executor that trains the clients of a `FederatedModule` one after another, on a device in this process."""
+    placement = placement_of(owner.trainer, owner.device, owner.module, owner.data)
     device = Device(
         run.server,
         run.half.device_half,
         owner.templates(),
         owner.data.client_data,
-        LocalSettings(placement_of(owner.trainer, owner.device, owner.module, owner.data), owner.local_hooks, defines),
+        LocalSettings(placement, owner.local_hooks, defines, redirect),
         local_trainer,
-        attach=partial(_attach, owner, [_StepsOncePerRound(schedule.scheduler) for schedule in schedules]),
+        attach=partial(_attach, owner, lambda: only_or_all([_StepsOncePerRound(s.scheduler) for s in schedules])),
         profile=run.profile,
     )
     return SequentialExecutor(device)
 
 
-def _attach(owner: Any, schedulers: Sequence[Any], recorder: Recorder, client: Any) -> None:
-    redirect_logging(client, recorder.log, recorder.log_dict)
+def _attach(owner: Any, schedulers: Callable[[], Any], recorder: Recorder, client: Any) -> None:
+    redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
     adopt_batch_hooks(client, owner.data)
-    client.lr_schedulers = lambda: schedulers[0] if len(schedulers) == 1 else list(schedulers) or None
 
 
 class _StepsOncePerRound:

@@ -75,6 +75,12 @@ def numbers_of_terms(module: nn.Module) -> dict[str, int]:
     return {name: terms.num_terms for name, terms in sharded_layers(module).items()}
 
 
+def client(algorithm: ls.Algorithm, keep_ratio: float) -> nn.Module:
+    module = net()
+    algorithm.bind(module).device_half.take_form(module, keep_ratio)
+    return module
+
+
 EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "validate": lambda layers: ls.validate(net(), EXAMPLE, layers),
     "cost_table": lambda layers: ls.cost_table(net(), ls.SpectralSharding(layers=layers), [0.1, 0.6], EXAMPLE),
@@ -82,9 +88,7 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
         net(), ls.SpectralSharding(layers=layers), EXAMPLE, budget_params=[500, 600]
     ),
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
-    "SpectralSharding": lambda layers: numbers_of_terms(
-        ls.SpectralSharding(layers=layers).bind(net()).device_half.build(net(), 0.3)
-    ),
+    "SpectralSharding": lambda layers: numbers_of_terms(client(ls.SpectralSharding(layers=layers), 0.3)),
 }
 
 

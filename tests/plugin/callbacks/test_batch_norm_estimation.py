@@ -225,7 +225,7 @@ def test_averages_per_width_without_a_client_of_the_whole_width_are_refused(trai
 def test_what_has_no_averages_to_estimate_is_refused(quiet: Any) -> None:
     manual = seeded(LitSmall)
     manual.automatic_optimization = False
-    of_manual = ls.FederatedModule(manual, clients_per_round=1, client_engine="trainer")
+    of_manual = ls.FederatedModule(manual, clients_per_round=1)
     refused: list[tuple[Any, Any, str]] = [
         (ls.FederatedModule(seeded(LitMLP), clients_per_round=1), ValueError, "finds no BatchNorm layer with averages"),
         (

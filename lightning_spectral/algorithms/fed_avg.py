@@ -1,6 +1,6 @@
 """Federated averaging: every client trains the whole model."""
 
-from __future__ import annotations
+# Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class DenseRound(Round):
         mean: Running mean of the clients' changes.
     """
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: "DenseHalf", cohort: Cohort) -> None:
         self.half = half
         self.cohort = cohort
         self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server)
@@ -87,7 +87,7 @@ class DenseHalf(ServerHalf):
 
     def __init__(
         self,
-        algorithm: FedAvg,
+        algorithm: "FedAvg",
         server: nn.Module,
         state: nn.Module | None = None,
         decisions: Mapping[str, Any] | None = None,

@@ -479,12 +479,12 @@ def dense_cases() -> dict[str, Case]:
     return {
         **{f"FedAvg/{module.__name__}": partial(fit, module) for module in modules},
         "FedAvg/two local epochs, drop_last": lambda: fit(data=client_data(drop_last=True), local_epochs=2),
-        "FedAvg/kept buffers": lambda: fit(algorithm=ls.FedAvg(keep_buffers=["*.running_*"])),
+        "FedAvg/kept buffers": lambda: fit(algorithm=ls.FedAvg(buffers={"*.running_*": "server"})),
         "FedAvg/examples in a list": lambda: fit(data=listed_data(), local_epochs=2, rounds=2),
         "FedAvg/cut cohort": lambda: fit(trainer={"limit_train_batches": 3}),
         "FedAvg/validated": lambda: fit(Logging, data=client_data(val=examples())),
         "FedAvg/BatchNormEstimation": lambda: fit(
-            algorithm=ls.FedAvg(keep_buffers=["*.running_*"]),
+            algorithm=ls.FedAvg(buffers={"*.running_*": "server"}),
             trainer={"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
         ),
         "FedAvg/clients evaluated": lambda: fit(
@@ -604,7 +604,7 @@ def width_cases() -> dict[str, Case]:
             {
                 "width/scaler": lambda: ls.WidthSharding(keep_ratio={0.5: 0.6, 1.0: 0.4}, scaler=True),
                 "width/excluded, buffers kept": lambda: ls.WidthSharding(
-                    keep_ratio=0.5, exclude=["net.3"], keep_buffers=["*.running_*"]
+                    keep_ratio=0.5, exclude=["net.3"], buffers={"*.running_*": "server"}
                 ),
                 "width/step widths": lambda: ls.WidthSharding(keep_ratio=MIXED, step_widths=(0.25, 0.5)),
                 "width/averages per width": lambda: ls.WidthSharding(

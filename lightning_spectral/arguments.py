@@ -203,9 +203,9 @@ def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], 
         what: What the names are of, in the singular, such as ``"buffer"``.
 
     Example:
-        >>> check_matches("keep_buffers", ["*.mean"], ["norm.running_mean", "norm.running_var"], "buffer")
+        >>> check_matches("exclude", ["*.mean"], ["norm.running_mean", "norm.running_var"], "buffer")
         Traceback (most recent call last):
-        ValueError: `keep_buffers` pattern '*.mean' matches no buffer; known names: norm.running_mean, norm.running_var.
+        ValueError: `exclude` pattern '*.mean' matches no buffer; known names: norm.running_mean, norm.running_var.
     """
     for problem in unmatched(argument, patterns, names, what):
         raise ValueError(problem)

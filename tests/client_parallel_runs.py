@@ -39,6 +39,22 @@ def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=BATCH_SIZE, client_val_fraction=held_out)
 
 
+class WithLimits(LitMLP):
+    """A running minimum that starts at infinity, a flag and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.register_buffer("low", torch.tensor(torch.inf))
+        self.register_buffer("has_begun", torch.tensor(False))
+        self.register_buffer("num_steps", torch.tensor(0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.low = torch.minimum(self.low, batch[0].min())
+        self.has_begun.fill_(True)
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
 class WithBatchNorm(LitMLP):
     example_input_array = torch.zeros(2, 6)
 
@@ -166,8 +182,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
+    "limits": {
+        "algorithm": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
+        "module": WithLimits,
+        "clients_per_round": 5,
+    },
     "batch norm, estimated": {
-        "algorithm": ls.FedAvg(keep_buffers=["*.running_*"]),
+        "algorithm": ls.FedAvg(buffers={"*.running_*": "server"}),
         "module": WithBatchNorm,
         "clients_per_round": 5,
         "trainer": {"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},

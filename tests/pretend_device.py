@@ -6,7 +6,7 @@ where a value is read, where a shape depends on values, and in copies from and t
 So a machine without a GPU shows most mistakes of placement, and how often a round waits.
 
 `install` changes the whole process, and nothing can undo it: torch has room for one such backend, and some functions of
-torch are `REPLACED`. So the tests in ``devices/`` run in a process of their own.
+torch are `REPLACED`, as is ``Tensor.data``. So the tests in ``devices/`` run in a process of their own.
 
 Not shown: kernels, memory, streams, float16, autocast, and fused recurrent cells: an LSTM fails here and works on a
 GPU. It needs torch 2.9 or later, and an interface that torch calls experimental.
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -170,6 +170,7 @@ def install() -> None:
     install.library = library  # type: ignore[attr-defined]  # it ends with the object
     for name, waits in REPLACED.items():
         setattr(torch, name, _by_way_of_the_cpu(getattr(torch, name), waits))
+    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment,method-assign]
 
 
 def trainer_options() -> dict[str, Any]:
@@ -244,6 +245,19 @@ def _raw(leaf: Any) -> Any:
 
 def _is_pretended(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
+
+
+def _set_data(tensor: Tensor, data: Tensor) -> None:
+    """What ``tensor.data = data`` does: other memory, perhaps on the other device."""
+    if isinstance(tensor, PretendTensor) and isinstance(data, PretendTensor):
+        torch._C.TensorBase.data.__set__(tensor, data)
+        tensor.raw = data.raw
+    elif isinstance(tensor, PretendTensor) or isinstance(data, PretendTensor):
+        is_parameter = isinstance(tensor, nn.Parameter)
+        other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.detach()
+        torch.utils.swap_tensors(tensor, other)  # a Python object of the other class
+    else:
+        torch._C.TensorBase.data.__set__(tensor, data)
 
 
 def _by_way_of_the_cpu(make: Callable[..., Tensor], waits: bool) -> Callable[..., Tensor]:

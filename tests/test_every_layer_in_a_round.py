@@ -292,10 +292,10 @@ def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> No
     def make() -> LitOf:
         return LitOf(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
-    kept = ["*running_*"]
-    choices = ls.LayerChoices(keep_buffers=kept)
+    kept = {"*running_*": "server"}
+    choices = ls.LayerChoices(buffers=kept)
     planned = ls.SpectralSharding(layers=plan_layers(make(), choices=choices))
-    for algorithm in (ls.FedAvg(keep_buffers=kept), ls.SpectralSharding(layers=choices), planned):
+    for algorithm in (ls.FedAvg(buffers=kept), ls.SpectralSharding(layers=choices), planned):
         lit = make()
         fit(lit, shared_out(flat), algorithm=algorithm)
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))

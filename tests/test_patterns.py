@@ -8,18 +8,20 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 
-BUFFER = r"`keep_buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
+BUFFER = r"`buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
 PARAMETER = r"`(exclude|include)` pattern 'nope' matches no parameter"
 UNMATCHED: dict[str, tuple[Any, str]] = {
-    "FedAvg, buffers": (lambda *nope: ls.FedAvg(keep_buffers=nope), BUFFER),
-    "Scaffold, buffers": (lambda *nope: ls.Scaffold(keep_buffers=nope), BUFFER),
-    "StaleUpdates, buffers": (lambda *nope: ls.StaleUpdates(keep_buffers=nope), BUFFER),
-    "FIARSE, buffers": (lambda *nope: ls.FIARSE(keep_buffers=nope), BUFFER),
-    "LoRA, buffers": (lambda *nope: ls.LoRA(2, keep_buffers=nope), BUFFER),
-    "WidthSharding, buffers": (lambda *nope: ls.WidthSharding(keep_buffers=nope), BUFFER),
-    "Zampling, buffers": (lambda *nope: ls.Zampling(8, degree=2, keep_buffers=nope), BUFFER),
+    "FedAvg, buffers": (lambda *nope: ls.FedAvg(buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "Scaffold, buffers": (lambda *nope: ls.Scaffold(buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "StaleUpdates, buffers": (lambda *nope: ls.StaleUpdates(buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "FIARSE, buffers": (lambda *nope: ls.FIARSE(buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "LoRA, buffers": (lambda *nope: ls.LoRA(2, buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "WidthSharding, buffers": (lambda *nope: ls.WidthSharding(buffers=dict.fromkeys(nope, "server")), BUFFER),
+    "Zampling, buffers": (lambda *nope: ls.Zampling(8, degree=2, buffers=dict.fromkeys(nope, "server")), BUFFER),
     "SpectralSharding, buffers": (
-        lambda *nope: ls.SpectralSharding(layers=ls.LayerChoices(keep_buffers=nope), keep_ratio=0.5),
+        lambda *nope: ls.SpectralSharding(
+            layers=ls.LayerChoices(buffers=dict.fromkeys(nope, "server")), keep_ratio=0.5
+        ),
         BUFFER,
     ),
     "FIARSE, exclude": (lambda *nope: ls.FIARSE(exclude=nope), PARAMETER),
@@ -51,13 +53,13 @@ def bind(algorithm: Any) -> None:
 
 def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:
     with pytest.raises(ValueError, match=BUFFER):
-        fit(seeded(LitSmall), data, algorithm=ls.FedAvg(keep_buffers=["nope"]))
+        fit(seeded(LitSmall), data, algorithm=ls.FedAvg(buffers={"nope": "server"}))
 
 
 def test_tables_of_costs_refuse_them_too() -> None:
     for table in (
-        lambda: ls.cost_table(seeded(LitSmall), ls.Zampling(degree=2, keep_buffers=["nope"]), [2]),
-        lambda: ls.cost_table(seeded(LitSmall), ls.LoRA(keep_buffers=["nope"]), [2]),
+        lambda: ls.cost_table(seeded(LitSmall), ls.Zampling(degree=2, buffers={"nope": "server"}), [2]),
+        lambda: ls.cost_table(seeded(LitSmall), ls.LoRA(buffers={"nope": "server"}), [2]),
     ):
         with pytest.raises(ValueError, match=BUFFER):
             table()

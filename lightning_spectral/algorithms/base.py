@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
@@ -50,6 +51,13 @@ class Round(ABC):
     def close(self) -> None:
         """Finish the average: set pseudo-gradients of the server's or the state's parameters, and buffers in place."""
 
+    def positions(self, receipt: Receipt) -> Mapping[str, Tensor]:
+        """For each tensor of which a unit holds a part, the places of its entries in the flattened whole one.
+
+        By default none: buffers that follow a minimum or a maximum travel whole.
+        """
+        return {}
+
     def metrics(self) -> Mapping[str, float]:
         """Figures to log for the round, by name. By default none."""
         return {}
@@ -61,6 +69,8 @@ class ServerHalf(ABC):
     Attributes:
         server: The server's module.
         state: What `Algorithm.new_state` made, as it is now.
+        buffers: The rules of the buffers. Those that are not averaged are combined by the engine: neither `Round.add`
+            nor `Round.close` sees them.
         rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
@@ -69,10 +79,17 @@ class ServerHalf(ABC):
         _check_no_device_methods(cls)
 
     rounds_are_alike: ClassVar[bool] = False
+    buffers: BufferRules = NO_RULES
 
-    def __init__(self, server: nn.Module, state: nn.Module | None = None) -> None:
+    def __init__(self, server: nn.Module, state: nn.Module | None = None, buffers: BufferRules = NO_RULES) -> None:
         self.server = server
         self.state = state
+        self.buffers = buffers
+
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """What initial values have decided, for a resumed run: here, the rules of buffers that were not finite."""
+        return self.buffers.decisions
 
     @property
     @abstractmethod

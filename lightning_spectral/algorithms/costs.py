@@ -14,7 +14,7 @@ from lightning_spectral.arguments import Number, each
 from lightning_spectral.nn.cost.cost import required_example, whole_cost
 from lightning_spectral.nn.cost.table import CostTable
 from lightning_spectral.nn.plan.trace import Example
-from lightning_spectral.protocol.exchange import kept_buffers
+from lightning_spectral.protocol.buffer_rules import buffer_rules
 
 CAPACITY = Number(above=0)
 
@@ -77,8 +77,7 @@ def cost_table(
     example = required_example(module, example_input)
     counted = Counted(module, algorithm, example, optimizer)
     costs = counted.at(capacities, example)  # first, because it says what is wrong with the algorithm
-    kept = kept_buffers(module, getattr(algorithm, "keep_buffers", ()))
-    full = whole_cost(module, example, kept)
+    full = whole_cost(module, example, buffer_rules(module, getattr(algorithm, "buffers", None)))
     if optimizer is not None:
         full = full.with_memory(Counted(module, FedAvg(), example, optimizer).at([1.0], example)[1.0])
     return CostTable(full, costs, counted.capacity)

@@ -1,9 +1,9 @@
 """Federated averaging: every client trains the whole model."""
 
-from __future__ import annotations
+# Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
-from lightning_spectral.arguments import as_patterns, check_fields
+from lightning_spectral.arguments import check_fields
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
-    kept_buffers,
     load_tensors,
+    returned_tensors,
     select_tensors,
     travelling_tensors,
 )
@@ -52,7 +53,7 @@ class DenseRound(Round):
         mean: Running mean of the clients' changes.
     """
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: "DenseHalf", cohort: Cohort) -> None:
         self.half = half
         self.cohort = cohort
         self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server)
@@ -75,18 +76,23 @@ class DenseRound(Round):
 class DenseHalf(ServerHalf):
     """Federated averaging, or a subclass of it, bound to a module."""
 
-    def __init__(self, algorithm: FedAvg, server: nn.Module, state: nn.Module | None = None) -> None:
-        super().__init__(server, state)
+    def __init__(
+        self,
+        algorithm: "FedAvg",
+        server: nn.Module,
+        state: nn.Module | None = None,
+        decisions: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(server, state, buffer_rules(server, algorithm.buffers, decisions))
         self.algorithm = algorithm
-        self._kept = kept_buffers(server, algorithm.keep_buffers)
 
     def averaged(self) -> dict[str, Tensor]:
         """The trainable parameters and the averaged buffers of the server's module, as they are now."""
-        return averaged_tensors(self.server, keep_buffers=self._kept)
+        return averaged_tensors(self.server, buffers=self.buffers)
 
     @cached_property
     def device_half(self) -> ClientSide:
-        return self.algorithm.side(tuple(self.averaged()))
+        return self.algorithm.side(tuple(returned_tensors(self.server, buffers=self.buffers)))
 
     def open(self, cohort: Cohort) -> Round:
         return self.algorithm.round(self, cohort)
@@ -99,7 +105,9 @@ class FedAvg(Algorithm):
     A subclass that changes only what a device or a round does names its own `side`, `round` or `half`.
 
     Args:
-        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        buffers: What becomes of buffers, by patterns of their names: ``"mean"`` for the clients' average, the default
+            for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
+            ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
 
     Reference:
         McMahan et al. (2017), Algorithm 1.
@@ -107,6 +115,8 @@ class FedAvg(Algorithm):
     Example:
         >>> FedAvg().bind(nn.Linear(3, 2)).device_half
         DenseSide(returned=('weight', 'bias'))
+        >>> FedAvg(buffers={"num_batches_tracked": "max"}).bind(nn.BatchNorm1d(2, affine=False)).device_half
+        DenseSide(returned=('running_mean', 'running_var', 'num_batches_tracked'))
     """
 
     side: ClassVar[type[DenseSide]] = DenseSide
@@ -114,10 +124,10 @@ class FedAvg(Algorithm):
     half: ClassVar[type[DenseHalf]] = DenseHalf
     updates_have_norms: ClassVar[bool] = True
 
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self, keep_buffers=as_patterns)
+        check_fields(self, buffers=as_rules)
 
     def bind(
         self,
@@ -127,4 +137,4 @@ class FedAvg(Algorithm):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        return self.half(self, server, state)
+        return self.half(self, server, state, decisions)

@@ -27,6 +27,7 @@ from lightning_spectral.client.training_checks import (
     discarded_changes,
 )
 from lightning_spectral.client.user_step import Recorder, log_to
+from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.kept_state import changed_attributes
 from lightning_spectral.protocol.records import Download, Failure, Upload
@@ -151,6 +152,7 @@ class Device:
                 result = self._loop(task)
         check_not_reached(form.replaced)
         with _during("local training"):
+            check_same_buffers(module, form.buffers)
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if result.num_steps == 0 and download.local_epochs > 0:

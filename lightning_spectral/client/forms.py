@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.exchange import buffer_shapes, named_state
 from lightning_spectral.protocol.kept_state import KeptState
 
 TakeForm = Callable[[nn.Module, float], object]
@@ -48,6 +48,7 @@ class Form:
         gradients: The server's tensors that need a gradient only here, or only there.
         shared: The server's tensors that a client has as well, by name; they get memory of their own.
         replaced: The server's parameters that a client does not have, by name.
+        buffers: Shapes of a client's buffers, by name.
         own: The tensors that only a client has, and whether they need a gradient when it begins.
     """
 
@@ -56,6 +57,7 @@ class Form:
     gradients: Sequence[tuple[Tensor, bool]]
     shared: Mapping[str, Tensor]
     replaced: Mapping[str, Tensor]
+    buffers: Mapping[str, tuple[int, ...]]
     own: Sequence[tuple[Tensor, bool]]
 
     def apply(self) -> None:
@@ -178,6 +180,7 @@ class Forms:
             ],
             {name: tensor for name, tensor in mine.items() if id(tensor) in whose},
             {name: tensor for name, tensor in server.items() if id(tensor) not in left},
+            buffer_shapes(self.module),
             [(tensor, tensor.requires_grad) for tensor in mine.values() if id(tensor) not in whose],
         )
         if self.owned:

@@ -73,7 +73,7 @@ class FederatedModule(FederatedHooks, Trained):
     Note:
         Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
         round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients; other buffers keep
-        the server's value.
+        the server's value, unless the algorithm's ``buffers`` say otherwise.
 
     Example:
         >>> class LitLine(pl.LightningModule):
@@ -86,7 +86,7 @@ class FederatedModule(FederatedHooks, Trained):
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> FederatedModule(LitLine(), clients_per_round=2).algorithm
-        FedAvg(keep_buffers=())
+        FedAvg(buffers={})
     """
 
     def __init__(

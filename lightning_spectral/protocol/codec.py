@@ -27,7 +27,7 @@ from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.protocol.tensor_bytes import describe, raw_bytes, read_tensors
 
 MAGIC = b"spectral"
-VERSION = 1  # raise it when a field of a record, or anything else that is written, changes
+VERSION = 2  # raise it when a field of a record, or anything else that is written, changes
 MOST_PLAIN_BYTES = 2**24
 _PREFIX = struct.Struct("<8sHQQ")
 _HEADER_BYTES = _PREFIX.size + hashlib.sha256().digest_size

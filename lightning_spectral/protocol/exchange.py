@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_spectral.arguments import check_matches, matches_any
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
+from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules, unit_vectors
 
 Tensors = Mapping[str, Tensor]
-AVERAGED = "averaged"
-NORMALISED = "averaged, then scaled to norm 1"
-RETURNED = (AVERAGED, NORMALISED)
 
 
 def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
@@ -32,20 +26,30 @@ def travelling_tensors(module: nn.Module, without: Collection[str] = ()) -> dict
     return {name: tensor.detach() for name, tensor in named_state(module).items() if name not in without}
 
 
-def averaged_tensors(
-    module: nn.Module, without: Collection[str] = (), keep_buffers: Sequence[str] = ()
+def returned_tensors(
+    module: nn.Module, without: Collection[str] = (), buffers: BufferRules | None = None
 ) -> dict[str, Tensor]:
-    """The part of `travelling_tensors` that clients send back and that is averaged.
+    """The part of `travelling_tensors` that clients send back.
 
-    These are the trainable parameters, other `averaged_parameters`, and floating-point buffers such as BatchNorm's
-    running statistics. Integer buffers (``num_batches_tracked``), buffers with infinite entries (attention masks) and
-    non-persistent buffers, which no checkpoint would hold, keep the server's value, as do those that match a pattern of
-    ``keep_buffers``.
+    These are the trainable parameters, other `averaged_parameters`, and buffers unless they keep the server's value.
+
+    Args:
+        module: The server's module.
+        without: Names of tensors to leave out.
+        buffers: The rules of the run; ``None`` for those of a run that starts now, without rules of the user's.
     """
+    rules = buffer_rules(module) if buffers is None else buffers
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    trainable |= averaged_parameters(module)
-    moving = {name for name, _, policy in buffer_policies(module, keep_buffers) if policy in RETURNED}
-    return {name: t for name, t in travelling_tensors(module, without).items() if name in trainable | moving}
+    returned = trainable | averaged_parameters(module) | rules.returned
+    return {name: tensor for name, tensor in travelling_tensors(module, without).items() if name in returned}
+
+
+def averaged_tensors(
+    module: nn.Module, without: Collection[str] = (), buffers: BufferRules | None = None
+) -> dict[str, Tensor]:
+    """The part of `returned_tensors` that is averaged, with zeros for entries that are not (`BufferRules.averaged`)."""
+    rules = buffer_rules(module) if buffers is None else buffers
+    return dict(rules.averaged(returned_tensors(module, without, rules)))
 
 
 def copy_module(module: nn.Module) -> Any:
@@ -84,7 +88,7 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
         changes: Names of parameters and buffers with their mean changes, read one at a time.
     """
     parameters = {name: p for name, p in server.named_parameters() if p.requires_grad}
-    others, unit = named_state(server), set(_unit_vectors(server))
+    others, unit = named_state(server), set(unit_vectors(server))
     for name, change in changes:
         if name in parameters:
             parameters[name].grad = torch.empty_like(parameters[name]).copy_(change).neg_()
@@ -95,58 +99,47 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
         del change  # free it before the next one is computed
 
 
-def buffer_policies(module: nn.Module, keep_buffers: Sequence[str] = ()) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Yield each buffer's name, its shape and what a federated run does with it.
-
-    Example:
-        >>> [(name, policy) for name, _, policy in buffer_policies(nn.BatchNorm1d(2))][1:]
-        [('running_var', 'averaged'), ('num_batches_tracked', "the server's: not a floating-point number")]
-    """
-    persistent, unit = module.state_dict(keep_vars=True).keys(), set(_unit_vectors(module))
-    for name, buffer in module.named_buffers():
-        if buffer.layout != torch.strided:
-            raise ValueError(
-                f"Sparse buffers cannot be sent to clients: `{name}` is {buffer.layout}; register `{name}` as "
-                f"`.to_dense()` and call `.to_sparse()` where it is used, or keep it in an attribute that is no buffer."
-            )
-        kept = matches_any(name, keep_buffers)
-        policy = "the server's: as asked" if kept else _policy(buffer, name in persistent)
-        yield name, tuple(buffer.shape), NORMALISED if policy == AVERAGED and name in unit else policy
+def buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every buffer of a module, by name, to be compared by `check_same_buffers`."""
+    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
 
 
-def kept_buffers(module: nn.Module, keep_buffers: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the buffers that keep the server's value.
+def check_same_buffers(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a client's training has kept the names and shapes of all buffers, as the server's module has them.
+
+    Args:
+        module: The client's module, after training.
+        shapes: `buffer_shapes` of it before training.
 
     Raises:
-        ValueError: If a pattern of ``keep_buffers`` matches no buffer.
+        ValueError: If a buffer has appeared, gone or changed its shape. The message names all of them.
 
     Example:
-        >>> kept_buffers(nn.BatchNorm1d(2), ["running_mean"])
-        ('running_mean', 'num_batches_tracked')
+        >>> module = nn.Module()
+        >>> module.register_buffer("queue", torch.zeros(2))
+        >>> shapes = buffer_shapes(module)
+        >>> module.queue = torch.zeros(3)
+        >>> check_same_buffers(module, shapes)
+        Traceback (most recent call last):
+        ValueError: Training has changed buffers that the server cannot follow: `queue` was of shape (2,) and is \
+of shape (3,). Register such a buffer with a tensor of its final size, or keep it in an attribute that is no buffer.
     """
-    check_matches("keep_buffers", keep_buffers, (name for name, _ in module.named_buffers()), "buffer")
-    return tuple(name for name, _, policy in buffer_policies(module, keep_buffers) if policy not in RETURNED)
+    found = buffer_shapes(module)
+    if found == dict(shapes):
+        return
+    changed = [
+        f"`{name}` was {_shape(shapes, name)} and is {_shape(found, name)}"
+        for name in {**shapes, **found}
+        if shapes.get(name) != found.get(name)
+    ]
+    raise ValueError(
+        f"Training has changed buffers that the server cannot follow: {'; '.join(changed)}. Register such a buffer "
+        "with a tensor of its final size, or keep it in an attribute that is no buffer."
+    )
 
 
-def _policy(buffer: Tensor, persistent: bool) -> str:
-    if not buffer.is_floating_point():
-        return "the server's: not a floating-point number"
-    if not persistent:
-        return "the server's: no checkpoint holds it"
-    return AVERAGED if bool(torch.isfinite(buffer).all()) else "the server's: it has infinite entries"
-
-
-def _unit_vectors(module: nn.Module) -> Iterator[str]:
-    """Names of the buffers that hold the singular vectors of both of torch's spectral norms.
-
-    The mean of unit vectors is shorter than 1, and the estimated norm of the weight would shrink with it.
-    """
-    for path, part in module.named_modules():
-        names = [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-        if isinstance(part, _SpectralNorm):
-            names.append("")
-        for name, vector in itertools.product(names, ("_u", "_v")):
-            yield f"{path}.{name}{vector}" if path else f"{name}{vector}"
+def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return f"of shape {shapes[name]}" if name in shapes else "no tensor"
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

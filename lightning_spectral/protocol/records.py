@@ -125,8 +125,8 @@ class Upload:
 
     Attributes:
         unit: Who trained what.
-        tensors: Trained parameters and floating-point buffers by name. They may share the sub-model's memory: read or
-            copy them before asking for the next upload.
+        tensors: Trained parameters and buffers by name. They may share the sub-model's memory: read or copy them before
+            asking for the next upload.
         num_steps: Local optimizer steps, including those that gradient scaling skips because a gradient overflowed.
         loss: Mean loss per example over all local epochs; NaN if no step was taken.
         logged: Means of the values that the client logged with ``self.log``, by name, and those of the device half.

@@ -17,7 +17,7 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
     """Raise an error if the server's weights are not finite.
 
     This reads every weight, so it is called only after something else has gone wrong. Buffers are not checked:
-    attention masks are infinite by design, and clients do not send them back.
+    attention masks and running limits are infinite by design.
 
     Args:
         server: The server's module.

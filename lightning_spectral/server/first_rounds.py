@@ -194,7 +194,7 @@ def _no_averages(layers: list[str]) -> str:
     return (
         f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
         "them. Let the callback BatchNormEstimation estimate them, or average those of the clients: take them out of "
-        "`keep_buffers`, or with LoRA name their layers in `train`."
+        "`buffers`, or with LoRA name their layers in `train`."
     )
 
 

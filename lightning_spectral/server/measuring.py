@@ -77,6 +77,6 @@ def _outcome(opened: OpenRound, upload: Upload, download: Download, receipt: Rec
         frozen_bytes=sum(one.frozen_bytes for one in sent),
         uplink_bytes=NUMBER,
         left_out="error" if upload.failure is not None else None,
-        update_norm=opened.update_norm(download, upload),
+        update_norm=opened.update_norm(receipt, download, upload),
         missing=upload.missing,
     )

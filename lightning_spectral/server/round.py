@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.capabilities import BoundsSummands, ExpectsUpdates
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -25,7 +27,10 @@ from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run, SubModelSize
 from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.simulation import SimulatedTask
-from lightning_spectral.sums import add_up
+from lightning_spectral.sums import Extremes, add_up
+from lightning_spectral.sums.running_mean import Peers
+
+RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
 
@@ -42,6 +47,7 @@ class OpenRound:
     Attributes:
         num_examples: Number of examples of each, by its key.
         opened: The round as the algorithm opened it.
+        extremes: The clients' smallest or largest values of the buffers that follow them.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
@@ -64,6 +70,8 @@ class OpenRound:
             self.cohort = self._cohort()
             run.frozen_base.refresh(run.half.frozen_tensors())
             self.opened: Round = run.half.open(self.cohort)
+            limits = run.half.buffers.limits
+            self.extremes = Extremes(select_tensors(run.server, limits), limits)
             self._bounds = self.opened if isinstance(self.opened, BoundsSummands) else None  # a slow check: only once
             tasks = {unit: self._simulated_task(unit) for unit in self.units}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
@@ -100,11 +108,23 @@ class OpenRound:
         )
         return run.frozen_base.mark(common) if run.frozen_base.digests else common, receipt
 
+    def averaged(self, receipt: Receipt, record: RecordT) -> RecordT:
+        """A download or an upload without values that follow no average."""
+        rules = self.run.half.buffers
+        if not rules.limits:
+            return record
+        return replace(record, tensors=rules.averaged(record.tensors, self.opened.positions(receipt)))
+
+    def add_extremes(self, receipt: Receipt, upload: Upload) -> None:
+        """Note the smallest or largest values of the buffers that follow them, of an upload that is averaged."""
+        if self.run.half.buffers.limits:
+            self.extremes.add(upload.tensors, self.opened.positions(receipt))
+
     def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
         """The largest value that an upload adds to sums of something else than its own tensors; 0 if there are none."""
         return 0.0 if self._bounds is None else self._bounds.largest_summand(receipt, upload)
 
-    def update_norm(self, download: Download | None, upload: Upload) -> float:
+    def update_norm(self, receipt: Receipt, download: Download | None, upload: Upload) -> float:
         """Norm of one unit's update if this run's sampler or its bound uses it, NaN otherwise."""
         is_used = self.run.update_bound is not None or self.run.figure in ("update", "stale update")
         if download is None or not is_used:
@@ -112,7 +132,8 @@ class OpenRound:
         expected = None
         if self.run.figure == "stale update" and isinstance(self.opened, ExpectsUpdates):
             expected = self.opened.expected_update(upload.unit)
-        return update_norm(download.tensors, upload.tensors, expected)
+        sent, returned = self.averaged(receipt, download), self.averaged(receipt, upload)
+        return update_norm(sent.tensors, returned.tensors, expected)
 
     @contextmanager
     def containing_failures(self, unit: WorkUnit) -> Iterator[None]:
@@ -149,7 +170,12 @@ class OpenRound:
         else:
             with self.clock.measure("aggregate"):
                 if self.run.processes.size > 1:  # a round without `sums` is played in a single process
-                    add_up(self.run.processes, self.opened.sums)
+                    self.add_up(self.run.processes)
+
+    def add_up(self, processes: Peers) -> None:
+        """Give every process the sums and the extremes over all processes."""
+        add_up(processes, self.opened.sums)
+        self.extremes.gather(processes)
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
         """Exchange the outcomes of all processes; raise an error in each of them if one failed."""
@@ -187,6 +213,7 @@ class OpenRound:
         if self._moves(outcomes):
             with self.clock.measure("apply"):
                 self.opened.close()
+                load_tensors(run.server, dict(self.extremes.finish()))
         diagnostics = dict(self.opened.metrics())
         if run.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds

@@ -103,15 +103,19 @@ class Turn:
 
     def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
-        if not upload.can_be_averaged():
-            return "not_finite", _too_large(upload)
-        if not can_be_summed(largest := self.round.largest_summand(self._receipt, upload)):
+        averaged = self.round.averaged(self._receipt, upload)
+        if not averaged.can_be_averaged():
+            return "not_finite", _too_large(averaged)
+        if names := self.round.extremes.not_numbers(upload.tensors):
+            return "not_finite", f"NaN in {', '.join(names)}"
+        if not can_be_summed(largest := self.round.largest_summand(self._receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         bound = self.round.run.update_bound
         if bound is not None and self.download is not None:
-            bounded = bound.applied(self.download, upload)
-            self._is_bounded, upload = bounded is not upload, bounded
-        self.round.opened.add(self._receipt, upload)
+            bounded = bound.applied(self.round.averaged(self._receipt, self.download), averaged)
+            self._is_bounded, averaged = bounded is not averaged, bounded
+        self.round.opened.add(self._receipt, averaged)
+        self.round.add_extremes(self._receipt, upload)
         return None, ""
 
     def _outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
@@ -129,7 +133,7 @@ class Turn:
             left_out=left_out,
             logged=upload.logged if left_out is None else {},
             virtual_seconds=self.simulated.seconds,
-            update_norm=self.round.update_norm(self.download, upload) if left_out is None else math.nan,
+            update_norm=self.round.update_norm(self._receipt, self.download, upload) if left_out is None else math.nan,
             unreached=upload.unreached,
             discarded=upload.discarded,
             missing=upload.missing,

@@ -183,12 +183,14 @@ def change_norms(trial: Trial) -> dict[int, float]:
     opened = trial.engine.open_round(trial.round_idx, trial.units)
     device, norms = trial.device(), {}
     for unit in trial.units:
-        download, _ = opened.send(unit)
+        download, receipt = opened.send(unit)
         before, _ = _trained(device, replace(download, local_epochs=0))
         after, upload = _trained(device, download)
         both_ways = upload.tensors.keys() & download.tensors.keys()
         if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
-            norms[unit.client_id] = update_norm(before, {name: after[name] for name in both_ways})
+            where, rules = opened.opened.positions(receipt), trial.half.buffers
+            sent, returned = ({name: tensors[name] for name in both_ways} for tensors in (before, after))
+            norms[unit.client_id] = update_norm(rules.averaged(sent, where), rules.averaged(returned, where))
     trial.engine.abandon_round()
     return norms
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.sums import add_up
 from lightning_spectral.testing.trial import Trial
 
 T = TypeVar("T")
@@ -26,7 +25,7 @@ def play_in_two_processes(mine: Trial, theirs: Trial, groups: Sequence[Sequence[
     barrier = threading.Barrier(2, timeout=60)
     peers = [_Peer(rank, board, barrier) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda peer: add_up(peer, trials[peer.rank].engine.round.opened.sums), peers))
+        list(pool.map(lambda peer: trials[peer.rank].engine.round.add_up(peer), peers))
     outcomes = [outcome for trial in trials for outcome in trial.engine.round.outcomes]
     written = [trial.store.written() for trial in trials]
     for rank, trial in enumerate(trials):

@@ -254,8 +254,8 @@ def test_a_cost_table_goes_beyond_the_widest_client() -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="`averages_per_width` needs widths: give `step_widths`"):
         ls.WidthSharding(averages_per_width=True)
-    with pytest.raises(ValueError, match=r"but net.1.running_mean keep the server's value"):
-        ours(keep_buffers=["net.1.running_mean"]).check(seeded(LitNorms))
+    with pytest.raises(ValueError, match=r"but net.1.running_mean are not averaged"):
+        ours(buffers={"net.1.running_mean": "server"}).check(seeded(LitNorms))
     lit = seeded(LitSmall)
     lit.net[1] = nn.LayerNorm(12)
     with pytest.warns(ls.SpectralWarning, match="finds no BatchNorm with running averages in LitSmall"):

@@ -142,7 +142,7 @@ def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) ->
     again = 4 * (2 * (6 + 12) + sum(after[name].numel() for name in trained))  # what travels in every round
     sent = {(row.downlink_bytes, row.frozen_bytes) for row in fitted.ledger.rows if row.round_idx == 1}
     assert sent == {(again, 0)}
-    kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, keep_buffers=["*.running_*"], **options)).state
+    kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, buffers={"*.running_*": "server"}, **options)).state
     assert torch.equal(kept["net.1.running_mean"], before["net.1.running_mean"])
 
 

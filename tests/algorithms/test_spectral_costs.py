@@ -51,7 +51,7 @@ def ledger_of(
     "options",
     [
         {},
-        {"keep_buffers": ["offset", "net.1.*"]},
+        {"buffers": {"offset": "server", "net.1.*": "server"}},
         {"term_granularity": 4},
         {"exclude": ["net.2"]},
         {"split": {"net.5": 3}},
@@ -69,7 +69,7 @@ def test_bytes_are_those_of_a_round(options: Any, toy: TensorDataset, fit: Fit) 
 
 
 def test_bytes_are_those_of_a_round_whose_plan_says_what_buffers_do(toy: TensorDataset, fit: Fit) -> None:
-    plan = ls.nn.plan_layers(Federated(), choices=ls.LayerChoices(keep_buffers=["offset"]))
+    plan = ls.nn.plan_layers(Federated(), choices=ls.LayerChoices(buffers={"offset": "server"}))
     algorithm = ls.SpectralSharding(keep_ratio=0.2, layers=plan)
     table = ls.cost_table(Federated(), algorithm, [0.2])
     assert table.at[0.2].uplink_bytes < ls.cost_table(Federated(), ls.SpectralSharding(), [0.2]).at[0.2].uplink_bytes

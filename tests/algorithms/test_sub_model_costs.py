@@ -27,10 +27,10 @@ class LitFrozen(LitSmall):
 
 def algorithms(keep_ratio: Any = 0.25) -> list[Any]:
     return [
-        ls.WidthSharding(ls.RollingChannels(), keep_ratio, keep_buffers=["*.running_var"]),
+        ls.WidthSharding(ls.RollingChannels(), keep_ratio, buffers={"*.running_var": "server"}),
         ls.WidthSharding(keep_ratio=keep_ratio, exclude=["net.0"]),
         ls.FIARSE(keep_ratio),
-        ls.FIARSE(keep_ratio, exclude=["net.0.*"], keep_buffers=["*.running_*"]),
+        ls.FIARSE(keep_ratio, exclude=["net.0.*"], buffers={"*.running_*": "server"}),
     ]
 
 

@@ -47,7 +47,7 @@ class Federated(pl.LightningModule):
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"downlink_bits": 5},
-    {"keep_buffers": ["offset", "net.1.*"]},
+    {"buffers": {"offset": "server", "net.1.*": "server"}},
     {"exclude": ["head.*", "*.bias"]},
     {"include": ["scale"], "degree": 3},
 ]

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from client_parallel_runs import WithLimits
 from fake_line import line_of, remote, toy_line
 from federation import Fit, Fitted, same_state, seeded
 from other_process import LitPlain, toy_data
@@ -20,6 +21,7 @@ from lightning_spectral.network.server.roster import Roster
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
+    "limits of buffers": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
     "spectral": ls.SpectralSharding(
         ls.Unbiased(),
         keep_ratio={0.3: 0.5, 0.6: 0.5},
@@ -53,7 +55,7 @@ def assert_same(ours: Fitted, theirs: Fitted) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
 def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> None:
-    lit: Callable[[], Any] = LitPlain if name == "SCAFFOLD" else LitMLP
+    lit: Callable[[], Any] = {"SCAFFOLD": LitPlain, "limits of buffers": WithLimits}.get(name, LitMLP)
     theirs = fit(seeded(lit), toy_data(), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
     for hazards, forgets in ((None, False), (1, False), (2, True)):
         line = toy_line(lit, hazards=hazards, forgets=forgets)

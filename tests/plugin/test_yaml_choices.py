@@ -40,7 +40,8 @@ SLOW_YAML = "{downlink: 1.0e+5, uplink: 1.0e+4, macs_per_second: 1.0e+8}"
 CHOICES: dict[str, list[tuple[str, object]]] = {
     "algorithm": [
         ("FedAvg", ls.FedAvg()),
-        ("{class_path: FedAvg, init_args: {keep_buffers: ['*.base']}}", ls.FedAvg(keep_buffers=["*.base"])),
+        ("{class_path: FedAvg, init_args: {buffers: {'*.base': server}}}", ls.FedAvg(buffers={"*.base": "server"})),
+        ("{class_path: Scaffold, init_args: {buffers: {low: min}}}", ls.Scaffold(buffers={"low": "min"})),
         ("Scaffold", ls.Scaffold()),
         ("{class_path: FIARSE, init_args: {keep_ratio: {0.25: 0.5, 1.0: 0.5}, exclude: [head.*]}}",
          ls.FIARSE({0.25: 0.5, 1.0: 0.5}, exclude=["head.*"])),
@@ -93,8 +94,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
         *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls.algorithms, name)()))
           for name in ("MatrixMeans", "TermMeans")],
-        (sharded("layers: {split: {'*.qkv': 3}, keep_buffers: ['*.base'], term_granularity: 4}"),
-         sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, keep_buffers=["*.base"], term_granularity=4))),
+        (sharded("layers: {split: {'*.qkv': 3}, buffers: {'*.base': server}, term_granularity: 4}"),
+         sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, buffers={"*.base": "server"}, term_granularity=4))),
         (sharded("layers: {spatial_convolutions: true, keep_first_and_last_dense: false}"),
          sharding(layers=ls.LayerChoices(spatial_convolutions=True, keep_first_and_last_dense=False))),
         (sharded("spectral_start: {tail: 0.2, trained: true}"),

@@ -5,10 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_spectral.protocol.buffer_rules import buffer_policies
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
-    buffer_policies,
+    buffer_shapes,
+    check_same_buffers,
     load_tensors,
     select_tensors,
     travelling_tensors,
@@ -35,7 +37,7 @@ def test_what_travels_is_what_a_copy_needs() -> None:
 def test_what_is_averaged_can_be_averaged() -> None:
     names = averaged_tensors(net()).keys()
     assert {"0.weight", "1.running_mean", "1.running_var"} <= names
-    assert names.isdisjoint({"2.bias", "mask", "1.num_batches_tracked", "cache"})
+    assert names.isdisjoint({"2.bias", "1.num_batches_tracked", "cache"})
     assert "0.weight" not in averaged_tensors(net(), without={"0.weight"})
 
 
@@ -73,7 +75,7 @@ OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is depre
 
 @OLD
 def test_the_plan_says_that_singular_vectors_stay_unit_vectors() -> None:
-    policies = {name: policy for name, _, policy in buffer_policies(with_spectral_norms(), ["*.0._v"])}
+    policies = {name: policy for name, _, policy in buffer_policies(with_spectral_norms(), {"*.0._v": "server"})}
     assert policies == {
         "0.parametrizations.weight.0._u": "averaged, then scaled to norm 1",
         "0.parametrizations.weight.0._v": "the server's: as asked",
@@ -94,3 +96,19 @@ def test_averaged_singular_vectors_have_norm_one() -> None:
     assert len(own) == 4
     for name, buffer in own.items():
         torch.testing.assert_close(buffer, expected[name])
+
+
+def test_buffers_that_the_server_cannot_follow_are_refused_by_name() -> None:
+    module = net()
+    module.register_buffer("queue", torch.zeros(2, 3))
+    module.register_buffer("centre", None)
+    shapes = buffer_shapes(module)
+    module.queue = torch.ones(2, 3)
+    check_same_buffers(module, shapes)
+    module.queue, module.centre, module.cache = torch.zeros(4, 3), torch.zeros(()), None
+    message = (
+        r"`cache` was of shape \(2,\) and is no tensor; `queue` was of shape \(2, 3\) and is of shape \(4, 3\); "
+        r"`centre` was no tensor and is of shape \(\)\. Register such a buffer with a tensor of its final size"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_same_buffers(module, shapes)

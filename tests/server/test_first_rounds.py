@@ -252,7 +252,7 @@ class LitNorm(LitWide):
         return nn.functional.cross_entropy(self(x), y)
 
 
-KEPT = {"keep_buffers": ["*.running_*"]}
+KEPT = {"buffers": {"*.running_*": "server"}}
 STEP_WIDTHS: dict[str, Any] = {"keep_ratio": 1.0, "step_widths": (0.5, 1.0)}
 
 

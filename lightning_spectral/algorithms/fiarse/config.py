@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.fiarse.server import FIARSEHalf
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.nn.torch_hooks import normalised_weights
-from lightning_spectral.protocol.exchange import kept_buffers
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.per_client import PerClient, check_per_client
 
 SHARE = Number(above=0, at_most=1, hint="it is the share of weights a client holds")
@@ -35,7 +35,7 @@ class FIARSE(ByKeepRatio):
     Args:
         keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
         exclude: Patterns of the names of parameters that travel whole.
-        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
 
     Note:
         The published code also masks the biases of linear layers and convolutions, and counts clients, whereas this
@@ -53,14 +53,14 @@ class FIARSE(ByKeepRatio):
 
     keep_ratio: PerClient[float] = 0.25
     exclude: Sequence[str] = ()
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(
             self,
             keep_ratio=partial(check_per_client, rule=SHARE),
             exclude=as_patterns,
-            keep_buffers=as_patterns,
+            buffers=as_rules,
         )
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
@@ -95,6 +95,6 @@ class FIARSE(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> FIARSEHalf:
-        """Decide which weights are cut, and which buffers keep the server's value; what is untrained travels whole."""
+        """Decide which weights are cut, and the rules of buffers; what is untrained travels whole."""
         masked = [name for name in self.masked_weights(server) if name not in untrained]
-        return FIARSEHalf(server, masked, kept_buffers(server, self.keep_buffers))
+        return FIARSEHalf(server, masked, buffer_rules(server, self.buffers, decisions))

@@ -12,11 +12,12 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.fiarse.device import HELD, FIARSESide
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.zampling.bits import pack_bits
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
-    select_tensors,
+    returned_tensors,
     travelling_tensors,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Upload
@@ -27,14 +28,13 @@ from lightning_spectral.sums import MeanChange, RunningMean
 class FIARSEHalf(ServerHalf):
     """FIARSE bound to a module; ``masked`` names the parameters of which clients hold only the largest entries."""
 
-    def __init__(self, server: nn.Module, masked: Sequence[str], keep_buffers: Sequence[str]) -> None:
-        super().__init__(server)
+    def __init__(self, server: nn.Module, masked: Sequence[str], buffers: BufferRules) -> None:
+        super().__init__(server, buffers=buffers)
         self.masked = tuple(masked)
-        self.averaged = tuple(averaged_tensors(server, keep_buffers=keep_buffers))
 
     @property
     def device_half(self) -> FIARSESide:
-        return FIARSESide(self.averaged)
+        return FIARSESide(tuple(returned_tensors(self.server, buffers=self.buffers)))
 
     def open(self, cohort: Cohort) -> FIARSERound:
         return FIARSERound(self, cohort)
@@ -51,7 +51,7 @@ class FIARSERound(Round):
     """
 
     def __init__(self, half: FIARSEHalf, cohort: Cohort) -> None:
-        before = select_tensors(half.server, half.averaged)
+        before = averaged_tensors(half.server, buffers=half.buffers)
         weights = {name: before.pop(name) for name in half.masked}
         self.server, self.cohort = half.server, cohort
         self.tensors = travelling_tensors(half.server)

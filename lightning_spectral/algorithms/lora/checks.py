@@ -9,7 +9,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
 from lightning_spectral.nn.adapters import AdaptedLayer, factors_of, matches
-from lightning_spectral.protocol.exchange import averaged_tensors
+from lightning_spectral.protocol.buffer_rules import BufferRules
+from lightning_spectral.protocol.exchange import returned_tensors
 
 PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
@@ -104,16 +105,13 @@ def changes_base(aggregation: AdapterAggregation, merge_every: int | None) -> bo
 
 
 def trained_whole(
-    server: nn.Module, layers: Sequence[AdaptedLayer], train: Sequence[str], keep_buffers: Sequence[str]
+    server: nn.Module, layers: Sequence[AdaptedLayer], train: Sequence[str], buffers: BufferRules
 ) -> dict[str, Tensor]:
-    """Parameters and averaged buffers that are trained beside the factors, by patterns of their names.
+    """What clients send back beside the factors: parameters by patterns of their names, and buffers with a rule.
 
     If PEFT has made the layers' factors, all that it has not frozen is trained, too.
     """
     by_peft = any(layer.brings_factors for layer in layers)
-    if not train and not by_peft:
-        return {}
-    factors, averaged = factors_of(layers), averaged_tensors(server, keep_buffers=keep_buffers)
-    beside = {name for name, _ in server.named_parameters() if by_peft and name in averaged}
-    chosen = {name for name in averaged if name in beside or matches(name, train)}
-    return {name: tensor for name, tensor in averaged.items() if name in chosen - factors}
+    factors, returned = factors_of(layers), returned_tensors(server, buffers=buffers)
+    chosen = {name for name, _ in server.named_parameters() if by_peft or matches(name, train)} | buffers.returned
+    return {name: tensor for name, tensor in returned.items() if name in chosen - factors}

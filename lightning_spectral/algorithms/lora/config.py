@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
@@ -30,8 +30,8 @@ from lightning_spectral.algorithms.lora.server import LoRAHalf
 from lightning_spectral.algorithms.lora.state import LoRAState, new_adapter
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.errors import check_is
-from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of
-from lightning_spectral.protocol.exchange import kept_buffers
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules, rule_of
 from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
@@ -68,10 +68,9 @@ class LoRA(Algorithm):
         aggregation: How the clients' adapters are combined into one.
         layers: Patterns of the names of linear layers that get an adapter; the ``Conv1D`` of transformers counts as
             one.
-        train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Of the buffers
-            that match, floating-point ones are averaged, and others keep the server's value. What matches gets no
-            adapter.
-        keep_buffers: Patterns of the names of buffers that keep the server's value even then.
+        train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Buffers that
+            match follow the rules of `FedAvg`; others keep the server's value. What matches gets no adapter.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`, whether ``train`` matches them or not.
         merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
             again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
             follows the next round that has one. ``None`` for never.
@@ -98,7 +97,7 @@ class LoRA(Algorithm):
     aggregation: AdapterAggregation = field(default_factory=SampledTerms)
     layers: Sequence[str] = ("*",)
     train: Sequence[str] = ()
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
     merge_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class LoRA(Algorithm):
             alpha=Number(above=0, optional=True),
             layers=as_patterns,
             train=as_patterns,
-            keep_buffers=as_patterns,
+            buffers=as_rules,
             merge_every=Whole(at_least=1, optional=True),
         )
         check_is("aggregation", self.aggregation, AdapterAggregation)
@@ -161,7 +160,7 @@ class LoRA(Algorithm):
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         layers, parts = self.adapted(server), trained_parts(self.aggregation)
         origins = [layer.origins[layer.parts[part]] for layer in layers for part in parts]
-        whole = trained_whole(server, layers, self.train, self.keep_buffers)
+        whole = self._trained_whole(server, layers)
         check_holds(template, server, [*dict.fromkeys(origins), *whole])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
@@ -181,8 +180,8 @@ class LoRA(Algorithm):
     ) -> ServerHalf:
         """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
-        kept = kept_buffers(server, self.keep_buffers)
-        dense = tuple(trained_whole(server, state.layers, self.train, kept))
+        buffers = self._buffer_rules(server, decisions)
+        dense = tuple(trained_whole(server, state.layers, self.train, buffers))
         return LoRAHalf(
             server,
             state,
@@ -191,7 +190,16 @@ class LoRA(Algorithm):
             max_rank=self.max_rank,
             merge_every=self.merge_every,
             dense=dense,
+            buffers=buffers,
         )
+
+    def _buffer_rules(self, server: nn.Module, decisions: Mapping[str, Any] | None = None) -> BufferRules:
+        named = (name for name, _ in server.named_buffers())
+        chosen = frozenset(name for name in named if matches(name, self.train) or rule_of(name, self.buffers))
+        return buffer_rules(server, self.buffers, decisions).only(chosen)
+
+    def _trained_whole(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
+        return trained_whole(server, layers, self.train, self._buffer_rules(server))
 
     def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
         assert isinstance(state, LoRAState), "made by `new_state`"
@@ -201,6 +209,6 @@ class LoRA(Algorithm):
                 f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
                 "`state_dict`."
             )
-        whole = trained_whole(server, state.layers, self.train, kept_buffers(server, self.keep_buffers))
+        whole = self._trained_whole(server, state.layers)
         alpha = ALPHA if self.alpha is None else self.alpha
         save_adapter(server, state, whole, folder, submodule, r=self.max_rank, lora_alpha=alpha)

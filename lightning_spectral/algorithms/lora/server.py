@@ -14,6 +14,7 @@ from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation, O
 from lightning_spectral.algorithms.lora.device import LoRASide
 from lightning_spectral.algorithms.lora.state import LoRAState, adopt, restart, write_back
 from lightning_spectral.nn.adapters import AdaptedLayer, factors_of
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, travelling_tensors
 from lightning_spectral.protocol.records import Download, Receipt, Upload
@@ -36,8 +37,9 @@ class LoRAHalf(ServerHalf):
         max_rank: int,
         merge_every: int | None,
         dense: tuple[str, ...],
+        buffers: BufferRules,
     ) -> None:
-        super().__init__(server, state)
+        super().__init__(server, state, buffers)
         self.aggregation = aggregation
         self.is_mixed = is_mixed
         self.max_rank = max_rank
@@ -127,7 +129,7 @@ class LoRARound(Round):
             for layer, adapter in half.state.pairs
         ]
         self.adapters = dict(zip(half.state.layers, half.aggregation.open_all(opened), strict=True))
-        self.dense = dense_mean(half.server, half.trained_whole(), cohort)
+        self.dense = dense_mean(half.server, half.buffers.averaged(half.trained_whole()), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.keep_ratio_of(unit)

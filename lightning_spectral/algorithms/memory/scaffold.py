@@ -112,8 +112,10 @@ def _distance(upload: Upload) -> float:
 class ScaffoldHalf(DenseHalf):
     """SCAFFOLD, bound to a module."""
 
-    def __init__(self, choice: Scaffold, server: nn.Module, control: ClientSum) -> None:
-        super().__init__(choice, server, control)
+    def __init__(
+        self, choice: Scaffold, server: nn.Module, control: ClientSum, decisions: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(choice, server, control, decisions)
         self.control = control
 
     def open(self, cohort: Cohort) -> ScaffoldRound:
@@ -173,4 +175,4 @@ class Scaffold(FedAvg):
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
         assert isinstance(state, ClientSum), "made by `new_state`"
-        return ScaffoldHalf(self, server, state)
+        return ScaffoldHalf(self, server, state, decisions)

@@ -139,8 +139,10 @@ class StaleRound(DenseRound):
 class StaleHalf(DenseHalf):
     """Stale updates, bound to a module."""
 
-    def __init__(self, choice: StaleUpdates, server: nn.Module, total: ClientSum) -> None:
-        super().__init__(choice, server, total)
+    def __init__(
+        self, choice: StaleUpdates, server: nn.Module, total: ClientSum, decisions: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(choice, server, total, decisions)
         self.choice, self.total = choice, total
 
     def open(self, cohort: Cohort) -> StaleRound:
@@ -164,7 +166,7 @@ class StaleUpdates(FedAvg):
 
     ``StaleUpdates()`` is FedVARP and the rule of GVR*, ``StaleUpdates(beta=0.5)`` is FedStale, ``beta=0`` moves the
     server as `FedAvg` does, and `mifa` is MIFA. A client that is left out of a round does not change the table. Buffers
-    are averaged and tensors travel as in `FedAvg`.
+    follow their rules and tensors travel as in `FedAvg`.
 
     Args:
         beta: Weight of the stale updates, in [0, 1].
@@ -191,7 +193,7 @@ class StaleUpdates(FedAvg):
 
     Example:
         >>> StaleUpdates.mifa()
-        StaleUpdates(keep_buffers=(), beta=1.0, coefficients='data', unseen='zero', num_terms=None)
+        StaleUpdates(buffers={}, beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
 
     updates_have_norms: ClassVar[bool] = True
@@ -231,4 +233,4 @@ class StaleUpdates(FedAvg):
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
         assert isinstance(state, ClientSum), "made by `new_state`"
-        return StaleHalf(self, server, state)
+        return StaleHalf(self, server, state, decisions)

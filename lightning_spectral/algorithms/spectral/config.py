@@ -33,6 +33,7 @@ from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import check_layers, plan_of
+from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
 from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.sharding import Collective, ShardingStrategy
@@ -57,7 +58,7 @@ class SpectralSharding(ByKeepRatio):
             ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
         exclude: Shell-style patterns of the names of layers that stay dense: short for
             ``layers=LayerChoices(exclude=...)``, where they are stored.
-        layers: Which layers are sharded, how finely, and which buffers are averaged; or the plan that `validate`
+        layers: Which layers are sharded, how finely, and the rules of buffers; or the plan that `validate`
             returned, which fixes the outcome for every layer. Given choices, the plan is made when training starts,
             with a traced forward pass if the module has an ``example_input_array``.
         clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
@@ -159,9 +160,9 @@ class SpectralSharding(ByKeepRatio):
         return {block.num_singular for block in self.plan(server).blocks.values()}
 
     @property
-    def keep_buffers(self) -> Sequence[str]:
-        """Patterns or names of buffers that keep the server's value."""
-        return self.layers.kept_buffers if isinstance(self.layers, ModulePlan) else self.layers.keep_buffers
+    def buffers(self) -> Rules:
+        """Rules for buffers by patterns of their names, which ``layers`` holds."""
+        return (self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers).buffers
 
     def check(self, server: nn.Module) -> None:
         warn_of_whole_layers(server, self.plan(server))
@@ -181,9 +182,9 @@ class SpectralSharding(ByKeepRatio):
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
-        planned = PlannedModule(server, plan)
+        planned = PlannedModule(server, plan, buffer_rules(server, self.buffers, decisions))
         device_half = self.side(
-            plan, tuple(planned.averaged()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
+            plan, tuple(planned.returned()), self.clip_tau, self.clip_weight_lr, self.frobenius_decay
         )
         sampling = Sampling(self.strategy, self.design, self.aggregation)
         return SpectralHalf(planned, device_half, sampling, self._start(), (decisions or {}).get("started", ()))

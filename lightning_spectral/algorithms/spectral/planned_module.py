@@ -9,18 +9,20 @@ from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.blocks import assemble, by_parameter
 from lightning_spectral.nn.plan.module_plan import ModulePlan
+from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import SharesWork
-from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
 
 NamedMatrix = tuple[str, Tensor]
 
 
 class PlannedModule:
-    """A module, and the plan of how clients hold every layer and buffer of it."""
+    """A module, the plan of how clients hold every layer of it, and the rules of its buffers."""
 
-    def __init__(self, module: nn.Module, plan: ModulePlan) -> None:
+    def __init__(self, module: nn.Module, plan: ModulePlan, buffers: BufferRules = NO_RULES) -> None:
         self.module = module
         self.plan = plan
+        self.buffers = buffers
         self._held_entries = plan.cut_biases(module)  # of biases whose outputs clients do not compute in full
 
     def matrices(self) -> dict[str, Tensor]:
@@ -51,10 +53,14 @@ class PlannedModule:
         """The tensors that are sent whole, or cut to the entries that clients hold; views."""
         return leading_entries(travelling_tensors(self.module, self.plan.sharded_weights), self._held_entries)
 
-    def averaged(self) -> dict[str, Tensor]:
+    def returned(self) -> dict[str, Tensor]:
         """Those of them that clients send back."""
-        tensors = averaged_tensors(self.module, self.plan.sharded_weights, self.plan.kept_buffers)
+        tensors = returned_tensors(self.module, self.plan.sharded_weights, self.buffers)
         return leading_entries(tensors, self._held_entries)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Those of them that are averaged."""
+        return dict(self.buffers.averaged(self.returned()))
 
     def apply_mean_change(self, changes: Iterable[tuple[str, Tensor]]) -> None:
         """Set the pseudo-gradients and buffers of these tensors; entries that no client holds do not change."""

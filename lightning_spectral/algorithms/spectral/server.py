@@ -39,7 +39,7 @@ class SpectralHalf(ServerHalf):
         start: SpectralStart | None,
         started: Collection[str] = (),
     ) -> None:
-        super().__init__(planned.module)
+        super().__init__(planned.module, buffers=planned.buffers)
         self.planned = planned
         self.sampling = sampling
         self.start = start
@@ -56,8 +56,8 @@ class SpectralHalf(ServerHalf):
 
     @property
     def decisions(self) -> Mapping[str, Any]:
-        """The layers that stay whole because their initial weights lack rank, and the matrices that were changed."""
-        decided = {"missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
+        """Also which layers stay whole because their initial weights lack rank, and which matrices were changed."""
+        decided = {**super().decisions, "missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
         return {name: found for name, found in decided.items() if found}
 
     def initialize(self, workers: SharesWork) -> str:

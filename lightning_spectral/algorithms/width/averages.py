@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.sub_model import take
-from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
+from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.records import Upload
 
 Tensors = Mapping[str, Tensor]
@@ -27,13 +28,14 @@ def at_width(name: str, width: float) -> str:
     return f"{name}@{width}"
 
 
-def running_averages(server: nn.Module, keep_buffers: Sequence[str]) -> tuple[str, ...]:
-    """Names of all running averages; raise ``ValueError`` if one of them keeps the server's value."""
+def running_averages(server: nn.Module, buffers: Rules) -> tuple[str, ...]:
+    """Names of all running averages; raise ``ValueError`` if one of them is not averaged over clients."""
     names = names_of_averages(server)
-    if kept := set(names) - averaged_tensors(server, keep_buffers=keep_buffers).keys():
+    rules = buffer_rules(server, buffers)
+    if other := set(names) - (rules.mean - rules.limits.keys()):
         raise ValueError(
-            f"`averages_per_width` needs averages that clients send back, but {', '.join(sorted(kept))} keep the "
-            "server's value: `keep_buffers` matches them, or they are not finite. Leave either out."
+            f"`averages_per_width` needs averages that clients send back, but {', '.join(sorted(other))} are not "
+            "averaged: `buffers` says so, or they are not finite. Leave either out."
         )
     return tuple(names)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from torch import nn
 
-from lightning_spectral.arguments import matches_any
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
+from lightning_spectral.protocol.buffer_rules import Rules, rule_of
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 
 
@@ -81,14 +81,14 @@ def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
         )
 
 
-def warn_of_scaled_averages(server: nn.Module, keep_buffers: Sequence[str]) -> None:
+def warn_of_scaled_averages(server: nn.Module, buffers: Rules) -> None:
     """Warn about layers whose averages come from clients, with outputs that are scaled in training only."""
-    layers = [name for name in layers_with_averages(server) if not matches_any(f"{name}.running_mean", keep_buffers)]
+    layers = [name for name in layers_with_averages(server) if rule_of(f"{name}.running_mean", buffers) != "server"]
     if layers:
         warnings.warn(
             f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "
             f"{', '.join(layers)} learned of the divided ones. Use scaler=False, which a BatchNorm makes up for; "
-            "keep_buffers=['*.running_*'] with the callback BatchNormEstimation, as HeteroFL evaluates; "
+            "buffers={'*.running_*': 'server'} with the callback BatchNormEstimation, as HeteroFL evaluates; "
             "`lightning_spectral.nn.use_batch_statistics`; or another norm.",
             SpectralWarning,
             stacklevel=4,

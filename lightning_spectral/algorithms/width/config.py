@@ -31,11 +31,8 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.nn.width.sub_model import cut_outputs, cut_to
-from lightning_spectral.protocol.exchange import (
-    copy_module,
-    kept_buffers,
-    load_tensors,
-)
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.exchange import copy_module, load_tensors
 from lightning_spectral.protocol.per_client import (
     PerClient,
     check_per_client,
@@ -70,7 +67,7 @@ class WidthSharding(ByKeepRatio):
         scaler: While training, divide the outputs of narrowed layers by r, so that they are as large as those of the
             whole model, which is the one that is evaluated: HeteroFL's Scaler.
         exclude: Patterns of the names of layers that are not cut.
-        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         step_widths: Keep ratios from which each local step draws its own, uniformly among those up to the client's. The
             step uses and trains the first of the client's channels: FjORD's ordered dropout. If empty, all steps have
             the client's width. Modules that recompute activations in the backward pass (``torch.utils.checkpoint``),
@@ -103,7 +100,7 @@ class WidthSharding(ByKeepRatio):
     keep_ratio: PerClient[float] = 0.5
     scaler: bool = False
     exclude: Sequence[str] = ()
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
     step_widths: Sequence[float] = ()
     averages_per_width: bool = False
     plan: WidthPlan | None = field(default=None, repr=False, compare=False)
@@ -114,7 +111,7 @@ class WidthSharding(ByKeepRatio):
             keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
             scaler=flag,
             exclude=as_patterns,
-            keep_buffers=as_patterns,
+            buffers=as_rules,
             step_widths=as_widths,
             averages_per_width=flag,
         )
@@ -131,7 +128,7 @@ class WidthSharding(ByKeepRatio):
         if not plan.groups:
             warn_of_uncut_module(server)
         if self.scaler and {*entries_of(self.keep_ratio)} != {1.0}:
-            warn_of_scaled_averages(server, self.keep_buffers)
+            warn_of_scaled_averages(server, self.buffers)
         if self.averages_per_width and not self._averages(server):
             warn_of_missing_averages(server)
         if self.step_widths:
@@ -152,7 +149,7 @@ class WidthSharding(ByKeepRatio):
         return replace(self, plan=self._plan(server))
 
     def _averages(self, server: nn.Module) -> tuple[str, ...]:
-        return running_averages(server, self.keep_buffers) if self.averages_per_width else ()
+        return running_averages(server, self.buffers) if self.averages_per_width else ()
 
     @property
     def widest(self) -> float:
@@ -177,7 +174,7 @@ class WidthSharding(ByKeepRatio):
             plan,
             self.channels,
             sorted({*entries_of(self.keep_ratio)}),
-            kept_buffers=kept_buffers(server, self.keep_buffers),
+            buffers=buffer_rules(server, self.buffers, decisions),
             scaled=cut_outputs(server, plan) if self.scaler else (),
             step_widths=tuple(self.step_widths),
             averages=self._averages(server),

@@ -13,8 +13,14 @@ from lightning_spectral.algorithms.width.device import WidthSide
 from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
 from lightning_spectral.nn.width.sub_model import take
+from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
-from lightning_spectral.protocol.exchange import apply_mean_change, averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    returned_tensors,
+    travelling_tensors,
+)
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
@@ -35,7 +41,7 @@ class WidthHalf(ServerHalf):
         plan: Which channels belong together.
         channels: Which of them a client gets.
         keep_ratios: The clients' keep ratios, distinct and ascending.
-        kept_buffers: Names of the buffers that keep the server's value.
+        buffers: The rules of buffers.
         scaled: Names of the layers whose outputs are divided by the keep ratio while training.
         step_widths: The keep ratios from which local steps draw.
         averages: Names of the running averages of which each of these has its own.
@@ -51,26 +57,26 @@ class WidthHalf(ServerHalf):
         channels: ChannelChoice,
         keep_ratios: Sequence[float],
         *,
-        kept_buffers: Sequence[str] = (),
+        buffers: BufferRules = NO_RULES,
         scaled: tuple[str, ...] = (),
         step_widths: tuple[float, ...] = (),
         averages: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(server, state)
+        super().__init__(server, state, buffers)
         self.plan = plan
         self.channels = channels
         self.keep_ratios = tuple(keep_ratios)
         self.scaled = scaled
         self.step_widths = step_widths
         self.averages = averages
-        self._kept = kept_buffers
 
     def averaged(self) -> dict[str, Tensor]:
-        return averaged_tensors(self.server, keep_buffers=self._kept)
+        return averaged_tensors(self.server, buffers=self.buffers)
 
     @cached_property
     def device_half(self) -> WidthSide:
-        return WidthSide(tuple(self.averaged()), self.plan, self.scaled, self.step_widths, self.averages)
+        returned = tuple(returned_tensors(self.server, buffers=self.buffers))
+        return WidthSide(returned, self.plan, self.scaled, self.step_widths, self.averages)
 
     def initialize(self, workers: SharesWork) -> str:
         sizes = {ratio: self.plan.num_parameters(self.server, ratio) for ratio in self.keep_ratios}
@@ -146,13 +152,16 @@ class WidthRound(Round):
         return self.averages.get(width) or first_entries(self.tensors, self.half.plan, self.half.averages, width)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        tensors, positions, largest = upload.tensors, self.half.plan.positions(receipt.drawn), upload.largest
+        tensors, positions, largest = upload.tensors, self.positions(receipt), upload.largest
         if self.averages:
             held = arrange(upload, positions, self.half.averages, receipt.capacity, list(self.averages))
             tensors, positions, largest = held
         if upload.untrained_rows:
             tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
         self.mean.add(tensors, receipt.unit.coefficient, largest, where=positions)
+
+    def positions(self, receipt: Receipt) -> dict[str, Tensor]:
+        return self.half.plan.positions(receipt.drawn)
 
     @property
     def sums(self) -> Sequence[RunningMean]:

@@ -28,7 +28,8 @@ from lightning_spectral.nn.zampling.compressed import (
     Compressions,
     Init,
 )
-from lightning_spectral.protocol.exchange import averaged_tensors, kept_buffers
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.exchange import returned_tensors
 from lightning_spectral.protocol.rng import derived_generator
 
 
@@ -70,7 +71,7 @@ class Zampling(Algorithm):
             `Clip` never changes them. As published, all are sent.
         exclude: Shell-style patterns of the names of parameters that travel whole.
         include: Patterns of the names of further parameters, of two dimensions or more, to compress.
-        keep_buffers: Patterns of the names of buffers that keep the server's value instead of the clients' average.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
             what does not fit is drawn again in every product.
 
@@ -99,7 +100,7 @@ class Zampling(Algorithm):
     skip_settled: bool = False
     exclude: Sequence[str] = ()
     include: Sequence[str] = ()
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
     memory: int = 2**30
     gain: float = 1.0
     coordinated: bool = False
@@ -112,7 +113,7 @@ class Zampling(Algorithm):
             **COMPRESSION,
             exclude=as_patterns,
             include=as_patterns,
-            keep_buffers=as_patterns,
+            buffers=as_rules,
             smoothing=Number(at_least=0, hint="it is a pseudo-count"),
             weigh_clients=flag,
             downlink_bits=DOWNLINK_BITS,
@@ -207,7 +208,7 @@ class Zampling(Algorithm):
         decisions: Mapping[str, Any] | None = None,
     ) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
-        kept = kept_buffers(server, self.keep_buffers)
+        buffers = buffer_rules(server, self.buffers, decisions)
         weights = self.weights_of(server)
         names = [weight.name for weight in weights]
         check_none_untrained(names, untrained)
@@ -216,7 +217,7 @@ class Zampling(Algorithm):
             state.matrix,
             state.weights,
             self.link,
-            tuple(averaged_tensors(server, names, kept)),
+            tuple(returned_tensors(server, names, buffers)),
             self.sampled,
             self.downlink_bits,
             self.skip_settled,
@@ -228,6 +229,7 @@ class Zampling(Algorithm):
             smoothing=self.smoothing,
             weigh_clients=self.weigh_clients,
             coordinated=self.coordinated,
+            buffers=buffers,
         )
 
     def network(

@@ -15,11 +15,12 @@ from lightning_spectral.algorithms.zampling.state import ZamplingState, on_grid
 from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
 from lightning_spectral.functional.zampling.matrix import BYTES_PER_ENTRY
 from lightning_spectral.nn.cost.cost import Cost
+from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
+    averaged_tensors,
     load_tensors,
-    select_tensors,
     travelling_tensors,
 )
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
@@ -42,8 +43,9 @@ class ZamplingHalf(ServerHalf):
         smoothing: float = 0.0,
         weigh_clients: bool = False,
         coordinated: bool = False,
+        buffers: BufferRules = NO_RULES,
     ) -> None:
-        super().__init__(server, state)
+        super().__init__(server, state, buffers)
         self.side = side
         self.smoothing = smoothing
         self.weigh_clients = weigh_clients
@@ -102,7 +104,7 @@ class ZamplingRound(Round):
         self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
         total = cohort.total if half.weigh_clients else float(sum(map(len, cohort.groups.values())))
         self.bits = MeanBits(len(self.probs), total, self.probs.device)
-        self.dense = dense_mean(half.server, select_tensors(half.server, half.side.dense), cohort)
+        self.dense = dense_mean(half.server, averaged_tensors(half.server, half.compressed, half.buffers), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         place = {PLACE: torch.tensor(self.cohort.place_of(unit), dtype=torch.int32)} if self.half.coordinated else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_spectral.nn.layers.recurrent import sequence_values
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
-from lightning_spectral.protocol.exchange import averaged_tensors, travelling_tensors
+from lightning_spectral.protocol.buffer_rules import BufferRules
+from lightning_spectral.protocol.exchange import returned_tensors, travelling_tensors
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import num_bytes
 
@@ -111,14 +112,14 @@ def held_cost(module: nn.Module, example: Example) -> Cost:
     return Cost(parameters) + count_pass(module, example)
 
 
-def whole_cost(module: nn.Module, example: Example, keep_buffers: Sequence[str] = ()) -> Cost:
+def whole_cost(module: nn.Module, example: Example, buffers: BufferRules | None = None) -> Cost:
     """The cost of a module as it is, trained and sent whole; one pass is counted."""
     frozen = num_bytes({name: p for name, p in module.named_parameters() if not p.requires_grad})
     with trying(module):
         held = held_cost(module, example)
     return held + Cost(
         downlink_bytes=num_bytes(travelling_tensors(module)) - frozen,
-        uplink_bytes=num_bytes(averaged_tensors(module, (), keep_buffers)),
+        uplink_bytes=num_bytes(returned_tensors(module, (), buffers)),
         frozen_bytes=frozen,
     )
 

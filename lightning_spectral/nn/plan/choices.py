@@ -8,13 +8,14 @@ from fnmatch import fnmatchcase
 
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, flag, matches_any
 from lightning_spectral.functional.factors import GRANULARITY, num_terms_for
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 
 OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channels that a client computes")
 
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """Choices of the layers to shard, of how finely, and of the buffers to average, for all functions that use them.
+    """Choices of the layers to shard, of how finely, and of the rules of buffers, for all functions that use them.
 
     Patterns are shell-style and match dotted names, e.g. ``"head"`` or ``"blocks.*.proj"``; case matters.
 
@@ -24,8 +25,9 @@ class LayerChoices:
             ``{"*.qkv": 3}``. Each part is factorised separately.
         keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution if a pass was traced,
             otherwise in order of registration. An embedding before the first affine layer counts as the first layer.
-        keep_buffers: Patterns of buffers that keep the server's value; other finite floating-point buffers are
-            averaged.
+        buffers: Rules for buffers, by patterns: ``"mean"`` for the clients' average, the default for floating-point
+            numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry; ``"server"`` to
+            keep the server's value, the default for all others. The first pattern that matches counts.
         term_granularity: Numbers of terms are rounded up to a multiple of this, but not beyond all terms of a layer:
             16 terms often take no more time than 7. If a layer has no more terms than this, every client holds all of
             them; this raises a warning, or an error if it applies to every layer.
@@ -48,7 +50,7 @@ class LayerChoices:
     exclude: Sequence[str] = ()
     split: Mapping[str, int] = field(default_factory=dict)
     keep_first_and_last_dense: bool = True
-    keep_buffers: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
     term_granularity: int = 1
     output_ratio: float = 1.0
     spatial_convolutions: bool = False
@@ -57,7 +59,7 @@ class LayerChoices:
         check_fields(
             self,
             exclude=as_patterns,
-            keep_buffers=as_patterns,
+            buffers=as_rules,
             split=_plain_split,
             keep_first_and_last_dense=flag,
             term_granularity=GRANULARITY,

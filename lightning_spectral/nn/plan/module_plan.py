@@ -11,7 +11,6 @@ from torch import nn
 from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType, is_missing_rank
-from lightning_spectral.protocol.exchange import RETURNED
 from lightning_spectral.tables import Block, as_html, as_text
 
 
@@ -42,8 +41,8 @@ class LayerPlan:
 class BufferPlan:
     """The plan of one buffer of a module: what a federated run does with it.
 
-    Its ``policy`` is ``"averaged"``, possibly with what is done to the average, or the reason why the buffer keeps the
-    server's value.
+    Its ``policy`` says what is done with the clients' values, such as ``"averaged"``, or why the buffer keeps the
+    server's.
     """
 
     name: str
@@ -102,12 +101,6 @@ class ModulePlan:
             if held is not None and isinstance(bias, nn.Parameter) and bias.requires_grad:
                 cuts[join(layer.name, "bias")] = held
         return cuts
-
-    @property
-    def kept_buffers(self) -> tuple[str, ...]:
-        """Patterns of the buffers that keep the server's value: those the user chose, and names of the others."""
-        names = (buffer.name for buffer in self.buffers if buffer.policy not in RETURNED)
-        return tuple(dict.fromkeys([*self.choices.keep_buffers, *names]))
 
     def keeping_dense(self, parameters: Collection[str], reason: str) -> ModulePlan:
         """This plan, but without sharding the layers that have one of the named parameters among their matrices."""

@@ -26,7 +26,7 @@ from lightning_spectral.nn.plan.layer_types import (
 )
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
-from lightning_spectral.protocol.exchange import buffer_policies
+from lightning_spectral.protocol.buffer_rules import buffer_policies
 
 FROZEN = "frozen"
 
@@ -60,7 +60,7 @@ def plan_layers(
     ends = _ends(layers, order, factors) if choices.keep_first_and_last_dense else {}
     planner = _Planner(choices, order, ends, _ties(module), factors, missing_rank)
     plans = tuple(planner.plan(name, layer) for name, layer in layers.items())
-    buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.keep_buffers))
+    buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.buffers))
     return ModulePlan(plans, buffers, tuple(_problems(layers, plans, buffers, choices)), choices)
 
 
@@ -178,7 +178,7 @@ def _problems(
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
     yield from unmatched("exclude", choices.exclude, layers, "layer")
     yield from unmatched("split", choices.split, layers, "layer")
-    yield from unmatched("keep_buffers", choices.keep_buffers, [buffer.name for buffer in buffers], "buffer")
+    yield from unmatched("buffers", choices.buffers, [buffer.name for buffer in buffers], "buffer")
     yield from _wrong_splits(layers, choices)
     sharded = [layer for layer in plans if layer.sharded is not None]
     if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):

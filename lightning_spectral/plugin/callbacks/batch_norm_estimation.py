@@ -43,8 +43,8 @@ class BatchNormEstimation(RoundCallback):
     of the batch mean and of the unbiased batch variance, as with `torch.optim.swa_utils.update_bn`. Layers in eval
     mode, whose averages clients do not learn either, and layers that ``training_step`` does not call keep theirs.
 
-    The clients' averages are therefore not needed: with the algorithm's ``keep_buffers=["*.running_*"]`` they are not
-    uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
+    The clients' averages are therefore not needed: with the algorithm's ``buffers={"*.running_*": "server"}`` they are
+    not uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
 
     A batch on which ``training_step`` fails, or which gives NaN, is left out if the run's `Faults` tolerate clients
     with that fault, and a `SpectralWarning` counts them.

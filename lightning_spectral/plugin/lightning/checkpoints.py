@@ -14,6 +14,7 @@ ADDED = (re.compile(r", server_momentum=[^,)]+"),)
 OLDER = {  # choices as older checkpoints name them: without options that are new, with some that are gone
     "ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()",
     "weigh_clients=False, clip_weight_lr=": "clip_weight_lr=",
+    "keep_buffers=()": "buffers={}",
     "aggregation=TermMeans())": "aggregation=None)",  # the last option, without momentum
     "coordinated=False)": "coordinated=False, normal_scores=False)",
     "coordinated=True)": "coordinated=True, normal_scores=False)",

@@ -13,7 +13,7 @@ import lightning_spectral as ls
 from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
 
 CHOICES = ls.LayerChoices(
-    exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, keep_buffers=["*_var"], term_granularity=4
+    exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, buffers={"*_var": "server"}, term_granularity=4
 )
 EXAMPLE = torch.zeros(5, 6)
 
@@ -31,7 +31,12 @@ def net() -> nn.Sequential:
         ({"exclude": "4"}, r"`exclude` must be a sequence of patterns, got '4'; write exclude=\('4',\)"),
         ({"exclude": [4]}, r"`exclude` must be a sequence of patterns, got \[4\]; write strings"),
         ({"exclude": 4}, "`exclude` must be a sequence of patterns, got 4; write strings"),
-        ({"keep_buffers": "*_var"}, r"`keep_buffers` .* got '\*_var'; write keep_buffers=\('\*_var',\)"),
+        ({"buffers": ["*_var"]}, r"`buffers` must map patterns of names to rules, got \['\*_var'\]; write buffers=\{"),
+        ({"buffers": {1: "min"}}, r"`buffers` must map patterns of names to rules, got \{1: 'min'\}"),
+        (
+            {"buffers": {"*_var": "median"}},
+            r"`buffers\['\*_var'\]` must be 'mean', 'min', 'max' or 'server', got 'median'",
+        ),
         ({"split": {"4": 1}}, "must be at least 2, got 1; leave the pattern out"),
         ({"split": {"4": 2.0}}, "must be a whole number, got 2.0; write 2"),
         ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),
@@ -141,7 +146,7 @@ class TestSpectralSharding:
             ls.SpectralSharding(exclude=["4"], layers=layers)
 
     def test_its_repr_shows_every_choice(self) -> None:
-        names = ("exclude", "split", "keep_first_and_last_dense", "keep_buffers", "term_granularity")
+        names = ("exclude", "split", "keep_first_and_last_dense", "buffers", "term_granularity")
         assert all(f"{name}={getattr(CHOICES, name)!r}" in repr(ls.SpectralSharding(layers=CHOICES)) for name in names)
         finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
         assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))

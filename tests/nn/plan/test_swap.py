@@ -189,10 +189,9 @@ def test_buffers_and_their_policies_are_in_the_plan() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
     module.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     module.register_buffer("cache", torch.zeros(1), persistent=False)
-    plan = plan_layers(module, choices=LayerChoices(keep_buffers=["*_var"]))
-    assert plan.kept_buffers == ("*_var", "mask", "cache", "1.running_var", "1.num_batches_tracked")
+    plan = plan_layers(module, choices=LayerChoices(buffers={"*_var": "server"}))
     assert {buffer.name: buffer.policy for buffer in plan.buffers} == {
-        "mask": "the server's: it has infinite entries",
+        "mask": "largest where -inf, else averaged",
         "cache": "the server's: no checkpoint holds it",
         "1.running_mean": "averaged",
         "1.running_var": "the server's: as asked",

@@ -20,7 +20,7 @@ from lightning_spectral.errors import RoundError
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 
 Train = Callable[..., Fitted]
-KEEP = ["*.running_*"]
+KEEP = {"*.running_*": "server"}
 AVERAGES = ("net.1.running_mean", "net.1.running_var", "net.4.running_mean", "net.4.running_var")
 
 
@@ -126,9 +126,9 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ls.FedAvg(keep_buffers=KEEP),
-        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, keep_buffers=KEEP, scaler=True),
-        ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_buffers=KEEP)),
+        ls.FedAvg(buffers=KEEP),
+        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, buffers=KEEP, scaler=True),
+        ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(buffers=KEEP)),
     ],
     ids=["FedAvg", "width", "spectral"],
 )
@@ -167,7 +167,7 @@ def test_validation_and_checkpoints_have_the_new_averages(toy: TensorDataset, tr
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
     fitted = train(
         data=data,
-        algorithm=ls.FedAvg(keep_buffers=KEEP),
+        algorithm=ls.FedAvg(buffers=KEEP),
         callbacks=[Evaluation(), BatchNormEstimation(), saver],
         trainer={"enable_checkpointing": True},
     )
@@ -189,7 +189,7 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(train: Trai
     seen = acting(on_round_end=lambda trainer, model, summary: means.append(model.module.net[1].running_mean.clone()))
     callbacks = [BatchNormEstimation(every_n_rounds=2), seen]
     train(
-        algorithm=ls.FedAvg(keep_buffers=KEEP),
+        algorithm=ls.FedAvg(buffers=KEEP),
         callbacks=callbacks,
         max_epochs=5,
         trainer={"check_val_every_n_epoch": 2},

@@ -1,0 +1,83 @@
+"""The smallest or largest values among clients, entry by entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.sums.running_mean import Peers
+
+Tensors = Mapping[str, Tensor]
+
+
+class Extremes:
+    """The smallest or the largest of the values that clients return of a tensor, each entry on its own.
+
+    Nothing is rounded: floating-point numbers, integers and booleans stay what they are, and neither the order of the
+    clients nor their processes change a bit. A zero has no sign afterwards. Entries that no client returned keep the
+    server's value, which does not count among those of the clients.
+
+    Args:
+        before: The server's tensors, by name.
+        signs: For each of them -1 for the smallest value, 1 for the largest and 0 to leave the entry alone: a scalar,
+            or a tensor of its shape.
+
+    Example:
+        >>> extremes = Extremes({"low": torch.tensor([9, 9])}, {"low": torch.tensor(-1)})
+        >>> extremes.add({"low": torch.tensor([3, 5])})
+        >>> extremes.add({"low": torch.tensor([4, 2])})
+        >>> dict(extremes.finish())
+        {'low': tensor([3, 2])}
+    """
+
+    def __init__(self, before: Tensors, signs: Tensors) -> None:
+        self._before, self._signs = dict(before), dict(signs)
+        self._values = {name: tensor.clone() for name, tensor in before.items()}
+        self._held = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in before.items()}
+
+    @torch.no_grad()
+    def add(self, after: Tensors, where: Tensors | None = None) -> None:
+        """Take one client's tensors into account.
+
+        Args:
+            after: At least the tensors of ``before``, or the client's parts of them, without NaN.
+            where: For each tensor of which the client held a part, the places of its entries in the flattened whole
+                one.
+        """
+        for name, before in self._before.items():
+            returned = after[name].to(before.device, before.dtype)
+            if where and name in where:
+                places = where[name].reshape(-1).to(before.device)
+                values, held = before.clone().reshape(-1), torch.zeros_like(before, dtype=torch.bool).reshape(-1)
+                values[places], held[places] = returned.reshape(-1), True
+                self._merge(name, values.view(before.shape), held.view(before.shape))
+            else:
+                self._merge(name, returned, torch.ones_like(before, dtype=torch.bool))
+
+    def not_numbers(self, after: Tensors) -> Sequence[str]:
+        """Names of the tensors in which a client returned NaN, which is neither small nor large."""
+        return [name for name in self._before if bool(after[name].isnan().any())]
+
+    def gather(self, processes: Peers) -> None:
+        """Give every process the extremes over all processes, which call this together."""
+        if processes.size == 1 or not self._before:
+            return
+        mine = [(name, self._values[name].cpu(), self._held[name].cpu()) for name in self._before]
+        for name, values, held in (entry for entries in processes.gather(mine) for entry in entries):
+            self._merge(name, values.to(self._before[name].device), held.to(self._before[name].device))
+
+    def finish(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each tensor's name and new value."""
+        for name, before in self._before.items():
+            yield name, torch.where(self._held[name] & (self._signs[name] != 0), self._values[name], before)
+
+    def _merge(self, name: str, values: Tensor, held: Tensor) -> None:
+        """Merge other clients' values, where they hold any."""
+        own, is_held = self._values[name], self._held[name]
+        if values.is_floating_point():
+            values = values + 0.0  # of the two zeros, which one counts as smaller depends on the order
+        extreme = torch.where(self._signs[name] > 0, torch.maximum(own, values), torch.minimum(own, values))
+        self._values[name] = torch.where(held, torch.where(is_held, extreme, values), own)
+        self._held[name] = is_held | held

@@ -1,0 +1,118 @@
+"""Extremes over clients against Python's own, in any order and over several processes."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from peers import Peer
+from torch import Tensor
+
+from lightning_spectral.sums import Extremes
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
+SIGNS = {"low": torch.tensor(-1), "high": torch.tensor(1), "mixed": torch.tensor([-1, 0, 1, -1, 0, 1])}
+
+
+def clients(dtype: torch.dtype, number: int = 5) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{name: (torch.randn(6, generator=generator) * 20).abs().to(dtype) for name in SIGNS} for _ in range(number)]
+
+
+def extremes_of(added: list[dict[str, Tensor]], before: dict[str, Tensor]) -> Extremes:
+    extremes = Extremes(before, SIGNS)
+    for tensors in added:
+        extremes.add(tensors)
+    return extremes
+
+
+def slowly(added: list[dict[str, Tensor]], before: dict[str, Tensor]) -> dict[str, list[Any]]:
+    """Entry by entry, with Python's numbers."""
+    choose = {-1: min, 1: max}
+    return {
+        name: [
+            choose[sign]([tensors[name][i].item() for tensors in added]) if sign else before[name][i].item()
+            for i, sign in enumerate(signs.expand(6).tolist())
+        ]
+        for name, signs in SIGNS.items()
+    }
+
+
+def in_processes(groups: list[Extremes]) -> list[dict[str, Tensor]]:
+    board: list[object] = [None] * len(groups)
+    barrier = threading.Barrier(len(groups), timeout=30)
+
+    def run(rank: int) -> dict[str, Tensor]:
+        groups[rank].gather(Peer(rank, board, barrier))
+        return dict(groups[rank].finish())
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(run, range(len(groups))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_they_are_those_of_python_in_any_order_and_over_any_processes(dtype: torch.dtype) -> None:
+    added, before = clients(dtype), {name: torch.zeros(6, dtype=dtype) for name in SIGNS}
+    expected = slowly(added, before)
+    one = dict(extremes_of(added, before).finish())
+    assert {name: values.tolist() for name, values in one.items()} == expected
+    assert all(values.dtype == dtype for values in one.values())
+    split = [extremes_of(group, before) for group in (added[3:], [], added[:3][::-1])]
+    for other in in_processes(split):
+        assert all(torch.equal(other[name], one[name]) for name in SIGNS)
+
+
+def test_integers_beyond_those_that_floating_point_numbers_can_hold_are_exact() -> None:
+    large = 2**62
+    extremes = Extremes({"count": torch.tensor(0)}, {"count": torch.tensor(1)})
+    for value in (large + 1, large, -large):
+        extremes.add({"count": torch.tensor(value)})
+    assert dict(extremes.finish())["count"].item() == large + 1
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_sign_of_a_zero_does_not_depend_on_the_order(sign: int) -> None:
+    zeros = [torch.tensor([0.0]), torch.tensor([-0.0])]
+    bits = []
+    for order in (zeros, zeros[::-1]):
+        extremes = Extremes({"low": torch.tensor([1.0])}, {"low": torch.tensor(sign)})
+        for zero in order:
+            extremes.add({"low": zero})
+        bits.append(dict(extremes.finish())["low"].signbit().item())
+    assert bits[0] == bits[1]
+
+
+def test_infinite_values_stay_infinite() -> None:
+    mask = torch.tensor([0.5, -torch.inf, torch.inf])
+    extremes = Extremes({"mask": mask}, {"mask": torch.tensor([0, 1, -1])})
+    extremes.add({"mask": mask})
+    assert dict(extremes.finish())["mask"].tolist() == mask.tolist()
+
+
+def test_without_clients_nothing_changes() -> None:
+    before = {"low": torch.tensor([3.0, torch.nan])}
+    extremes = Extremes(before, {"low": torch.tensor(-1)})
+    torch.testing.assert_close(dict(extremes.finish()), before, equal_nan=True)
+
+
+def test_entries_that_no_client_holds_do_not_change() -> None:
+    extremes = Extremes({"low": torch.tensor([[9, 9], [9, 9]])}, {"low": torch.tensor(-1)})
+    extremes.add({"low": torch.tensor([[4], [20]])}, where={"low": torch.tensor([[0], [2]])})
+    extremes.add({"low": torch.tensor([[5, 6]])}, where={"low": torch.tensor([[0, 1]])})
+    assert dict(extremes.finish())["low"].tolist() == [[4, 6], [20, 9]]
+
+
+def test_a_client_may_go_on_with_the_tensor_that_it_sent() -> None:
+    sent, extremes = torch.tensor([3.0]), Extremes({"low": torch.tensor([9.0])}, {"low": torch.tensor(-1)})
+    extremes.add({"low": sent})
+    sent.fill_(1.0)
+    assert dict(extremes.finish())["low"].item() == 3.0
+
+
+def test_what_is_not_a_number_is_named() -> None:
+    extremes = Extremes(
+        {"low": torch.zeros(2), "seen": torch.tensor(False)}, dict.fromkeys(("low", "seen"), torch.tensor(1))
+    )
+    assert extremes.not_numbers({"low": torch.tensor([0.0, torch.nan]), "seen": torch.tensor(True)}) == ["low"]
+    assert extremes.not_numbers({"low": torch.tensor([0.0, torch.inf]), "seen": torch.tensor(True)}) == []

@@ -253,11 +253,16 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         torch._C.TensorBase.data.__set__(tensor, data)
         tensor.raw = data.raw
     elif isinstance(tensor, PretendTensor) or isinstance(data, PretendTensor):
-        is_parameter = isinstance(tensor, nn.Parameter)
-        other = nn.Parameter(data, tensor.requires_grad) if is_parameter else data.detach()
-        torch.utils.swap_tensors(tensor, other)  # a Python object of the other class
+        _become(tensor, nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data.detach())
     else:
         torch._C.TensorBase.data.__set__(tensor, data)
+
+
+def _become(tensor: Any, other: Any) -> None:
+    """What ``torch.utils.swap_tensors`` does, also where a graph refers to one of them, which then keeps what it has."""
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    torch._C._swap_tensor_impl(tensor, other)
 
 
 def _by_way_of_the_cpu(make: Callable[..., Tensor], waits: bool) -> Callable[..., Tensor]:

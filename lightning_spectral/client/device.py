@@ -157,6 +157,7 @@ class Device:
                 check_still_own(optimizer, module)
         if result.num_steps == 0 and download.local_epochs > 0:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
+        put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = self.side.collect(module, download)
             logged = {**upload.logged, **self._recorder.finish_client()}
@@ -170,7 +171,7 @@ class Device:
             untrained_rows=rows,
             unreached=watch.unreached if is_watched and result.num_steps > 0 else None,
             discarded=discarded_changes(module, self.optimizers, sent, returned) if is_watched else (),
-            put_back=changed(),
+            put_back=put_back,
         )
 
     def _comparison(self, form: Form) -> Callable[[], tuple[str, ...]]:

@@ -33,9 +33,9 @@ def test_devices_train_on_their_accelerators(
     theirs = fit(seeded(make), remote(toy_line(make)), **options)
     placed = []
 
-    def there(**settings: Any) -> Any:
+    def there(kind: Any, **settings: Any) -> Any:
         settings = {name: value for name, value in settings.items() if name not in ("accelerator", "devices")}
-        placed.append(silent_trainer(**settings, **device.trainer()))
+        placed.append(silent_trainer(kind, **settings, **device.trainer()))
         return placed[-1]
 
     monkeypatch.setattr(workplace, "silent_trainer", there)

@@ -265,7 +265,7 @@ def test_a_hook_that_moves_settled_scores_is_found_out(data: Any, fit: Fit) -> N
 
 def test_a_trainer_for_each_client_does_the_same_as_the_loop(data: Any, fit: Fit) -> None:
     fits = [fit(seeded(LitNet), data, algorithm=SMALL, client_engine=engine) for engine in ("loop", "trainer")]
-    assert same_state(*(fitted.model.state_dict() for fitted in fits))
+    assert same_state(*(fitted.tensors for fitted in fits))
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])

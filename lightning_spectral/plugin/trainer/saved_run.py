@@ -13,8 +13,8 @@ from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
-from lightning_spectral.plugin.lightning.checkpoints import as_one_batch, check_checkpoint, settle_progress
-from lightning_spectral.plugin.lightning.saved_modules import given_arguments, write_arguments
+from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
+from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
 
 Checkpoint = dict[str, Any]
 RESTORED_LATER = ("federation_metrics", "federation_schedules", "federation_validated")
@@ -58,13 +58,14 @@ class SavedRun:
     def write(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
         members = self._federation.members
+        write_arguments(checkpoint, self._given)
         engines = [engine for member in members.values() if (engine := member.engine_or_none) is not None]
         for engine in engines:
             engine.check_server_rests()
         for name, member in members.items():
             with own_checkpoint(checkpoint, name) as own:
+                write_hparams(own, member.owner.module)
                 member.owner.module.on_save_checkpoint(own)
-        write_arguments(checkpoint, self._given, {name: member.owner.module for name, member in members.items()})
         checkpoint["federation"] = configuration
         self._federation.write(checkpoint)
         checkpoint["federation_metrics"] = self.progress.logged.split(self._trainer)
@@ -88,7 +89,6 @@ class SavedRun:
     def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
-        as_one_batch(checkpoint)
         self.progress.resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
         self._federation.read(checkpoint)
 
@@ -125,11 +125,11 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     What the hook adds, and what it changes in the weights, is kept separate from other models.
 
     Example:
-        >>> checkpoint = {"state_dict": {"models.words.module.w": 1, "models.images.module.w": 2}}
+        >>> checkpoint = {"state_dict": {"models.words.w": 1, "models.images.w": 2}}
         >>> with own_checkpoint(checkpoint, "words") as own:
-        ...     own["vocabulary"] = own["state_dict"].pop("module.w")
+        ...     own["vocabulary"] = own["state_dict"].pop("w")
         >>> checkpoint
-        {'state_dict': {'models.images.module.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
+        {'state_dict': {'models.images.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
     """
     if not name:
         yield checkpoint
@@ -137,11 +137,11 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     prefix = f"models.{name}."
     weights = checkpoint.get("state_dict", {})
     mine = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    entries = checkpoint.get("federation_models", {}).get(name, {})
+    entries = checkpoint.get(OF_MODELS, {}).get(name, {})
     own = {**checkpoint, **entries, "state_dict": mine}
     yield own
     for key in [key for key in weights if key.startswith(prefix)]:
         del weights[key]
     weights.update({prefix + key: value for key, value in mine.items()})
-    if added := {key: value for key, value in own.items() if key not in checkpoint}:
-        checkpoint.setdefault("federation_models", {})[name] = added
+    added = {key: value for key, value in own.items() if key not in checkpoint}
+    checkpoint.setdefault(OF_MODELS, {})[name] = added

@@ -25,7 +25,6 @@ from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federation.federation import ALONE, Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation
 from lightning_spectral.plugin.host import Host, Share
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.lightning.checkpoint_files import handle_whole_files
@@ -183,8 +182,8 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
 
     def start_round(self, round_idx: int) -> None:
         self._runtime.note_shares(round_idx)
-        self._saved.progress.before_validation = None
-        self._saved.progress.logged.mark(self.trainer)
+        self._saved.progress.kept = None
+        self._saved.progress.logged.begin_epoch(self.trainer)
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
@@ -196,7 +195,11 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
     def finish_round(self) -> None:
-        self.federation.finish_round()
+        """Finish the round of every model, and keep it as it is saved, even if a callback has failed to hear of it."""
+        try:
+            self.federation.finish_round()
+        finally:
+            self._saved.keep()
 
     def abandon_round(self) -> None:
         self.federation.abandon_round()
@@ -208,8 +211,6 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
             strategy.end_if_told()
             strategy.note_shares(batch.round_idx)
         self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
-        progress = self._saved.progress
-        progress.before_validation = BeforeValidation.of(self.trainer, progress.logged)
 
     def on_train_epoch_end(self) -> None:
         """Step the schedules that wait for a metric, which is available now."""
@@ -217,6 +218,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
             for member in self.federation.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
         self._saved.progress.ended = self.current_epoch
+        self._saved.progress.logged.end_epoch(self.trainer)
 
     def on_validation_epoch_end(self) -> None:
         self.call_users("on_validation_epoch_end")

@@ -13,6 +13,7 @@ from lightning.pytorch.core.mixins import hparams_mixin
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
 
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
+HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 ARGUMENTS, OF_MODELS = "federation_arguments", "federation_models"
 OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 

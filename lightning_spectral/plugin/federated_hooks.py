@@ -31,6 +31,7 @@ from lightning_spectral.plugin.lightning.checkpoint_files import handle_whole_fi
 from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
+from lightning_spectral.plugin.lightning.logs import show_epoch
 from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
 from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
 from lightning_spectral.plugin.lightning.user_view import UserView
@@ -159,6 +160,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
 
     def on_train_start(self) -> None:
         self.call_users("on_train_start")
+        self._saved.try_saving()
         self._saved.go_on(self)
 
     def on_train_end(self) -> None:
@@ -183,7 +185,6 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     def start_round(self, round_idx: int) -> None:
         self._runtime.note_shares(round_idx)
         self._saved.progress.kept = None
-        self._saved.progress.logged.begin_epoch(self.trainer)
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
@@ -213,12 +214,16 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedules that wait for a metric, which is available now."""
+        """Step the schedules that wait for a metric, which is available now, and let loggers have the round.
+
+        Callbacks that save are called after this: what they save must be complete, and need not be logged again.
+        """
         if self.federation.last_stepped == self.current_epoch:
             for member in self.federation.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
+        show_epoch(self.trainer)
         self._saved.progress.ended = self.current_epoch
-        self._saved.progress.logged.end_epoch(self.trainer)
+        self._saved.progress.logged.mark(self.trainer)
 
     def on_validation_epoch_end(self) -> None:
         self.call_users("on_validation_epoch_end")

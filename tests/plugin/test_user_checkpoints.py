@@ -181,3 +181,43 @@ def test_a_callback_that_freezes_by_name_freezes(data: Any, fit: Fit) -> None:
     after = fit(seeded(Trainable), data, callbacks=[Freezes()]).state
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.startswith("net.") and not name.startswith("net.0.")}
+
+
+class Remembers(pl.Callback):
+    """A callback whose state may hold what cannot be saved."""
+
+    def __init__(self, state: Any) -> None:
+        self.state, self.rounds = state, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": [1, self.state]}
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.rounds += 1
+
+
+class Adds(LitMLP):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["words"] = {"split": lambda text: text.split()}
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "message"),
+    [
+        (
+            LitMLP,
+            (i for i in ()),
+            r"\['callbacks'\]\['Remembers'\]\['steps'\]\[1\] .* generator; .*callback's `state_dict`",
+        ),
+        (Adds, 0, r"\['words'\]\['split'\] cannot be pickled, got function; leave it out of what `on_save_checkpoint`"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_before_the_first_round(make: Any, state: Any, message: str, saved: Any) -> None:
+    callback = Remembers(state)
+    with pytest.raises(ValueError, match=rf"^The run could not save a checkpoint: checkpoint{message}"):
+        saved(seeded(make), callbacks=[callback])
+    assert callback.rounds == 0
+
+
+def test_a_run_that_saves_nothing_may_hold_anything(data: Any, fit: Fit) -> None:
+    assert fit(seeded(Adds), data, callbacks=[Remembers(print)]).trainer.global_step == 1

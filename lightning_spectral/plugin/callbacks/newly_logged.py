@@ -14,21 +14,10 @@ class NewlyLogged:
 
     def __init__(self) -> None:
         self._before: Mapping[str, Tensor] = {}
-        self._of_epoch: frozenset[str] = frozenset()
 
     def mark(self, trainer: pl.Trainer) -> None:
         """Treat what is logged from now on as new."""
         self._before = dict(trainer.callback_metrics)
-
-    def end_epoch(self, trainer: pl.Trainer) -> None:
-        """Treat what is logged from now on as new, except for what Lightning has yet to show of this epoch."""
-        self.mark(trainer)
-        self._of_epoch = frozenset(trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"])
-
-    def begin_epoch(self, trainer: pl.Trainer) -> None:
-        """Begin after `end_epoch`: only what callbacks have logged at the beginning of this epoch is new."""
-        last, shown = self._before, trainer.callback_metrics
-        self._before = {name: v for name, v in shown.items() if v is last.get(name) or name in self._of_epoch}
 
     def split(self, trainer: pl.Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the old and the new values on the CPU, by name; new ones remain new."""

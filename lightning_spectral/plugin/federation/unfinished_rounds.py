@@ -33,10 +33,8 @@ class KeptRound:
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        kinds = {bool(getattr(callback, "save_weights_only", False)) for callback in trainer.checkpoint_callbacks}
-        dump = trainer._checkpoint_connector.dump_checkpoint
-        own: dict[int, Any] = {}  # for `deepcopy`: tensors that share memory are copied once, and these objects never
-        self._by_kind = {only: _copied(dump(weights_only=only), trainer, own) for only in sorted(kinds)}
+        memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
+        self._by_kind = {kind: _copied(found, trainer, memo) for kind, found in dumped(trainer).items()}
 
     def replace(self, checkpoint: dict[str, Any]) -> bool:
         """Make a checkpoint this one, with or without what only a resumed run needs; false if that is not kept."""
@@ -46,6 +44,12 @@ class KeptRound:
         checkpoint.clear()
         checkpoint.update(kept)
         return True
+
+
+def dumped(trainer: pl.Trainer) -> dict[bool, dict[str, Any]]:
+    """What the Trainer's callbacks would save now, by whether it is weights alone."""
+    kinds = {bool(getattr(callback, "save_weights_only", False)) for callback in trainer.checkpoint_callbacks}
+    return {kind: trainer._checkpoint_connector.dump_checkpoint(weights_only=kind) for kind in sorted(kinds)}
 
 
 def _copied(checkpoint: dict[str, Any], trainer: pl.Trainer, memo: dict[int, Any]) -> dict[str, Any]:

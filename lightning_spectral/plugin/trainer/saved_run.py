@@ -8,14 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.federation.unfinished_rounds import KeptRound, begin_anew, count_round, finish_epoch
+from lightning_spectral.plugin.federation.unfinished_rounds import (
+    KeptRound,
+    begin_anew,
+    count_round,
+    dumped,
+    finish_epoch,
+)
 from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
 from lightning_spectral.plugin.lightning.logs import log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
+from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Checkpoint = dict[str, Any]
@@ -58,6 +66,13 @@ class SavedRun:
 
     def begin(self) -> None:
         self.progress, self._federation.last_stepped = RoundProgress(), -1
+
+    def try_saving(self) -> None:
+        """Before anything is trained, raise an error if a checkpoint that this run is to save could not be written."""
+        trainer = self._trainer
+        if trainer.checkpoint_callbacks and isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
+            for checkpoint in dumped(trainer).values():
+                check_can_be_saved(checkpoint)
 
     def keep(self) -> None:
         """Keep the round in which the servers have just stepped, if anything may save it before its epoch has ended."""
@@ -118,7 +133,7 @@ class SavedRun:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""
         saved, trainer = self.progress.resumed, self._trainer
         if saved is None:
-            self.progress.logged.end_epoch(trainer)
+            self.progress.logged.mark(trainer)
             return
         for name, state in saved.get("federation_schedules", {}).items():
             self._federation.members[name].schedules.load_state_dict(state)
@@ -134,7 +149,7 @@ class SavedRun:
             log_for_the_epoch(host, saved["federation_pending"])
             self._go_on_with_round(**unfinished)
         else:
-            self.progress.logged.end_epoch(trainer)
+            self.progress.logged.mark(trainer)
 
     def _go_on_with_round(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> None:
         federation, progress = self._federation, self.progress

@@ -1,4 +1,4 @@
-"""A round in which any hook fails is saved as it was right after the server's step, and resumed as if none had failed."""
+"""A round in which any hook fails is saved as it was right after the server's step, and resumed as if none failed."""
 
 from __future__ import annotations
 

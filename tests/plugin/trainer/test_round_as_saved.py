@@ -108,7 +108,9 @@ def check(run: Run, folder: Path, **failing: Any) -> None:
     assert {k: (found.get(k), expected.get(k)) for k in {*found, *expected} if found.get(k) != expected.get(k)} == {}
 
 
-@pytest.mark.parametrize("hook", [*BEFORE_IT, *AFTER_THE_STEP])
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize(
+    ("place", "hook"),
+    [*(("first", hook) for hook in AFTER_THE_STEP), *(("last", hook) for hook in (*BEFORE_IT, *AFTER_THE_STEP))],
+)
 def test_a_failure_in_any_hook_costs_no_weight_and_no_record(place: str, hook: str, run: Run, tmp_path: Path) -> None:
     check(run, tmp_path, **{place: [Fails(hook)]})

@@ -63,7 +63,9 @@ class FederatedCLI(LightningCLI):
         if not saved:
             return
         given = self.config[command].model.clone()
-        model = {"class_path": saved.pop("_class_path"), "dict_kwargs": saved}
+        # LightningCLI itself, which knows only one class, does not name it
+        plain = f"{FederatedModule.__module__}.{FederatedModule.__name__}"
+        model = {"class_path": saved.pop("_class_path", plain), "dict_kwargs": saved}
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
         report_differences(self.config[command].model, given, command)
 

@@ -51,6 +51,12 @@ class Fitted:
         return self.model.module.state_dict()
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All that lasts between rounds at the server: the user's parameters and buffers, and the algorithm's state."""
+        state = {} if self.model.state is None else self.model.state.state_dict(prefix="state.")
+        return {**self.state, **state}
+
+    @property
     def weights(self) -> Tensor:
         """All parameters of the user's module in one vector."""
         return nn.utils.parameters_to_vector(self.model.module.parameters()).detach()
@@ -151,7 +157,7 @@ def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, f
     part = fit(seeded(make), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(folder / "2.ckpt")
     resumed = fit(seeded(make), data, max_epochs=4, ckpt_path=folder / "2.ckpt", **options)
-    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
+    assert same_state(resumed.tensors, whole.tensors)
     assert resumed.ledger.rows == whole.ledger.rows
     assert not same_state(part.state, whole.state)
 

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.utilities.parsing import clean_namespace
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
@@ -21,17 +22,19 @@ from lightning_spectral.plugin.checks.run import (
 )
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
 from lightning_spectral.plugin.data.server_data import ServerData
-from lightning_spectral.plugin.federation.federation import Federation
+from lightning_spectral.plugin.federation.federation import ALONE, Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation
 from lightning_spectral.plugin.host import Host, Share
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
 from lightning_spectral.plugin.lightning.checkpoint_files import handle_whole_files
 from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
+from lightning_spectral.plugin.lightning.logs import show_epoch
 from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
+from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
+from lightning_spectral.plugin.lightning.user_view import UserView
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
 from lightning_spectral.plugin.trainer.run_config import data_config
 from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
@@ -43,8 +46,13 @@ from lightning_spectral.server.processes import Processes
 Checkpoint = dict[str, Any]
 
 
-class FederatedHooks(FixedArguments, ForwardedHooks, Host):
+class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     """What Lightning calls of a federation; `FederatedModule` and `MultiModelModule` say who is in it."""
+
+    # Where Lightning looks for what builds the federation; the usual entries are those of the user's module.
+    CHECKPOINT_HYPER_PARAMS_KEY = ARGUMENTS
+    CHECKPOINT_HYPER_PARAMS_NAME = f"{ARGUMENTS}_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = f"{ARGUMENTS}_type"
 
     seed: int
     participation: UniformParticipation | Sampler | None
@@ -101,6 +109,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
     def setup(self, stage: str) -> None:
         self.federation.take_members()
         for member in self.federation.members.values():
+            clean_namespace(member.owner.module.hparams)  # as Lightning does for the module that it knows
             member.owner.module.setup(stage)
             check_stage(stage, member.owner.module)
         if stage == "fit":
@@ -151,6 +160,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
     def on_train_start(self) -> None:
         self.call_users("on_train_start")
+        self._saved.try_saving()
         self._saved.go_on(self)
 
     def on_train_end(self) -> None:
@@ -174,8 +184,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
 
     def start_round(self, round_idx: int) -> None:
         self._runtime.note_shares(round_idx)
-        self._saved.progress.before_validation = None
-        self._saved.progress.logged.mark(self.trainer)
+        self._saved.progress.kept = None
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
@@ -187,7 +196,11 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
     def finish_round(self) -> None:
-        self.federation.finish_round()
+        """Finish the round of every model, and keep it as it is saved, even if a callback has failed to hear of it."""
+        try:
+            self.federation.finish_round()
+        finally:
+            self._saved.keep()
 
     def abandon_round(self) -> None:
         self.federation.abandon_round()
@@ -199,15 +212,18 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
             strategy.end_if_told()
             strategy.note_shares(batch.round_idx)
         self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
-        progress = self._saved.progress
-        progress.before_validation = BeforeValidation.of(self.trainer, progress.logged)
 
     def on_train_epoch_end(self) -> None:
-        """Step the schedules that wait for a metric, which is available now."""
+        """Step the schedules that wait for a metric, which is available now, and let loggers have the round.
+
+        Callbacks that save are called after this: what they save must be complete, and need not be logged again.
+        """
         if self.federation.last_stepped == self.current_epoch:
             for member in self.federation.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
+        show_epoch(self.trainer)
         self._saved.progress.ended = self.current_epoch
+        self._saved.progress.logged.mark(self.trainer)
 
     def on_validation_epoch_end(self) -> None:
         self.call_users("on_validation_epoch_end")
@@ -222,7 +238,8 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         """Build the federation and load its weights, as for any LightningModule.
 
         The checkpoint of a LightningCLI run contains all that is needed. For any other checkpoint, pass the modules and
-        the federation's arguments that differ from the defaults. `load_user_module` loads only your own module.
+        the federation's arguments that differ from the defaults. Your own module's ``load_from_checkpoint`` loads that
+        alone; of several, `load_user_module` does.
 
         Raises:
             TypeError: If an argument is missing.
@@ -232,14 +249,6 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         check_loadable(checkpoint_path)
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
-        except RuntimeError as error:
-            if ' key(s) in state_dict: "state.' not in str(error):
-                raise
-            raise RuntimeError(
-                "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
-                f"{cls.__name__}.load_from_checkpoint(path, algorithm=...), or load your own module alone: "
-                f"load_user_module(path, YourModule). {error}"
-            ) from error
         except TypeError as error:
             missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
             if not missing:
@@ -247,7 +256,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
             raise TypeError(
                 f"Only the checkpoint of a LightningCLI run says how to build a {cls.__name__}; this one lacks "
                 f"{missing}: pass it, {cls.__name__}.load_from_checkpoint(path, ...=...), or load your own module "
-                "alone: load_user_module(path, YourModule)."
+                f"alone: {ALONE}."
             ) from error
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
@@ -285,7 +294,7 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._saved.write(checkpoint, self.full_configuration())
 
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Check that the configuration is unchanged, restore clients' state, and call the users' hooks.
+        """Check that the configuration is unchanged, restore clients' and algorithms' state, and call the users' hooks.
 
         Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
         ``"64-true"``.
@@ -295,3 +304,4 @@ class FederatedHooks(FixedArguments, ForwardedHooks, Host):
         self._saved.call_user_hooks(checkpoint)
         if self._trainer is not None:
             convert_now(self, self.trainer.precision_plugin)
+        self.federation.load_states(checkpoint)

@@ -36,7 +36,7 @@ from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
 from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import check_user_module, spare_shares
 from lightning_spectral.plugin.trainer.forwarded_hooks import on_each, on_one
-from lightning_spectral.plugin.trainer.run_config import as_config, config_of
+from lightning_spectral.plugin.trainer.run_config import as_config, config_of, shown_hparams
 from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
@@ -130,12 +130,33 @@ class FederatedModule(FederatedHooks, Trained):
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
         self.member = Member(self)
         self._federate({"": self.member})
-        self.save_hyperparameters({"federation": self.settings(), "user_module": dict(module.hparams)})
+        self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
         self._fix(arguments_of(FederatedModule.__init__))
 
     @property
     def members(self) -> Mapping[str, FederatedModule]:
         return {"": self}
+
+    @property
+    def views(self) -> Mapping[str, pl.LightningModule]:
+        return {"": self.module}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the server's parameters, and of those of the algorithm's state."""
+        super().zero_grad(set_to_none)
+        if self.state is not None:
+            self.state.zero_grad(set_to_none)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Find the weights under the user's names where this is part of a larger module, such as an average.
+
+        The state is in none of these, and stays as it is.
+        """
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+        if self.state is not None:
+            state_dict.update(self.state.state_dict(prefix=f"{prefix}state."))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def name(self) -> str:

@@ -24,7 +24,7 @@ from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
-from lightning_spectral.plugin.trainer.run_config import config_of
+from lightning_spectral.plugin.trainer.run_config import config_of, shown_hparams
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 
@@ -91,13 +91,17 @@ class MultiModelModule(FederatedHooks):
         self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
         self._federate({name: member.member for name, member in self.members.items()})
-        hparams = {name: dict(member.module.hparams) for name, member in self.members.items()}
+        hparams = {name: shown_hparams(member.module) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
         self._fix(arguments_of(MultiModelModule.__init__))
 
     @property
     def members(self) -> Mapping[str, FederatedModule]:
         return cast(Mapping[str, FederatedModule], dict(self.models.items()))
+
+    @property
+    def views(self) -> Mapping[str, pl.LightningModule]:
+        return {f"models.{name}": member.module for name, member in self.members.items()}
 
     @property
     def multi_data(self) -> MultiModelDataModule:

@@ -211,7 +211,7 @@ def test_clients_whose_only_width_is_their_own_train_as_without(
         )
         for flag in (True, False)
     )
-    assert same_state(on.model.state_dict(), off.model.state_dict())
+    assert same_state(on.tensors, off.tensors)
     assert on.ledger.rows == off.ledger.rows
     assert on.rows == off.rows
 

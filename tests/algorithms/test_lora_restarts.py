@@ -20,12 +20,12 @@ MIXED = {1: 0.5, 3: 0.5}
 def merge_by_hand(folder: Path, num_rounds: int) -> Path:
     """A checkpoint in which the merged weights are the bases, B is zero, and A is drawn for that round."""
     checkpoint = torch.load(folder / "before.ckpt", weights_only=True)
-    weights = checkpoint["state_dict"]
+    state = checkpoint["federation_state"][""]
     for index, layer in enumerate(adapted_layers(LitMLP(), ["*"], ())):
-        own = f"state.adapters.{index}"
-        weights[f"{own}.base"] = weights[f"module.{layer.weight}"].clone()
-        weights[f"{own}.B"].zero_()
-        weights[f"{own}.A"] = drawn_rows(layer, 3, weights[f"{own}.A"], 0, num_rounds)
+        own = f"adapters.{index}"
+        state[f"{own}.base"] = checkpoint["state_dict"][layer.weight].clone()
+        state[f"{own}.B"].zero_()
+        state[f"{own}.A"] = drawn_rows(layer, 3, state[f"{own}.A"], 0, num_rounds)
     torch.save(checkpoint, folder / "merged.ckpt")
     return folder / "merged.ckpt"
 
@@ -45,7 +45,7 @@ def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
     by_hand = run(by_hand, max_epochs=3, ckpt_path=tmp_path / "merged.ckpt")
     assert same_state(ours.state, by_hand.state)
     assert not same_state(ours.state, first.state)
-    assert changed["state_dict"]["state.num_rounds"] == 2
+    assert changed["federation_state"][""]["num_rounds"] == 2
 
 
 def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None:

@@ -117,14 +117,17 @@ def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
     whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
     part = fit(seeded(lit_mlp), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(tmp_path / "2.ckpt")
-    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)["state_dict"]
-    assert [name for name in saved if name.startswith("state.")] == names
-    assert same_state(saved, part.model.state_dict())
-    assert all(bool(saved[name].any()) for name in names)
+    saved = torch.load(tmp_path / "2.ckpt", weights_only=True)
+    state = saved["federation_state"][""]
+    assert [f"state.{name}" for name in state] == names
+    assert same_state(
+        {**saved["state_dict"], **{f"state.{name}": value for name, value in state.items()}}, part.tensors
+    )
+    assert all(bool(value.any()) for value in state.values())
     resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
     assert resumed.trainer.global_step == 4
-    assert same_state(resumed.model.state_dict(), whole.model.state_dict())
-    assert not same_state(part.model.state_dict(), whole.model.state_dict())
+    assert same_state(resumed.tensors, whole.tensors)
+    assert not same_state(part.tensors, whole.tensors)
 
 
 def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_mlp: Any) -> None:
@@ -134,7 +137,7 @@ def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_ml
 
     algorithm = Drawn()
     one, two = (ls.FederatedModule(lit_mlp(), algorithm=algorithm, clients_per_round=1, seed=s) for s in (3, 5))
-    assert [float(model.state_dict()["state.0"]) for model in (one, two)] == [3.0, 5.0]
+    assert [float(model.state.state_dict()["0"]) for model in (one, two)] == [3.0, 5.0]
     assert ls.FederatedModule(lit_mlp(), clients_per_round=1).state is None
 
 

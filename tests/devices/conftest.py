@@ -74,7 +74,7 @@ def agree(device: Device) -> Callable[[Fitted, Fitted], None]:
 
 
 def assert_agree(one: Fitted, two: Fitted, tolerance: float) -> None:
-    on_cpu = {name: tensor.cpu() for name, tensor in two.model.state_dict().items()}
-    torch.testing.assert_close(on_cpu, dict(one.model.state_dict()), rtol=tolerance, atol=tolerance)
+    on_cpu = {name: tensor.cpu() for name, tensor in two.tensors.items()}
+    torch.testing.assert_close(on_cpu, dict(one.tensors), rtol=tolerance, atol=tolerance)
     for row, other in zip(one.rows, two.rows, strict=True):
         assert other == pytest.approx(row, rel=tolerance, abs=tolerance, nan_ok=True)

@@ -46,7 +46,7 @@ ONLY_HERE = {"fl/left_out_dropped_out", "fl/left_out_late"}  # counted where cli
 
 
 def assert_same(ours: Fitted, theirs: Fitted) -> None:
-    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert same_state(ours.tensors, theirs.tensors)
     assert ours.ledger.rows == theirs.ledger.rows
     assert [{name: value for name, value in row.items() if name not in ONLY_HERE} for row in ours.rows] == theirs.rows
     assert {name: value for name, value in ours.logged.items() if name not in ONLY_HERE} == theirs.logged
@@ -62,7 +62,7 @@ def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> No
         ours = fit(seeded(lit), remote(line), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
         if not forgets:
             assert_same(ours, theirs)
-        assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+        assert same_state(ours.tensors, theirs.tensors)
 
 
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.algorithms.FoldedTerms()], ids=repr)
@@ -81,7 +81,7 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, 
     first.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
     line = toy_line(LitPlain)  # other processes, which have lost everything
     ours = fit(seeded(LitPlain), remote(line), max_epochs=4, ckpt_path=path, **options)
-    assert same_state(ours.model.state_dict(), theirs.model.state_dict())
+    assert same_state(ours.tensors, theirs.tensors)
     assert ours.ledger.rows == theirs.ledger.rows
 
 

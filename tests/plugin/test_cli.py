@@ -21,7 +21,6 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.__main__ import main
-from lightning_spectral.old_names import NEW_PATHS
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 from jsonargparse import Namespace, dict_to_namespace
@@ -85,7 +84,7 @@ TWO = {
 }
 CASES = {
     "the entry point, two models": (FederatedCLI, TWO, "b"),
-    "LightningCLI, one model": (partial(LightningCLI, ls.FederatedModule, ls.FederatedDataModule), ONE, ""),
+    "the entry point, one model": (FederatedCLI, ONE, ""),
 }
 
 
@@ -142,11 +141,12 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
 
 
 def test_other_arguments_than_the_checkpoints_are_refused_or_not_used(command: Command) -> None:
-    if type(command.cli) is not FederatedCLI:
-        pytest.skip("Lightning's own takes the checkpoint's")
-    models = {**TWO["model"]["models"], "b": {**MODEL, "local_epochs": 3}}
-    changed = {"model": {**TWO["model"], "models": models}, "ckpt_path": str(command.checkpoint)}
-    differs = r"\n  - model\.models\.b\.local_epochs: 1 in the checkpoint, 3 now$"
+    given = command.config["model"]
+    model = {**given, "local_epochs": 3}
+    if command.name:
+        model = {**given, "models": {**given["models"], command.name: {**MODEL, "local_epochs": 3}}}
+    changed = {"model": model, "ckpt_path": str(command.checkpoint)}
+    differs = rf"\n  - model\.{f'models.{command.name}.' * bool(command.name)}local_epochs: 1 in the checkpoint, 3 now$"
     with pytest.raises(ValueError, match=rf"(?s)another configuration.*:{differs}"):
         command.run("fit", max_epochs=2, **changed)
     with pytest.warns(ls.SpectralWarning, match=rf"The checkpoint's model is used.*:{differs}"):
@@ -164,25 +164,7 @@ def test_a_difference_is_named_where_it_begins(now: Any, named: str) -> None:
         report_differences(arguments(SHARDING), arguments(now), "fit")
 
 
-def test_a_checkpoint_of_0_1_has_paths_of_its_time(tmp_path: Path) -> None:
-    options = {"server_optimizer": part("FedAvgM", lr=0.5), "local_hooks": [part("GradientClip", max_norm=1.0)]}
-    now = Command(tmp_path, FederatedCLI, {**ONE, "model": {**ONE["model"], **options}}, "")
-    checkpoint = torch.load(now.checkpoint, weights_only=True)
-    saved = checkpoint["hyper_parameters"]
-    for choice in (saved["server_optimizer"], saved["local_hooks"][0]):
-        choice["class_path"] = re.sub(r"\.(server|client)\.", ".", choice["class_path"])
-        assert choice["class_path"] in NEW_PATHS
-    torch.save(checkpoint, now.checkpoint)
-    resumed = now.run("fit", max_epochs=2, ckpt_path=str(now.checkpoint))  # and no warning, which nobody could heed
-    assert resumed.trainer.global_step == 2
-    chosen = resumed.config.fit.model.init_args
-    assert chosen.server_optimizer.class_path == "lightning_spectral.server.FedAvgM"
-    assert chosen.local_hooks[0].class_path == "lightning_spectral.client.GradientClip"
-
-
 def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
-    if type(command.cli) is not FederatedCLI:
-        pytest.skip("Lightning's own looks for it when the fit begins")
     with pytest.raises(ValueError, match=r"`ckpt_path`: there is no file gone\.ckpt\."):
         command.run("fit", ckpt_path="gone.ckpt")
 
@@ -211,8 +193,6 @@ def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
 
 def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None:
     (path := tmp_path / "last.ckpt").touch()
-    if type(command.cli) is not FederatedCLI:
-        pytest.skip("Lightning's own names no file")
     with pytest.raises(ValueError, match=r"last\.ckpt is empty or not a whole checkpoint"):
         command.run("validate", ckpt_path=str(path))
 

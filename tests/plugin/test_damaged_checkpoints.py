@@ -27,8 +27,8 @@ WEIGHTS = {"w": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 PROGRESS = {"epoch": 1, "global_step": 2, "loops": {}, "optimizer_states": []}
 CHECKPOINT = {
     **PROGRESS,
-    "state_dict": {f"module.{name}": value for name, value in WEIGHTS.items()},
-    "federation_hparams": {"": {}},
+    "state_dict": WEIGHTS,
+    "federation": {},
     "pytorch-lightning_version": pl.__version__,
 }
 

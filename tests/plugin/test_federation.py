@@ -108,6 +108,8 @@ def begin(federation: Federation, saved: dict[str, Any] | None = None) -> None:
         federation.read(saved)
     for member in federation.members.values():
         member.make_optimizers()
+    if saved is not None:
+        federation.load_states(saved)
     federation.begin_fit(resumed=saved is not None)
 
 

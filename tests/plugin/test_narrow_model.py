@@ -24,7 +24,7 @@ def narrow_by_hand(fitted: Any, width: float) -> Any:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, fit: Fit, quiet: Any) -> None:
     fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2)
-    before = copy.deepcopy(fitted.model.state_dict())
+    before = copy.deepcopy(fitted.tensors)
     small = ls.plugin.narrow_model(fitted.model, width)
     assert type(small) is LitNorms
     assert small.net[0].out_features == small.net[1].num_features == 12 * width
@@ -37,7 +37,7 @@ def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, f
     with torch.no_grad():
         small.net[0].weight.zero_()
     small.net[1].running_mean.zero_()
-    assert same_state(fitted.model.state_dict(), before)
+    assert same_state(fitted.tensors, before)
 
 
 def test_without_averages_of_its_own_a_narrow_model_has_the_first_of_the_whole(data: Any, fit: Fit) -> None:
@@ -50,8 +50,8 @@ def test_without_averages_of_its_own_a_narrow_model_has_the_first_of_the_whole(d
 def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any, fit: Fit, tmp_path: Path) -> None:
     fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6)
     fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
-    again = ls.FederatedModule(LitNorms(), algorithm=ours(), clients_per_round=6)
-    again.load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"])
+    built = {"module": LitNorms(), "algorithm": ours(), "clients_per_round": 6}
+    again = ls.FederatedModule.load_from_checkpoint(tmp_path / "last.ckpt", **built)
     small, loaded = (ls.plugin.narrow_model(model, 0.5) for model in (fitted.model, again))
     assert same_state(small.state_dict(), loaded.state_dict())
     buffer = io.BytesIO()

@@ -297,7 +297,7 @@ KINDS = [Accumulates, WarmsUp, ClosesFirst, SkipsBatches, Clips, GoesBackwardsIt
 KINDS += [ManualAccumulates, ManualWithClosures, ManualSeveralTimes]
 PRECISIONS = {"": None, "scaled": ScalesAlone, "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu")}
 CASES = [(kind, name) for name in PRECISIONS for kind in KINDS]
-WITHOUT_SCALE = (LooksTwice, SearchesLines)  # the scaler evaluates the loss before the step, and only once
+WITHOUT_SCALE = (LooksTwice, SearchesLines, ClosesFirst)  # Lightning scales the only closure that a step gets
 
 
 def watched(kind: Any, calls: list[Any], weights: list[Tensor]) -> Any:
@@ -340,6 +340,34 @@ def test_a_client_trains_as_in_plain_lightning(
     )
     assert calls[0] == calls[1]
     assert torch.equal(weights[0][0], weights[1][0])
+
+
+def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) -> None:
+    data.val = None
+    plain = fit(seeded(ClosesFirst), data)
+    scaled = fit(seeded(ClosesFirst), data, trainer={"plugins": [ScalesAlone()]})
+    assert same_state(plain.state, scaled.state)
+    assert not same_state(plain.state, fit(seeded(LitSmooth), data).state)  # it does not step on every batch
+
+
+@pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
+def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) -> None:
+    """Not in each backward pass, where a step is taken for several of them: a pull would act twice."""
+
+    class ByHand(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx % 2 == 0:
+                self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            if batch_idx % 2 == 1:
+                self.optimizers().step()
+            return loss
+
+    data.val, data.batch_size = None, 2
+    options: dict[str, Any] = {"algorithm": algorithm, "local_hooks": [ls.client.ProximalTerm(5.0)]}
+    one, two = fit(seeded(Accumulates), data, **options), fit(seeded(ByHand), data, **options)
+    assert same_state(one.state, two.state)
 
 
 @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])

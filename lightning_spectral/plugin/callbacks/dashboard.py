@@ -84,6 +84,7 @@ class RoundDashboard(RoundCallback):
         self._bytes: dict[str, int] = {}
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
+        self._losses: dict[str, float] = {}
         self._records: list[Shown] = []
         self._extremes: Extremes = {}
         self._has_announced = self._draws = False
@@ -100,6 +101,8 @@ class RoundDashboard(RoundCallback):
         if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
+        if trainer.ckpt_path is None:
+            self._losses = {}
         self._draws = can_draw() and any(not isinstance(logger, CSVLogger) for logger in trainer.loggers)
         self._has_announced = False
         if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -132,6 +135,8 @@ class RoundDashboard(RoundCallback):
         if summary.model:
             _log(pl_module, self._bytes[summary.model])
         self._summaries.append(summary)
+        if summary.averaged:
+            self._losses[summary.metric("fl/loss")] = mean_loss(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
             shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures, self._draws)
@@ -163,7 +168,8 @@ class RoundDashboard(RoundCallback):
         _log(pl_module, self.total_bytes)  # the model has been validated
         summaries, records = self._summaries, self._records
         self._summaries, self._records = [], []
-        self._draw(trainer, {s.metric("fl/loss"): mean_loss(s) for s in summaries if s.averaged})
+        losses, self._losses = self._losses, {}
+        self._draw(trainer, losses)
         if self._writers and self._diagnostics.is_due(trainer.current_epoch):
             for summary in summaries:
                 records += of_model(summary.model, self._tables(trainer, summary))
@@ -190,11 +196,11 @@ class RoundDashboard(RoundCallback):
         return [client_table(summary, known), keep_ratio_table(summary)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"bytes": dict(self._bytes), "extremes": dict(self._extremes)}
+        return {"bytes": dict(self._bytes), "extremes": dict(self._extremes), "losses": dict(self._losses)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._bytes = dict(state_dict["bytes"])
-        self._extremes = dict(state_dict.get("extremes", {}))  # older checkpoints have none
+        self._extremes, self._losses = dict(state_dict["extremes"]), dict(state_dict["losses"])
 
 
 def _partitions(trainer: pl.Trainer) -> list[Shown]:

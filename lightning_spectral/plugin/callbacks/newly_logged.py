@@ -20,14 +20,10 @@ class NewlyLogged:
         self._before = dict(trainer.callback_metrics)
 
     def split(self, trainer: pl.Trainer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the old and the new values on the CPU, by name; new ones remain new.
-
-        They include those that callbacks have logged for the whole epoch, which Lightning shows only when it ends.
-        """
+        """Return the old and the new values on the CPU, by name; new ones remain new."""
         old: dict[str, Tensor] = {}
         new: dict[str, Tensor] = {}
-        of_epoch = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)["callback"]
-        for name, value in {**trainer.callback_metrics, **of_epoch}.items():
+        for name, value in trainer.callback_metrics.items():
             (old if value is self._before.get(name) else new)[name] = torch.as_tensor(value).detach().cpu()
         return old, new
 

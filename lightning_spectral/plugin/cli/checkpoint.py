@@ -10,7 +10,6 @@ from typing import Any
 from jsonargparse import Namespace
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.old_names import NEW_PATHS
 
 CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
 
@@ -40,23 +39,6 @@ def report_differences(saved: Any, given: Any, command: str) -> None:
             f"change it back, or start a new run without `ckpt_path`:{listed}"
         )
     warnings.warn(f"The checkpoint's model is used, not the one given, which differs:{listed}", SpectralWarning, 2)
-
-
-def use_new_paths(arguments: object) -> None:
-    """Replace the paths of classes that were at the top level of 0.1, which its checkpoints have.
-
-    Example:
-        >>> arguments = Namespace(server_optimizer=Namespace(class_path="lightning_spectral.FedAdam"))
-        >>> use_new_paths(arguments)
-        >>> arguments.server_optimizer.class_path
-        'lightning_spectral.server.FedAdam'
-    """
-    parts = vars(arguments) if isinstance(arguments, Namespace) else arguments
-    if isinstance(parts, dict) and isinstance(path := parts.get("class_path"), str):
-        parts["class_path"] = NEW_PATHS.get(path, path)
-    if isinstance(parts, dict | list | tuple):
-        for part in parts.values() if isinstance(parts, dict) else parts:
-            use_new_paths(part)
 
 
 def _flat(arguments: Namespace | Mapping[str, Any], name: str = "model") -> dict[str, Any]:

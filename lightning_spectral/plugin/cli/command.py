@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_spectral.plugin.cli.checkpoint import check_path, report_differences, use_new_paths
+from lightning_spectral.plugin.cli.checkpoint import check_path, report_differences
 from lightning_spectral.plugin.cli.errors import OneLineParser
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
 
@@ -47,19 +48,25 @@ class FederatedCLI(LightningCLI):
         return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
 
     def _parse_ckpt_path(self) -> None:
-        """Take the federation's arguments from ``ckpt_path``, unless those given differ; there is no public hook."""
+        """Take the federation's arguments from ``ckpt_path``, unless those given differ; there is no public hook.
+
+        Lightning's own would take those of the user's module, which stand where any checkpoint has its arguments.
+        """
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
         check_path(path)
         if not path or not Path(path).is_file():
             return
         check_loadable(path)
+        saved = torch.load(path, weights_only=True, map_location="cpu").get(ARGUMENTS, {})
+        saved.pop("_instantiator", None)
+        if not saved:
+            return
         given = self.config[command].model.clone()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`lightning_spectral", FutureWarning)  # nobody can edit a checkpoint
-            super()._parse_ckpt_path()
-        for arguments in (self.config[command].model, given):
-            use_new_paths(arguments)
+        # LightningCLI itself, which knows only one class, does not name it
+        plain = f"{FederatedModule.__module__}.{FederatedModule.__name__}"
+        model = {"class_path": saved.pop("_class_path", plain), "dict_kwargs": saved}
+        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
         report_differences(self.config[command].model, given, command)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

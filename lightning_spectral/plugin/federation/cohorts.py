@@ -117,7 +117,11 @@ class Cohorts:
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round, and those of the others."""
-        units, processes = self.units(round_idx), self._runtime.processes
+        return self.share_of(round_idx, self.units(round_idx))
+
+    def share_of(self, round_idx: int, units: Sequence[WorkUnit]) -> Share:
+        """The units that this process takes of those of a round."""
+        processes = self._runtime.processes
         work = self._work(units) if processes.size > 1 else []
         return Share(round_idx, scheduling.shares(units, work, processes.size), processes.rank)
 

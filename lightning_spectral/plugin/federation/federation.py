@@ -16,6 +16,8 @@ from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.turn import Turn, play
 
+ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
+
 
 class Federation:
     """The rounds of one model or several.
@@ -122,6 +124,9 @@ class Federation:
         reached = {name: member.first_rounds.unreached for name, member in members.items()}
         sampled = self.cohorts.sampled
         entries = {
+            "federation_state": {
+                n: state.state_dict() for n, m in members.items() if (state := m.owner.state) is not None
+            },
             "federation_clients": {k: entry for m in members.values() for k, entry in m.store.state_dict().items()},
             "federation_frozen": {name: found for name, m in members.items() if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
@@ -139,6 +144,21 @@ class Federation:
             member.restore(clients, frozen.get(name, {}), unreached.get(name), decisions.get(name, {}))
         if self.cohorts.sampled is not None:
             self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
+
+    def load_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore what the algorithms keep from round to round, which `write` wrote with the rest."""
+        saved = checkpoint.get("federation_state", {})
+        states = {name: state for name, m in self.members.items() if (state := m.owner.state) is not None}
+        try:
+            if saved.keys() != states.keys():
+                raise RuntimeError(f"It is of {list(saved)}, not of {list(states)}.")
+            for name, state in states.items():
+                state.load_state_dict(saved[name])
+        except RuntimeError as error:
+            raise RuntimeError(
+                "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
+                f"load_from_checkpoint(path, algorithm=...), or load your own module alone: {ALONE}. {error}"
+            ) from error
 
 
 def _of(member: Member, units: Sequence[WorkUnit]) -> list[WorkUnit]:

@@ -3,92 +3,84 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
+from lightning.pytorch.trainer import call
 
 from lightning_spectral.plugin.callbacks import CommunicationLedger, RoundHistory
-from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
+from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS, HPARAMS
 
-RECORDERS = (RoundHistory, CommunicationLedger)  # validating a round again leaves them as they are
+LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
+RECORDERS = (RoundHistory, CommunicationLedger)  # their state is new whenever it is asked for, and grows
 
 
-@dataclass(frozen=True)
-class BeforeValidation:
-    """What validation and the end of an epoch may change, as it was before: for a checkpoint if one of them fails.
+class KeptRound:
+    """All that a checkpoint says of a round in which the server has stepped, as it was right after the step.
 
-    Attributes:
-        callbacks: State of the callbacks, by Lightning's keys.
-        schedulers: State of each learning-rate scheduler.
-        groups: Options of each optimizer's parameter groups, which schedulers change.
-        metrics: What had been logged before the round and in it, by name.
+    Hooks of callbacks and of users come after it: validation, which may run on other weights, and the end of the epoch.
+    If one of them fails, or saves while weights and records are about to change, some have counted the round and others
+    not. The checkpoint is then this one, whatever hook is running, and a resumed run calls all of them.
+
+    Args:
+        trainer: The Trainer; its callbacks that save decide what is kept, and what is not saved is not kept.
     """
 
-    callbacks: Mapping[str, Any]
-    schedulers: list[dict[str, Any]]
-    groups: list[list[dict[str, Any]]]
-    metrics: tuple[dict[str, Tensor], dict[str, Tensor]]
+    def __init__(self, trainer: pl.Trainer) -> None:
+        memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
+        self._by_kind = {kind: _copied(found, trainer, memo) for kind, found in dumped(trainer).items()}
 
-    @classmethod
-    def of(cls, trainer: pl.Trainer, logged: NewlyLogged) -> BeforeValidation:
-        """Copy the state of a Trainer.
-
-        Args:
-            trainer: The Trainer.
-            logged: Tells the round's metrics from earlier ones.
-        """
-        callbacks = [one for one in trainer.callbacks if not isinstance(one, RECORDERS)]  # type: ignore[attr-defined]
-        found = {callback.state_key: callback.state_dict() for callback in callbacks}
-        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        groups = [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
-        states = {key: state for key, state in found.items() if state}
-        return cls(*copy.deepcopy((states, schedulers, groups)), logged.split(trainer))
-
-    def write(self, checkpoint: dict[str, Any]) -> None:
-        """Replace what a checkpoint says about all this; one that holds only weights says nothing."""
-        checkpoint["federation_metrics"] = self.metrics
-        if "callbacks" not in checkpoint:
-            return
-        checkpoint["callbacks"].update(self.callbacks)
-        checkpoint["lr_schedulers"] = self.schedulers
-        for state, groups in zip(checkpoint["optimizer_states"], self.groups, strict=True):
-            state["param_groups"] = [
-                {**saved, **group} for saved, group in zip(state["param_groups"], groups, strict=True)
-            ]
+    def replace(self, checkpoint: dict[str, Any]) -> bool:
+        """Make a checkpoint this one, with or without what only a resumed run needs; false if that is not kept."""
+        kept = self._by_kind.get("callbacks" not in checkpoint)
+        if kept is None:
+            return False
+        checkpoint.clear()
+        checkpoint.update(kept)
+        return True
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
+def dumped(trainer: pl.Trainer) -> dict[bool, dict[str, Any]]:
+    """What the Trainer's callbacks would save now, by whether it is weights alone."""
+    kinds = {bool(getattr(callback, "save_weights_only", False)) for callback in trainer.checkpoint_callbacks}
+    return {kind: trainer._checkpoint_connector.dump_checkpoint(weights_only=kind) for kind in sorted(kinds)}
+
+
+def _copied(checkpoint: dict[str, Any], trainer: pl.Trainer, memo: dict[int, Any]) -> dict[str, Any]:
+    records = {one.state_key for one in trainer.callbacks if isinstance(one, RECORDERS)}  # type: ignore[attr-defined]
+    lasting = [checkpoint.get(name) for name in LASTING]
+    lasting += [state for key, state in checkpoint.get("callbacks", {}).items() if key in records]
+    memo.update({id(value): value for value in lasting})
+    return copy.deepcopy(checkpoint, memo)
 
 
 def begin_anew(trainer: pl.Trainer) -> None:
     """Begin the next epoch as any other: between two epochs, nothing is left for Lightning to repeat.
 
-    With ``max_steps`` it otherwise looks for an epoch to complete. Older checkpoints do have one.
+    With ``max_steps`` it otherwise looks for an epoch to complete.
     """
     batches = trainer.fit_loop.epoch_loop
     if batches.batch_progress.current.ready == 0:
         batches.restarting = False
 
 
-def finish_epoch(trainer: pl.Trainer, *, is_validated: bool) -> None:
-    """Validate a round in which the server has stepped, if that is due, and end its epoch, as Lightning would have.
-
-    The Trainer's progress is that of the end of the previous epoch.
+def finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool) -> None:
+    """Do the rest of a round in which the server has stepped, as Lightning would have.
 
     Args:
-        trainer: The Trainer of a resumed run that has just started.
+        trainer: The Trainer of a resumed run that has just started, which counts the round as trained: `count_round`.
+        share: The round's batch, if its hooks have yet to be called.
         is_validated: Whether validation had ended before the checkpoint was written.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epochs.epoch_progress.increment_ready()
-    epochs.epoch_progress.increment_started()
-    batches.manual_optimization.optim_step_progress.increment_ready()
-    batches.manual_optimization.optim_step_progress.increment_completed()
-    _count_batches(batches.batch_progress, int(trainer.num_training_batches))
+    if share is not None:
+        trainer._logger_connector.on_batch_start(share)
+        call._call_callback_hooks(trainer, "on_train_batch_end", None, share, 0)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", None, share, 0)
+        trainer._logger_connector.on_batch_end()
+        trainer._logger_connector.update_train_step_metrics()
     fetcher: Any = epochs._data_fetcher
     own, trainer.limit_val_batches = trainer.limit_val_batches, 0 if is_validated else trainer.limit_val_batches
     try:
@@ -98,6 +90,16 @@ def finish_epoch(trainer: pl.Trainer, *, is_validated: bool) -> None:
     _end_iteration(batches)
     epochs.on_advance_end()
     _end_iteration(epochs)
+
+
+def count_round(trainer: pl.Trainer) -> None:
+    """Count a round as trained in the progress of a resumed run, which is that of the end of the previous epoch."""
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs.epoch_progress.increment_ready()
+    epochs.epoch_progress.increment_started()
+    batches.manual_optimization.optim_step_progress.increment_ready()
+    batches.manual_optimization.optim_step_progress.increment_completed()
+    _count_batches(batches.batch_progress, int(trainer.num_training_batches))
 
 
 def _count_batches(progress: Any, number: int) -> None:
@@ -119,9 +121,9 @@ def _end_iteration(loop: Any) -> None:
 def call_all(calls: Iterable[Callable[[], None]]) -> None:
     """Call every function, even if an earlier one fails, and then raise the first error."""
     errors: list[BaseException] = []
-    for call in calls:
+    for each in calls:
         try:
-            call()
+            each()
         except BaseException as error:  # Ctrl-C in one callback must not keep the round from the others
             errors.append(error)
     if errors:

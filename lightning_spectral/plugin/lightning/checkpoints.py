@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
-DEFAULTS = {"drop_last": False}  # of settings that are missing in older checkpoints
-# Settings that older checkpoints lack; this one is in the state of their optimizer.
-ADDED = (re.compile(r", server_momentum=[^,)]+"),)
-OLDER = {  # choices as older checkpoints name them: without options that are new, with some that are gone
-    "ConditionalPoisson(fixed_uniforms=False)": "ConditionalPoisson()",
-    "weigh_clients=False, clip_weight_lr=": "clip_weight_lr=",
-    "keep_buffers=()": "buffers={}",
-    "aggregation=TermMeans())": "aggregation=None)",  # the last option, without momentum
-    "coordinated=False)": "coordinated=False, normal_scores=False)",
-    "coordinated=True)": "coordinated=True, normal_scores=False)",
-}
 
 
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
     """Check that a checkpoint was written by a run of the same configuration.
 
-    Settings of the Trainer are compared if both have them: older checkpoints and quick tries (``fast_dev_run``) do not.
+    Settings of the Trainer are compared if both have them: quick tries (``fast_dev_run``) do not.
     """
     saved = checkpoint.get("federation")
     if saved is None:
@@ -32,29 +20,17 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
             "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."
         )
-    for old, new in OLDER.items():
-        saved = {name: value.replace(old, new) if isinstance(value, str) else value for name, value in saved.items()}
-    configuration = {name: _as_saved(value, saved.get(name)) for name, value in configuration.items()}
     uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
-    before = {name: DEFAULTS.get(name.rpartition(": ")[2]) for name in configuration} | saved
     changed = [
-        f"{name}: {value!r} in the checkpoint, {configuration.get(name)!r} now"
-        for name, value in before.items()
-        if name not in uncompared and value != configuration.get(name)
+        f"{name}: {saved.get(name)!r} in the checkpoint, {configuration.get(name)!r} now"
+        for name in {**configuration, **saved}
+        if name not in uncompared and saved.get(name) != configuration.get(name)
     ]
     if changed:
         raise ValueError(
             "The checkpoint was written with another configuration, so resuming would continue neither run; "
             "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
         )
-
-
-def _as_saved(value: Any, saved: Any) -> Any:
-    """A setting of today in the words of a checkpoint, which may be older."""
-    if isinstance(value, str) and isinstance(saved, str):
-        for setting in ADDED:
-            value = value if setting.search(saved) else setting.sub("", value)
-    return value
 
 
 def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_has_stepped: bool) -> None:
@@ -78,15 +54,6 @@ def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_h
     batches["current"] = dict.fromkeys(batches["current"], 0)
     batches["is_last_batch"] = False
     progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
-
-
-def as_one_batch(checkpoint: dict[str, Any]) -> None:
-    """Adapt an older checkpoint, whose last round counts a batch for every client, to rounds of a single batch."""
-    if "loops" not in checkpoint:
-        return  # weights only: Lightning reports what is missing
-    current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
-    if current["completed"] == checkpoint.get("federation_slots"):
-        current.update(ready=1, started=1, processed=1, completed=1)
 
 
 def described(server_optimizer: Any) -> str:

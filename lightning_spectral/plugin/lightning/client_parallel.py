@@ -92,8 +92,10 @@ class ClientParallelStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Start every process from the weights of process 0, instead of wrapping the module."""
         assert self.model is not None
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+        host: Any = self.lightning_module
+        for module in (self.model, *(model.state for model in host.members.values() if model.state is not None)):
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor.detach(), 0)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Return the value as it is: what is logged is the same in every process."""

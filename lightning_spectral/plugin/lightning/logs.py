@@ -47,6 +47,36 @@ def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float],
         logger.save()
 
 
+def logged_for_the_epoch(trainer: pl.Trainer) -> dict[str, tuple[torch.Tensor, dict[str, bool]]]:
+    """What was logged in training for the end of the epoch, when Lightning shows it, with where, by name."""
+    found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)
+    destinations: dict[str, Any] = {"logger": found["log"], "prog_bar": found["pbar"]}
+    return {
+        name: (torch.as_tensor(value).cpu(), {option: name in shown for option, shown in destinations.items()})
+        for name, value in found["callback"].items()
+    }
+
+
+def log_for_the_epoch(
+    module: pl.LightningModule, values: Mapping[str, tuple[torch.Tensor, Mapping[str, bool]]]
+) -> None:
+    """Log again what `logged_for_the_epoch` has found, in a run that ends the epoch."""
+    for name, (value, shown) in values.items():
+        options: dict[str, Any] = {**shown, "logger": shown["logger"] and bool(module.trainer.loggers)}
+        module.log(name, value, on_step=False, on_epoch=True, batch_size=1, **options)
+
+
+def show_epoch(trainer: pl.Trainer) -> None:
+    """Show callbacks and loggers what was logged for the epoch, as Lightning would after the callbacks that save."""
+    batches = trainer.fit_loop.epoch_loop
+    trainer._logger_connector.on_epoch_end()
+    batches._batches_that_stepped -= 1  # the step of the epoch's other rows
+    try:
+        trainer._logger_connector.update_train_epoch_metrics()
+    finally:
+        batches._batches_that_stepped += 1
+
+
 def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> None:
     """Let a module log with other functions than Lightning's, which take the same arguments."""
     redirect(module, {"log": log, "log_dict": log_dict})

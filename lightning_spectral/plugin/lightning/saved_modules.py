@@ -1,4 +1,4 @@
-"""The modules in a checkpoint: the arguments to build them with, and which weights belong to which module."""
+"""The modules in a checkpoint: the arguments to build them with, and which entries belong to which module."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadabl
 
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-HPARAMS_NAME = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_NAME
-OF_USERS = "federation_hparams"
-OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks", HPARAMS, HPARAMS_NAME)
+ARGUMENTS, OF_MODELS = "federation_arguments", "federation_models"
+OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
 
 def given_arguments() -> dict[str, Any]:
@@ -25,18 +24,26 @@ def given_arguments() -> dict[str, Any]:
     return dict(given.get() or {}) if given is not None else {}
 
 
-def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any], modules: Mapping[str, Any]) -> None:
-    """Record in a checkpoint how to build the federation, if that is known, and the users' modules by name.
+def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Record in a checkpoint how to build the federation, if that is known.
 
     What Lightning has put there is what loggers get, which are not arguments.
     """
-    checkpoint.pop(HPARAMS, None)
+    for entry in (ARGUMENTS, f"{ARGUMENTS}_name"):
+        checkpoint.pop(entry, None)
     if given:
-        checkpoint[HPARAMS] = dict(given)
-    checkpoint[OF_USERS] = {
-        name: {HPARAMS: dict(module.hparams), HPARAMS_NAME: getattr(module, "_hparams_name", None)}
-        for name, module in modules.items()
-    }
+        checkpoint[ARGUMENTS] = dict(given)
+
+
+def write_hparams(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
+    """Record a user's hyper-parameters in a checkpoint, as Lightning does for the module that it trains."""
+    if not (hparams := module.hparams):
+        return
+    if hasattr(module, "_hparams_name"):
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name
+    checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(hparams) if isinstance(hparams, dict) else hparams
+    if not isinstance(hparams, dict):  # of OmegaConf
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_TYPE] = type(hparams)
 
 
 def load_user_module(
@@ -51,8 +58,8 @@ def load_user_module(
 ) -> ModuleT:
     """Load your own module, with the server's weights, from a checkpoint of a federation.
 
-    This does what ``kind.load_from_checkpoint(path)`` would do if your module had been trained on its own. That call
-    itself does not know the names under which a federation saves the weights.
+    For a federation of one model this is ``kind.load_from_checkpoint(path)``, but the file is checked before anything
+    reads it. Of several models, whose weights have their names in the checkpoint, it takes one.
 
     Args:
         path: The checkpoint.
@@ -90,7 +97,7 @@ def load_user_module(
     map_location = map_location or _if_available
     checkpoint = torch.load(path, map_location, weights_only=weights_only)
     buffer = io.BytesIO()
-    torch.save(_without_federation(checkpoint, name), buffer)
+    torch.save(_of_one_model(checkpoint, name), buffer)
     buffer.seek(0)
     return kind.load_from_checkpoint(buffer, map_location, weights_only=weights_only, **arguments)
 
@@ -112,17 +119,16 @@ def _if_available(storage: torch.UntypedStorage, location: str) -> torch.Untyped
     return None if backend is None or backend.is_available() else storage
 
 
-def _without_federation(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _of_one_model(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The checkpoint of one of its modules alone, as Lightning would have written it."""
-    hparams = checkpoint.get(OF_USERS)
-    if hparams is None:
+    if "federation" not in checkpoint:
         raise ValueError("The checkpoint was not written by a federation; use the class's own `load_from_checkpoint`.")
-    if name not in hparams:
+    models = checkpoint.get(OF_MODELS, {"": {}})
+    if name not in models:
         asked = f"has no model {name!r}" if name else "is of several models"
-        names = f"give the name of one of them: {', '.join(hparams)}" if all(hparams) else "leave the name out"
+        names = f"give the name of one of them: {', '.join(models)}" if all(models) else "leave the name out"
         raise ValueError(f"The checkpoint {asked}; {names}.")
-    prefix = f"models.{name}.module." if name else "module."
+    prefix = f"models.{name}." if name else ""
     weights = {key.removeprefix(prefix): t for key, t in checkpoint["state_dict"].items() if key.startswith(prefix)}
-    own = checkpoint.get("federation_models", {}).get(name, {})
     kept = {k: v for k, v in checkpoint.items() if k not in OF_THE_RUN and not k.startswith("federation")}
-    return {**kept, **own, "state_dict": weights, **hparams[name]}
+    return {**kept, **models[name], "state_dict": weights}

@@ -8,6 +8,9 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.parsing import is_picklable
+
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.plugin.data.server_data import ServerData
 
@@ -23,6 +26,11 @@ def config_of(owner: object, names: Iterable[str]) -> dict[str, Any]:
 def data_config(data: ServerData) -> dict[str, Any]:
     """The data settings of a run: how the data was dealt, and to how many clients."""
     return config_of(data, data.settings)
+
+
+def shown_hparams(module: pl.LightningModule) -> dict[str, Any]:
+    """The hyper-parameters of a user's module; those that cannot be pickled, which none keeps, as text."""
+    return {name: value if is_picklable(value) else as_config(value) for name, value in module.hparams.items()}
 
 
 def as_config(value: Any) -> Any:

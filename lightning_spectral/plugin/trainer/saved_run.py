@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.federation.unfinished_rounds import BeforeValidation, begin_anew, finish_epoch
-from lightning_spectral.plugin.lightning.checkpoints import as_one_batch, check_checkpoint, settle_progress
-from lightning_spectral.plugin.lightning.saved_modules import given_arguments, write_arguments
+from lightning_spectral.plugin.federation.unfinished_rounds import (
+    KeptRound,
+    begin_anew,
+    count_round,
+    dumped,
+    finish_epoch,
+)
+from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
+from lightning_spectral.plugin.lightning.logs import log_for_the_epoch, logged_for_the_epoch
+from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
+from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 Checkpoint = dict[str, Any]
-RESTORED_LATER = ("federation_metrics", "federation_schedules", "federation_validated")
+RESTORED_LATER = ("federation_metrics", "federation_pending", "federation_schedules", "federation_unfinished")
 
 
 @dataclass
@@ -25,16 +35,18 @@ class RoundProgress:
     """How far a fit has come, besides the server's last step.
 
     Attributes:
+        batch_ended: The last round whose server's step is no longer the last thing that has happened.
         validated: The last round after which the server was validated.
         ended: The last round whose epoch has ended, for all but callbacks that save.
-        before_validation: State before the validation of the last finished round.
+        kept: The last finished round as it is saved until its epoch has ended.
         logged: Tells a round's metrics from those of earlier rounds.
         resumed: What is restored once training starts; ``None`` in a new run.
     """
 
+    batch_ended: int = -1
     validated: int = -1
     ended: int = -1
-    before_validation: BeforeValidation | None = None
+    kept: KeptRound | None = None
     logged: NewlyLogged = field(default_factory=NewlyLogged)
     resumed: Checkpoint | None = None
 
@@ -55,40 +67,60 @@ class SavedRun:
     def begin(self) -> None:
         self.progress, self._federation.last_stepped = RoundProgress(), -1
 
+    def try_saving(self) -> None:
+        """Before anything is trained, raise an error if a checkpoint that this run is to save could not be written."""
+        trainer = self._trainer
+        if trainer.checkpoint_callbacks and isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
+            for checkpoint in dumped(trainer).values():
+                check_can_be_saved(checkpoint)
+
+    def keep(self) -> None:
+        """Keep the round in which the servers have just stepped, if anything may save it before its epoch has ended."""
+        if self._federation.last_stepped == (now := self._federation.runtime.round_idx):
+            self.progress.kept = KeptRound(self._trainer) if self._trainer.checkpoint_callbacks else None
+            self.progress.batch_ended = now
+
     def write(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
-        members = self._federation.members
+        members, progress = self._federation.members, self.progress
         engines = [engine for member in members.values() if (engine := member.engine_or_none) is not None]
+        is_open = any(engine.round_is_open for engine in engines)
+        is_unfinished = not is_open and self._is_unfinished()
+        if is_unfinished and progress.kept is not None and self._is_disturbed() and progress.kept.replace(checkpoint):
+            return
         for engine in engines:
             engine.check_server_rests()
+        write_arguments(checkpoint, self._given)
         for name, member in members.items():
             with own_checkpoint(checkpoint, name) as own:
+                write_hparams(own, member.owner.module)
                 member.owner.module.on_save_checkpoint(own)
-        write_arguments(checkpoint, self._given, {name: member.owner.module for name, member in members.items()})
         checkpoint["federation"] = configuration
         self._federation.write(checkpoint)
-        checkpoint["federation_metrics"] = self.progress.logged.split(self._trainer)
-        self._settle(checkpoint, round_is_open=any(engine.round_is_open for engine in engines))
-
-    def _settle(self, checkpoint: Checkpoint, *, round_is_open: bool) -> None:
-        """Make the checkpoint hold whole rounds; it says if the last one still has to be validated.
-
-        After an error in validation, some callbacks may have counted it and others not: none has, in the checkpoint.
-        """
-        now, failed, progress = self._federation.runtime.round_idx, self._trainer.interrupted, self.progress
-        is_unfinished = not round_is_open and self._federation.last_stepped == now and (failed or progress.ended != now)
-        settle_progress(
-            checkpoint, round_is_over=not (round_is_open or is_unfinished), server_has_stepped=is_unfinished
-        )
+        checkpoint["federation_metrics"] = progress.logged.split(self._trainer)
+        settle_progress(checkpoint, round_is_over=not (is_open or is_unfinished), server_has_stepped=is_unfinished)
         if is_unfinished:
-            checkpoint["federation_validated"] = not failed and progress.validated == now
-            if failed and progress.before_validation is not None:
-                progress.before_validation.write(checkpoint)
+            now = self._federation.runtime.round_idx
+            checkpoint["federation_pending"] = logged_for_the_epoch(self._trainer)
+            checkpoint["federation_unfinished"] = {
+                "units": [tuple(unit) for unit in self._federation.cohorts.units(now)],
+                "batch_ended": progress.batch_ended == now,
+                "validated": progress.validated == now and not self._trainer.interrupted,
+            }
+
+    def _is_unfinished(self) -> bool:
+        """Whether the servers have stepped in a round whose epoch has not ended, or in ending fails."""
+        now = self._federation.runtime.round_idx
+        return self._federation.last_stepped == now and (self._trainer.interrupted or self.progress.ended != now)
+
+    def _is_disturbed(self) -> bool:
+        """Whether some hooks may have acted on the round and others not: one has failed, or validation is running."""
+        is_validated = self.progress.validated == self._federation.runtime.round_idx
+        return self._trainer.interrupted or (self._trainer.validating and not is_validated)
 
     def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
-        as_one_batch(checkpoint)
         self.progress.resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
         self._federation.read(checkpoint)
 
@@ -101,6 +133,7 @@ class SavedRun:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""
         saved, trainer = self.progress.resumed, self._trainer
         if saved is None:
+            self.progress.logged.mark(trainer)
             return
         for name, state in saved.get("federation_schedules", {}).items():
             self._federation.members[name].schedules.load_state_dict(state)
@@ -112,10 +145,20 @@ class SavedRun:
                 callback.on_train_epoch_start(trainer, host)
         trainer.callback_metrics.update(in_the_round)
         begin_anew(trainer)
-        if "federation_validated" in saved:
-            self._federation.last_stepped = self._federation.runtime.round_idx
-            self.progress.before_validation = BeforeValidation.of(trainer, self.progress.logged)
-            finish_epoch(trainer, is_validated=saved["federation_validated"])
+        if (unfinished := saved.get("federation_unfinished")) is not None:
+            log_for_the_epoch(host, saved["federation_pending"])
+            self._go_on_with_round(**unfinished)
+        else:
+            self.progress.logged.mark(trainer)
+
+    def _go_on_with_round(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> None:
+        federation, progress = self._federation, self.progress
+        federation.last_stepped = now = federation.runtime.round_idx
+        progress.batch_ended, progress.validated = (now if done else -1 for done in (batch_ended, validated))
+        count_round(self._trainer)
+        self.keep()
+        share = None if batch_ended else federation.cohorts.share_of(now, [WorkUnit(*unit) for unit in units])
+        finish_epoch(self._trainer, share, is_validated=validated)
 
 
 @contextmanager
@@ -125,11 +168,11 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     What the hook adds, and what it changes in the weights, is kept separate from other models.
 
     Example:
-        >>> checkpoint = {"state_dict": {"models.words.module.w": 1, "models.images.module.w": 2}}
+        >>> checkpoint = {"state_dict": {"models.words.w": 1, "models.images.w": 2}}
         >>> with own_checkpoint(checkpoint, "words") as own:
-        ...     own["vocabulary"] = own["state_dict"].pop("module.w")
+        ...     own["vocabulary"] = own["state_dict"].pop("w")
         >>> checkpoint
-        {'state_dict': {'models.images.module.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
+        {'state_dict': {'models.images.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
     """
     if not name:
         yield checkpoint
@@ -137,11 +180,11 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     prefix = f"models.{name}."
     weights = checkpoint.get("state_dict", {})
     mine = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    entries = checkpoint.get("federation_models", {}).get(name, {})
+    entries = checkpoint.get(OF_MODELS, {}).get(name, {})
     own = {**checkpoint, **entries, "state_dict": mine}
     yield own
     for key in [key for key in weights if key.startswith(prefix)]:
         del weights[key]
     weights.update({prefix + key: value for key, value in mine.items()})
-    if added := {key: value for key, value in own.items() if key not in checkpoint}:
-        checkpoint.setdefault("federation_models", {})[name] = added
+    added = {key: value for key, value in own.items() if key not in checkpoint}
+    checkpoint.setdefault(OF_MODELS, {})[name] = added

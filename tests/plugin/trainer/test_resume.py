@@ -90,7 +90,7 @@ def test_checkpoint_loads_into_the_users_plain_module(lit_mlp: Any, fit_and_save
     assert sorted(path.name for path in (tmp_path / "ckpt").iterdir()) == ["0.ckpt", "1.ckpt"]
     state = torch.load(tmp_path / "ckpt" / "1.ckpt", weights_only=True)["state_dict"]
     plain = lit_mlp()
-    plain.load_state_dict({name.removeprefix("module."): value for name, value in state.items()}, strict=True)
+    plain.load_state_dict(state, strict=True)
     assert same_state(plain.state_dict(), fitted.state)
 
 

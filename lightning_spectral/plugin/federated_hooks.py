@@ -19,6 +19,7 @@ from lightning_spectral.plugin.checks.run import (
     check_same_everywhere,
     check_stage,
     check_trainer,
+    warn_of_recompilations,
 )
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
 from lightning_spectral.plugin.data.server_data import ServerData
@@ -125,6 +126,8 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     def _check_member(self, member: Member, data: ServerData) -> None:
         owner = member.owner
         check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
+        capacities = owner.algorithm.keep_ratios(data.num_clients, owner.seed)
+        warn_of_recompilations(owner.module, len(capacities.values))
         check_over_selection(owner.conditions, absolute=is_absolute(self.participation))
         owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
 

@@ -155,6 +155,11 @@ def _copy(model: Federation) -> Federation:
         for module in (model, *members):
             module.trainer = None
         return copy.deepcopy(model)
+    except Exception as error:
+        raise ValueError(
+            f"An estimate runs a round on a copy of the model, which cannot be copied: {error}. Fit it with "
+            "`Trainer(max_epochs=1)` instead, and look at the time."
+        ) from error
     finally:
         for module, trainer in attached:
             module.trainer = trainer

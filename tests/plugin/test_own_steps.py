@@ -154,7 +154,7 @@ class LitSmooth(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])

@@ -9,7 +9,7 @@ import torch
 
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.workplace import Workplace
-from lightning_spectral.plugin.callbacks.validated_copy import ValidatedCopy
+from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.lightning.user_hooks import as_in_a_step
 from lightning_spectral.protocol.records import Download, LoggedValue
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
@@ -27,13 +27,13 @@ def evaluated(module: Any, data: ClientData, workplace: Workplace, download: Dow
     """
     trainer = workplace.trainer
     workplace.place(module)
-    copied = ValidatedCopy(module, workplace.arrive(download).tensors, trainer)
-    module.to("meta")  # the copy is enough
-    copied.module.eval()
-    copied.start()
+    module.trainer = trainer
     trainer.validating = True
+    beside = ValidatedBeside(module, workplace.arrive(download).tensors, trainer)
     seed = derived_seed(download.seed, "client evaluation", download.round_idx, download.unit.client_id)
-    with isolated_rng(seed, [workplace.torch_device]):  # a step may draw random numbers
+    with isolated_rng(seed, [workplace.torch_device]), beside.entered():  # a step may draw random numbers
+        module.eval()
         for batch_idx, batch in enumerate(data.held_out_batches()):
-            copied.step(as_in_a_step(batch, copied.module, trainer), batch_idx)
-    return {name: LoggedValue(value, prog_bar=False, logger=True) for name, value in copied.logged().items()}
+            beside.step(as_in_a_step(batch, module, trainer), batch_idx)
+        logged = beside.logged()
+    return {name: LoggedValue(value, prog_bar=False, logger=True) for name, value in logged.items()}

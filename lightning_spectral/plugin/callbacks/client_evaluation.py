@@ -14,7 +14,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.callbacks.validated_copy import ValidatedCopy
+from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.host import Host, Trained, as_host
 from lightning_spectral.plugin.lightning.client_parallel import processes_of
 from lightning_spectral.plugin.lightning.logs import log_values
@@ -147,10 +147,11 @@ def evaluate_clients(
     mine = deal(sizes, processes.size)[processes.rank]
 
     def evaluate() -> list[ClientRow]:
-        copied = ValidatedCopy(model.module, {}, trainer)
-        copied.module.eval()
-        adopt_batch_hooks(copied.module, model.data)
-        return [_evaluated(trainer, model, copied, round_idx, client_ids[i]) for i in mine]
+        beside = ValidatedBeside(model.module, {}, trainer)
+        with beside.entered():
+            model.module.eval()
+            adopt_batch_hooks(model.module, model.data)
+            return [_evaluated(trainer, model, beside, round_idx, client_ids[i]) for i in mine]
 
     with validating(trainer), torch.no_grad():
         gathered = processes.gather_results(evaluate, ClientError)
@@ -168,15 +169,17 @@ def validating(trainer: pl.Trainer) -> Iterator[None]:
         trainer.training = True
 
 
-def _evaluated(trainer: pl.Trainer, model: Trained, copied: ValidatedCopy, round_idx: int, client_id: int) -> ClientRow:
+def _evaluated(
+    trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int
+) -> ClientRow:
     device = trainer.strategy.root_device
     seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
-    copied.start()
+    beside.start()
     try:
         with isolated_rng(seed, [device]):  # a step may draw random numbers
             for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
-                copied.step(as_in_a_step(batch, copied.module, trainer), batch_idx)
+                beside.step(as_in_a_step(batch, model.module, trainer), batch_idx)
     except Exception as error:
         raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
     (num_examples,) = model.data.held_out.sizes_of([client_id])
-    return ClientRow(client_id, num_examples, copied.logged())
+    return ClientRow(client_id, num_examples, beside.logged())

@@ -12,7 +12,7 @@ import torch
 from lightning_spectral.algorithms.capabilities import DrawsNetworks
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.callbacks.validated_copy import SUFFIX, ValidatedCopy
+from lightning_spectral.plugin.callbacks.validated_beside import SUFFIX, ValidatedBeside
 from lightning_spectral.plugin.host import Trained, is_trained
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
@@ -54,7 +54,7 @@ class SampledNetworks(pl.Callback):
         self.every_n_validations: int = Whole(at_least=1)("every_n_validations", every_n_validations)
         self._num_validations = 0
         self._is_due = False
-        self._networks: list[ValidatedCopy] = []
+        self._networks: list[ValidatedBeside] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage not in ("fit", "validate"):
@@ -89,22 +89,23 @@ class SampledNetworks(pl.Callback):
             pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx
         )
         for network in self._networks:
-            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw: the same for all networks
+            # a step may draw: the same for all networks
+            with isolated_rng(seed, [trainer.strategy.root_device]), network.entered():
                 network.step(batch, batch_idx, dataloader_idx)
 
-    def _draw(self, trainer: pl.Trainer, host: Trained) -> Iterator[ValidatedCopy]:
+    def _draw(self, trainer: pl.Trainer, host: Trained) -> Iterator[ValidatedBeside]:
         assert isinstance(host.algorithm, DrawsNetworks)
         for k in range(self.num_samples):
             generator = derived_generator(host.seed, "sampled networks", trainer.current_epoch, k)
             weights = host.algorithm.network(host.module, host.state, generator)
-            yield ValidatedCopy(host.module, weights, trainer)
+            yield ValidatedBeside(host.module, weights, trainer)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Trained) -> None:  # type: ignore[override]
         networks, self._networks = self._networks, []
         if not networks:
             return
         expected = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        figures = sampling_figures([network.logged() for network in networks], expected)
+        figures = sampling_figures([_logged(network) for network in networks], expected)
         if not figures and trainer.is_global_zero:
             warnings.warn(
                 f"`{type(pl_module.module).__name__}.validation_step` logs no mean and no metric with `self.log`, so "
@@ -124,6 +125,11 @@ class SampledNetworks(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._num_validations = state_dict["num_validations"]
+
+
+def _logged(network: ValidatedBeside) -> dict[str, float]:
+    with network.entered():
+        return network.logged()
 
 
 def sampling_figures(logged: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> dict[str, float]:

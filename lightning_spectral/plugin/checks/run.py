@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -10,6 +12,7 @@ import lightning.pytorch as pl
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
@@ -142,6 +145,29 @@ def check_member(
             data.check_clients()
     for hook in local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
+
+
+def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> None:
+    """Warn if torch would stop compiling a part of a module, which it does without a word after so many forms.
+
+    Args:
+        module: The user's module, some parts of which may be compiled.
+        num_capacities: Number of forms in which clients train it; validation of the server is one more.
+    """
+    parts = dict(module.named_modules())
+    compiled = [n for n, part in parts.items() if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None]
+    if not compiled:
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    limit = getattr(config, "recompile_limit", None) or config.cache_size_limit
+    if num_capacities + 1 > limit:
+        warnings.warn(
+            f"{', '.join(map(repr, compiled[:3]))}: torch compiles a part anew for each of {num_capacities} capacities "
+            f"and for validation, but no more than {limit} times; later ones run uncompiled. Raise "
+            f"`torch._dynamo.config.recompile_limit` to {num_capacities + 1}, or give clients fewer keep ratios.",
+            SpectralWarning,
+            stacklevel=2,
+        )
 
 
 def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:

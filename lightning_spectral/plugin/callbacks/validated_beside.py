@@ -1,10 +1,11 @@
-"""A copy of the user's module that is validated alongside the server's, and the values that it logs."""
+"""The user's module, validated beside its own validation on other data or with other weights."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,40 +17,59 @@ from torchmetrics import Metric
 from lightning_spectral.client.metrics import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, call_with_accepted
 from lightning_spectral.plugin.lightning.logs import redirect_logging
-from lightning_spectral.protocol.exchange import copy_module, load_tensors
+from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.kept_state import trying
 
 SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
 _LOG = inspect.signature(pl.LightningModule.log)
 _MEANS = ("mean", "avg", torch.mean)
 
 
-class ValidatedCopy:
-    """Runs ``validation_step`` on a copy of a module with other weights, and keeps what it logs to itself.
+class ValidatedBeside:
+    """Runs ``validation_step`` of the user's module beside its validation, and keeps what it logs to itself.
 
-    Values are averaged over examples as Lightning does, ``torchmetrics`` objects are computed, and names are those
-    that Lightning uses. Values that are logged only for single batches, or are not reduced to their mean, are ignored.
+    It does so within blocks of `entered`, after which the module is as it was. Values are averaged over examples as
+    Lightning does, ``torchmetrics`` objects are computed, and names are those that Lightning uses. Values that are
+    logged only for single batches, or are not reduced to their mean, are ignored.
 
     Args:
-        module: The user's module within a validation; it is only read.
-        tensors: Weights of the copy where they differ from the module's, by name.
+        module: The user's module.
+        tensors: Weights to validate where they differ from the module's, by name.
         trainer: The Trainer that validates.
     """
 
     def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
-        self.module: Any = copy_module(module)
-        load_tensors(self.module, tensors)
-        self.module.trainer = trainer
-        redirect_logging(self.module, self._log, self._log_dict)
-        self._recorder = Recorder(self.module)
-        isolate_metrics(self._recorder.metrics)
+        self.module: Any = module
+        self._tensors = tensors
+        self._recorder = Recorder(module)
+        self._states: list[dict[str, Any]] = []  # of the metrics, between blocks
         self._trainer = trainer
         self._batch: Any = None
         self._dataloader_idx: int | None = None
         self._ended: dict[str, float] = {}
 
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block, the module has the weights, and its metrics are those of this validation."""
+        with trying(self.module):
+            own = named_state(self.module)
+            for name, tensor in self._tensors.items():
+                own[name].data = tensor
+            redirect_logging(self.module, self._log, self._log_dict)
+            isolate_metrics(self._recorder.metrics)
+            if not self._states:
+                self.start()
+            for metric, state in zip(self._recorder.metrics, self._states, strict=True):
+                vars(metric).update(state)
+            yield
+            self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+
     def start(self) -> None:
         """Forget what was logged so far, and reset the module's metrics: other data follows."""
+        for metric in self._recorder.metrics:
+            vars(metric).update({name: [] for name, default in metric._defaults.items() if isinstance(default, list)})
         self._recorder.start_client()
+        self._states = [vars(metric).copy() for metric in self._recorder.metrics]
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:

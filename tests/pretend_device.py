@@ -259,7 +259,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
 
 
 def _become(tensor: Any, other: Any) -> None:
-    """What ``torch.utils.swap_tensors`` does, also where a graph refers to one of them, which then keeps what it has."""
+    """What ``torch.utils.swap_tensors`` does; unlike that, also if a graph refers to one of them."""
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, other)

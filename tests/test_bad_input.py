@@ -94,7 +94,7 @@ class TestConstructor:
     @pytest.mark.parametrize(
         "hook",
         [
-            *("optimizer_step", "backward", "configure_gradient_clipping", "lr_scheduler_step", "train_dataloader"),
+            *("lr_scheduler_step", "train_dataloader", "configure_model"),
             *("training_epoch_end", "validation_epoch_end", "test_epoch_end"),
         ],
     )
@@ -104,11 +104,9 @@ class TestConstructor:
             ls.FederatedModule(kind(), clients_per_round=1)
 
     def test_all_problems_in_one_report(self, lit_mlp: Any) -> None:
-        kind = type("LitHooked", (lit_mlp,), {"backward": None, "optimizer_step": None})
-        module = kind()
-        module.automatic_optimization = False
-        with pytest.raises(ValueError, match=r"(?s)`optimizer_step`.*`backward`.*manual optimisation"):
-            ls.FederatedModule(module, clients_per_round=1)
+        kind = type("LitHooked", (lit_mlp,), dict.fromkeys(("test_epoch_end", "train_dataloader", "lr_scheduler_step")))
+        with pytest.raises(ValueError, match=r"(?s)`lr_scheduler_step`.*`train_dataloader`.*`test_epoch_end`"):
+            ls.FederatedModule(kind(), clients_per_round=1)
 
     def test_sizes_of_batches(self, toy: Any) -> None:
         with pytest.raises(ValueError, match="`batch_size` must be at least 1, got 0"):
@@ -250,14 +248,6 @@ class TestSetup:
         lit.register_buffer("adjacency", torch.eye(3).to_sparse())
         with pytest.raises(ValueError, match=r"^Sparse buffers .*: `adjacency` is torch\.sparse_coo; register"):
             fit(lit, data, algorithm=algorithm)
-
-    def test_an_optimizer_with_a_closure(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class LitClosure(lit_mlp):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return torch.optim.LBFGS(self.parameters())
-
-        with pytest.raises(ValueError, match="LBFGS needs a closure"):
-            fit(LitClosure(), data)
 
     def test_validation_data_without_a_validation_step(self, toy: Any, fit: Fit) -> None:
         class LitBlind(pl.LightningModule):
@@ -425,20 +415,17 @@ class TestClients:
             fit(LitPoisoned(), data, clients_per_round=3)
         assert isinstance(error.value.__cause__, RuntimeError)
 
-    @pytest.mark.parametrize("client_engine", ["loop", "trainer"])
     @pytest.mark.parametrize(
         ("wrong", "remedy"),
         [(lambda loss: loss[None].expand(3), "return one number"), (torch.detach, "depends on noth")],
     )
-    def test_a_loss_that_cannot_be_trained_on(
-        self, wrong: Any, remedy: str, client_engine: str, lit_mlp: Any, data: Any, fit: Fit
-    ) -> None:
+    def test_a_loss_that_cannot_be_trained_on(self, wrong: Any, remedy: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         class LitWrong(lit_mlp):  # type: ignore[misc]
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 return wrong(super().training_step(batch, batch_idx))
 
         with pytest.raises(ls.ClientError, match=rf"local training: RuntimeError: .*{remedy}"):
-            fit(LitWrong(), data, client_engine=client_engine)
+            fit(LitWrong(), data)
 
     def test_server_weights_that_are_not_finite_are_refused_by_layer(self, fit: Fit) -> None:
         module = LitPoisoned()

@@ -178,7 +178,7 @@ class Algorithm(ABC):
             state: What `new_state` returned, perhaps with the values of a checkpoint.
             untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must
                 stay as they are.
-            decisions: For a resumed run, what its half had decided (see `capabilities.Decides`): it stays decided.
+            decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
         """
 
 

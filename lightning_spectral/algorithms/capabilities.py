@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -135,15 +135,6 @@ class CostsBesides(Protocol):
     @property
     def cost_besides(self) -> Cost:
         """What that costs each of them."""
-
-
-@runtime_checkable
-class Decides(Protocol):
-    """A half whose initial weights have decided something that a resumed run must not decide again."""
-
-    @property
-    def decisions(self) -> Mapping[str, Any]:
-        """What was decided, as plain values for checkpoints."""
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_spectral.algorithms.capabilities import Decides, Initializes
+from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
@@ -160,7 +160,7 @@ class Trial:
                 "state": None if self.state is None else self.state.state_dict(),
                 "store": self.store.state_dict(),
                 "frozen_base": self.run.frozen_base.state_dict(),
-                "decisions": dict(self.half.decisions) if isinstance(self.half, Decides) else {},
+                "decisions": dict(self.half.decisions),
                 "round_idx": self.round_idx,
             }
         )

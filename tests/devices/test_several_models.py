@@ -11,6 +11,7 @@ import torch
 from federation import Fitted, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from slow_cases import slow_but
+from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
@@ -29,6 +30,19 @@ SAMPLERS = {
 Run = Callable[..., Fitted]
 
 
+class FittedTogether(Fitted):
+    """A fit of several models."""
+
+    model: Any
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of every model."""
+        members, rest = self.model.members, (self.trainer, self.history, self.ledger)
+        of_models = {name: Fitted(one, *rest) for name, one in members.items()}
+        return {f"{name}.{own}": tensor for name, one in of_models.items() for own, tensor in one.tensors.items()}
+
+
 @pytest.fixture
 def run(toy: TensorDataset, quiet: dict[str, Any]) -> Run:
     def run(algorithms: tuple[Any, Any], participation: Any, *callbacks: pl.Callback, **options: Any) -> Any:
@@ -42,7 +56,7 @@ def run(toy: TensorDataset, quiet: dict[str, Any]) -> Run:
             **{**quiet, "num_sanity_val_steps": 0, **options}, max_epochs=2, callbacks=[history, *callbacks]
         )
         trainer.fit(model, ls.MultiModelDataModule({name: data for name in models}))
-        return Fitted(model, trainer, history, ls.CommunicationLedger())
+        return FittedTogether(model, trainer, history, ls.CommunicationLedger())
 
     return run
 

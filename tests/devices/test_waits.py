@@ -93,3 +93,19 @@ def test_the_device_refuses_what_a_gpu_would_and_counts() -> None:
     there.copy_(here, non_blocking=True)
     there[there > 2]
     assert WAITS == {"item": 1, "to host": 1, "nonzero": 1}
+
+
+def test_a_parameter_of_the_device_takes_other_memory_of_either_device() -> None:
+    """And stays the same object, as on a GPU: what refers to it follows."""
+    layer = torch.nn.Linear(2, 1, bias=False).to(pretend_device.NAME)
+    weight = layer.weight
+    first, second = weight.data, torch.zeros(1, 2, device=pretend_device.NAME)
+    weight.data = second
+    layer(torch.ones(1, 2, device=pretend_device.NAME)).sum().backward()
+    weight.data.add_(weight.grad)
+    assert second.tolist() == [[1.0, 1.0]]
+    weight.grad, weight.data = None, torch.full((1, 2), 3.0)
+    assert (layer.weight is weight, type(weight), weight.device.type) == (True, torch.nn.Parameter, "cpu")
+    assert layer(torch.ones(1, 2)).tolist() == [[6.0]]
+    weight.data = first
+    assert (weight.device.type, weight.tolist()) == (pretend_device.NAME, first.tolist())

@@ -19,7 +19,6 @@ from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.capabilities import (
     ChecksOptimizers,
     ChecksServerOptimizer,
-    Decides,
     HasServerMomentum,
     Initializes,
     MayRestAverages,
@@ -161,7 +160,7 @@ class Member:
         if not resumed:
             self.frozen_base = FrozenBase()
             self._initialize(half)
-        self.decisions = half.decisions if isinstance(half, Decides) else {}
+        self.decisions = half.decisions
         may_rest = isinstance(half, MayRestAverages) and half.averages_may_rest
         unreached = self._unreached if resumed else None
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, unreached, may_rest or runtime.averages_are_set)

@@ -1,4 +1,4 @@
-"""The same local steps in three ways: by automatic optimisation, in the module's own hooks, and by manual optimisation."""
+"""The same local steps in three ways: taken by Lightning, in the module's own hooks, and in its `training_step`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

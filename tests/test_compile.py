@@ -1,6 +1,6 @@
 """A compiled part of the user's module stays compiled: clients are new values in the same parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,18 +86,61 @@ def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: Tens
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32: same operations, maybe reordered
 
 
-def test_compiling_in_place_is_lost_with_a_warning() -> None:
-    module = LitCompiled(compiled=False)
-    module.net.compile(backend="aot_eager")
-    with pytest.warns(ls.SpectralWarning, match=r"lose `compile\(\)` in place \(net\)"):
-        ls.FederatedModule(module, clients_per_round=2)
+class CompiledInPlace(LitCompiled):
+    """Parts that are compiled in place, by a backend that counts."""
+
+    def __init__(self, compilations: list[Any], parts: Sequence[str] = ("net",), compiled: bool = True) -> None:
+        super().__init__(compiled=False)
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            compilations.append(graph)
+            return graph
+
+        for part in parts if compiled else ():
+            self.get_submodule(part).compile(backend=backend)
 
 
-def test_a_lightning_module_compiled_in_place_trains_uncompiled_and_says_so(toy: TensorDataset, fit: Fit) -> None:
+@pytest.mark.parametrize("parts", [["net"], ["net.0", "net.2", "net.4"]], ids=["a network", "its layers"])
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
+def test_parts_that_are_compiled_in_place_train_compiled(
+    algorithm: Any, parts: list[str], toy: TensorDataset, fit: Fit
+) -> None:
+    """With the weights of a plain run, and the parts are as the user has compiled them when it ends."""
+    made: list[Any] = []
+    lit = seeded(CompiledInPlace, made, parts)
+    calls = [lit.get_submodule(part)._compiled_call_impl for part in parts]
+    compiled = fit(lit, clients(toy, 5), algorithm=algorithm).weights
+    assert len(made) >= len(parts)
+    assert [lit.get_submodule(part)._compiled_call_impl for part in parts] == calls
+    plain = fit(seeded(CompiledInPlace, made, compiled=False), clients(toy, 5), algorithm=algorithm).weights
+    torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # float32: same operations, maybe reordered
+
+
+def test_parts_compiled_in_place_compile_in_the_first_round_once_for_each_keep_ratio(
+    toy: TensorDataset, fit: Fit
+) -> None:
+    made: list[Any] = []
+    after: list[int] = []
+
+    class Count(ls.RoundCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+            after.append(len(made))
+
+    fit(
+        seeded(CompiledInPlace, made),
+        clients(toy, 5),
+        algorithm=spectral([0.3, 0.6] * 6),
+        clients_per_round=12,
+        max_epochs=4,
+        callbacks=[Count()],
+    )
+    assert after == [2] * 4
+
+
+def test_a_lightning_module_that_is_compiled_in_place_trains(toy: TensorDataset, fit: Fit) -> None:
     module = seeded(LitCompiled, compiled=False)
     module.compile(backend="aot_eager")
-    with pytest.warns(ls.SpectralWarning, match=r"lose `compile\(\)` in place \(itself\)"):
-        compiled = fit(module, clients(toy, 5)).weights
+    compiled = fit(module, clients(toy, 5)).weights
     assert torch.equal(compiled, fit(seeded(LitCompiled, compiled=False), clients(toy, 5)).weights)
 
 

@@ -45,7 +45,12 @@ REMEDIES = {
     "compute it from the module's output, without `detach` or `no_grad`, or return None to skip the step.",
 }
 # Likewise, if the client's parameters have other names or shapes than the server's
-OTHER_SHAPES = ("must match the size of tensor", "in loading state_dict for", "doesn't match the broadcast shape")
+OTHER_SHAPES = (
+    "must match the size of tensor",
+    "in loading state_dict for",
+    "doesn't match the broadcast shape",
+    "Tensor lists must have the same number of tensors",
+)
 SMALLER = (
     "Clients of this algorithm hold some layers in a smaller form, whose parameters have other names or shapes. Where "
     "one part is updated from another, as a teacher, a target network or an average of weights is, leave the layers "
@@ -179,7 +184,15 @@ class Device:
         if self._num_compared >= COMPARED_TURNS:
             return tuple
         self._num_compared += 1
-        return changed_attributes(self.module, form.replaced.keys())
+        changed = changed_attributes(self.module, form.replaced.keys())
+        assert self.forms.kept is not None, "the module is a client"
+        large = self.forms.kept.not_kept()
+
+        def named() -> tuple[str, ...]:
+            names = changed()
+            return tuple(f"{n} (not put back: too large)" if any(p.startswith(n) for p in large) else n for n in names)
+
+        return named if large else changed
 
     def _start(self, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import sys
 from collections import OrderedDict, UserDict, UserList, deque
@@ -29,6 +30,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.G
 # Whose classes are left alone: `__main__` is the user's
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", "lightning_spectral", "pandas"})
 LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
+LARGE_BYTES = 2**26  # tensors and arrays with more, such as a replay buffer's, are not copied for every client
 
 Restore = Callable[[], object]
 Keep = Callable[[], Restore]
@@ -66,6 +68,7 @@ class KeptState:
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
         self._values: list[Keep] = []
         self.generators: list[Any] = []
+        self.too_large: list[Any] = []  # to be kept
         self._seen = {id(tensor) for tensor in self.tensors}
         self._keep([module, *module.modules(), *others])
         self._keep_values()
@@ -90,6 +93,13 @@ class KeptState:
     def _keep_values(self) -> None:
         self._restores = [keep() for keep in self._values]
         self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
+
+    def not_kept(self) -> tuple[str, ...]:
+        """Paths of what is too large to be kept."""
+        if not self.too_large:
+            return ()
+        large = {id(array) for array in self.too_large}
+        return tuple(path for path, part in all_parts({"": self._module}) if id(part) in large)
 
     def mappings(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
         """The dictionaries, each with what it held."""
@@ -152,7 +162,7 @@ class KeptState:
                 rest.extend(value)
             elif isinstance(value, Tensor):
                 if _is_writable(value):
-                    self._values.append(partial(_kept_tensor, value))
+                    self._keep_values_of(value, _kept_tensor)
             elif isinstance(value, nn.Module):
                 self._keep_attributes(value, kind, rest)
             elif not isinstance(value, SHARED):
@@ -180,10 +190,16 @@ class KeptState:
         self.parts.append((holder, kind, own, before))
         rest.extend(value for name, value in before.items() if name not in BACK)
 
+    def _keep_values_of(self, array: Any, keep: Callable[[Any], Restore]) -> None:
+        if array.nbytes > LARGE_BYTES:
+            self.too_large.append(array)
+        else:
+            self._values.append(partial(keep, array))
+
     def _keep_object(self, value: Any, kind: type, rest: list[Any]) -> None:
         if isinstance(value, np.ndarray):
             if value.flags.writeable:
-                self._values.append(partial(_kept_array, value))
+                self._keep_values_of(value, _kept_array)
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
             self._values.append(partial(_kept_generator, value))
@@ -291,9 +307,11 @@ def _frozen(value: Any, depth: int) -> Any:
     if depth == 0 or isinstance(value, (*SHARED, *GENERATORS)):
         return None
     if isinstance(value, Tensor):
-        return None if value.grad_fn is not None else (value.shape, _digest(value.detach().cpu()))
+        if value.grad_fn is not None or value.is_meta or value.layout != torch.strided or not value.numel():
+            return None
+        return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
-        return value.shape, value.tobytes()
+        return (value.shape, _digest(value)) if value.size and not value.dtype.hasobject else None
     if isinstance(value, bytearray):
         return bytes(value)
     if isinstance(value, dict):
@@ -309,10 +327,11 @@ def _frozen(value: Any, depth: int) -> Any:
     return None
 
 
-def _digest(tensor: Tensor) -> Any:
-    if tensor.is_meta or tensor.layout != torch.strided or tensor.numel() > LARGE:
-        return None
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+def _digest(array: Any) -> str:
+    """A digest of the bytes of a dense tensor on the CPU, or of an array."""
+    if isinstance(array, Tensor):
+        array = array.contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
 
 
 def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:

@@ -421,23 +421,27 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 class TestHooks:
     @pytest.mark.parametrize("kind", HOOKS)
     @pytest.mark.parametrize("layer", ["first", "middle", "norm"])
-    def test_those_that_are_added_or_removed_later_act_in_every_form(self, name: str, kind: str, layer: str) -> None:
-        case, called = Case(name), [0]
+    def test_those_of_a_layer_act_in_every_form_whenever_they_are_added(self, name: str, kind: str, layer: str) -> None:
+        called = [0]
 
         def note(*_: Any) -> None:
             called[0] += 1
 
-        def calls(capacity: float) -> int:
+        def calls(case: Case, capacity: float) -> int:
             called[0] = 0
             with case.client(capacity) as client:
                 case.train(client, capacity)
             return called[0]
 
-        assert {calls(capacity) for capacity in case.capacities} == {0}
-        handle = HOOKS[kind](case.server.get_submodule(layer), note)
-        assert {calls(capacity) for capacity in (*case.capacities, *case.capacities)} == {len(batches())}
-        handle.remove()
-        assert {calls(capacity) for capacity in case.capacities} == {0}
+        for is_later in (False, True):
+            case = Case(name)
+            if is_later:
+                assert {calls(case, capacity) for capacity in case.capacities} == {0}
+            handle = HOOKS[kind](case.server.get_submodule(layer), note)
+            every_turn = [calls(case, capacity) for capacity in (*case.capacities, *case.capacities)]
+            assert set(every_turn) == {len(batches())}, "added later" if is_later else "there before"
+            handle.remove()
+            assert {calls(case, capacity) for capacity in case.capacities} == {0}
 
     def test_they_act_in_the_order_in_which_they_were_added(self, name: str) -> None:
         case, called = Case(name), list[str]()
@@ -610,7 +614,7 @@ class TestMemory:
         for capacity in (*case.capacities, *case.capacities):
             with case.client(capacity) as client:
                 assert client.again is client.middle
-                assert client.again.weight is client.middle.weight
+                assert torch.equal(client.again.weight, client.middle.weight)
             assert everything(case) == before
 
     @pytest.mark.parametrize("take_form", [whole, with_own_biases])

@@ -14,6 +14,7 @@ import lightning_spectral as ls
 from lightning_spectral.network import ClientData
 from lightning_spectral.network.messages import IDENTITY, Identity, decode_object, encode_object
 from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.protocol.codec import VERSION
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
 
@@ -89,7 +90,8 @@ class OfAnotherVersion(FakeLine):
 
 def test_another_version_is_refused() -> None:
     roster = roster_of(OfAnotherVersion(line_with("a").there))
-    with pytest.warns(UserWarning, match="takes no part: it has version 2 of the format of records, and here is 1"):
+    versions = f"it has version {VERSION + 1} of the format of records, and here is {VERSION}"
+    with pytest.warns(UserWarning, match=f"takes no part: {versions}"):
         roster.look()
     assert roster.names == []
 

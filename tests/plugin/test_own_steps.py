@@ -1,4 +1,4 @@
-"""Modules that decide themselves how their optimizer steps: as in plain Lightning, and as a step that they leave alone."""
+"""Modules that decide how their optimizer steps: as in plain Lightning, and as where they leave it to the client."""
 
 import copy
 from dataclasses import replace
@@ -208,9 +208,7 @@ class SkipsBatches(LitSmooth):
 
 
 class Clips(LitSmooth):
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
         assert gradient_clip_val is gradient_clip_algorithm is None
         self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
 

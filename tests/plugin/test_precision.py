@@ -8,7 +8,7 @@ import torch
 from federation import Fit, seeded
 from lightning.pytorch.plugins import MixedPrecision
 from observed_runs import acting
-from torch.amp.grad_scaler import GradScaler
+from own_steps import ScalesAlone
 
 import lightning_spectral as ls
 
@@ -22,16 +22,6 @@ DEVICES = [
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
     return partial(fit, max_epochs=2)
-
-
-class WithoutAutocast(MixedPrecision):
-    """Scales gradients and does nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**8))
-
-    def autocast_context_manager(self) -> torch.autocast:
-        return torch.autocast("cpu", enabled=False)
 
 
 class Autocast(MixedPrecision):
@@ -51,7 +41,7 @@ class TestEveryAlgorithm:
     def test_gradient_scaling_alone_changes_no_bit(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
         """Neither the clients' steps nor the server's, whose pseudo-gradient was never scaled."""
         plain = fit(seeded(lit_mlp), data, algorithm=algorithm)
-        plugin = WithoutAutocast()
+        plugin = ScalesAlone()
         scaled = fit(seeded(lit_mlp), data, algorithm=algorithm, trainer={"plugins": [plugin]})
         assert torch.equal(plain.weights, scaled.weights)
         assert scaled.trainer.precision_plugin.scaler is plugin.scaler  # restored after the fit

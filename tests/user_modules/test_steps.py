@@ -138,9 +138,7 @@ def test_metrics_of_a_client_never_sync_over_processes(lit_mlp: Any, data: Any, 
     assert seen == [False] * 3
 
 
-def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(
-    lit_mlp: Any, data: Any, fit: Fit
-) -> None:
+def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(lit_mlp: Any, data: Any, fit: Fit) -> None:
     counts: list[list[int]] = []
 
     class Lit(lit_mlp):  # type: ignore[misc]

@@ -76,17 +76,22 @@ class LocalLoop:
         optimizer = self.optimizers[0]
         first: list[tuple[Any, Tensor | None]] = []  # a step may evaluate the loss several times
 
+        @torch.enable_grad()  # an optimizer may evaluate it within a step, in which gradients are off
         def closure() -> Tensor | None:
             output = self._forward(task, batch, batch_idx)
             loss = loss_of(output)
             first.append((output, loss))
-            if loss is not None:
-                self._backward(loss, optimizer.optimizer, batch_idx)
-            return loss
+            if loss is not None or not self._eager:
+                self._zero_grad(optimizer.optimizer, batch_idx)
+            if loss is None:
+                return None
+            self._scaled_backward(loss)
+            return loss.detach()
 
         if not self._eager:
             self._step_with(closure, optimizer, batch_idx)
         elif closure() is not None:
+            self._after_closure(optimizer.optimizer, self.before_step[0])
             self._take(optimizer.optimizer)
         return first[0] if first else ({}, None)
 
@@ -99,16 +104,14 @@ class LocalLoop:
             task.after_forward()
         return output
 
-    def _backward(self, loss: Tensor, optimizer: Optimizer, batch_idx: int) -> None:
-        """Compute gradients, with hooks in the order of Lightning's automatic optimisation."""
+    def _zero_grad(self, optimizer: Optimizer, batch_idx: int) -> None:
+        """Drop the last gradients; Lightning's automatic optimisation does so after the forward pass."""
         user, epoch = self.user, getattr(self.module, "current_epoch", 0)
         user.on_before_zero_grad(optimizer)
         if user.optimizer_zero_grad is None:
             optimizer.zero_grad()
         else:
             user.optimizer_zero_grad(epoch, batch_idx, optimizer)
-        self._scaled_backward(loss)
-        self._after_closure(optimizer, self.before_step[0])
 
     def _scaled_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         user = self.user
@@ -121,13 +124,14 @@ class LocalLoop:
         user.on_after_backward()
 
     def _after_closure(self, optimizer: Optimizer, before_step: Sequence[BeforeStep]) -> None:
-        """What acts on gradients, before a step."""
-        if self.scaler is not None:
+        """What acts on gradients, before a step; there are none if `training_step` returned no loss."""
+        has_gradients = _has_gradients(optimizer)
+        if self.scaler is not None and has_gradients:
             self.scaler.unscale_(optimizer)
         self.user.on_before_optimizer_step(optimizer)
         if self.user.configure_gradient_clipping is not None and not self.is_manual:
             self.user.configure_gradient_clipping(optimizer, None, None)
-        for act in before_step:
+        for act in before_step if has_gradients else ():
             act()
 
     def _step_with(self, closure: Callable[[], Tensor | None], optimizer: ClientOptimizer, batch_idx: int) -> None:
@@ -141,16 +145,10 @@ class LocalLoop:
     def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
         """Take a step that the user's code asks for."""
         self.num_steps += 1
-        if not self.is_manual:
-            if closure is None or self.scaler is None:
-                return optimizer.step(**options) if closure is None else optimizer.step(closure, **options)
-            result = closure()
-            self._take(optimizer)
-            return result
 
         def evaluated() -> Any:
             result = None if closure is None else closure()
-            self._after_closure(optimizer, self.before_step[index] if _has_gradients(optimizer) else ())
+            self._after_closure(optimizer, self.before_step[index])
             return result
 
         if closure is not None and self.scaler is None:
@@ -160,7 +158,7 @@ class LocalLoop:
         return result
 
     def _take(self, optimizer: Optimizer, **options: Any) -> None:
-        if self.scaler is None:
+        if self.scaler is None or not _has_gradients(optimizer):
             optimizer.step(**options)
         else:
             self.scaler.step(optimizer, **options)  # skipped if a gradient overflowed

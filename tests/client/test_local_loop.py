@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit
+from federation import Fit, seeded
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -274,3 +274,82 @@ def test_a_device_half_acts_in_every_step(data: Any, fit: Fit) -> None:
     step = ["on_train_batch_start", "before_forward", "training_step", "before a step of SGD"]
     turn = [*step, *step, "on_train_batch_start"]  # the epoch ends there: no forward pass, and nothing before it
     assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *turn]]
+
+
+class LitOwnWays(LitPlain):
+    """Takes every part of a step itself, as Lightning would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.events.append(f"step {batch_idx}")
+        optimizer.step(closure=optimizer_closure)
+        self.events.append("stepped")
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.events.append("zero")
+        optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        self.events.append("backward")
+        loss.backward(*args, **options)
+
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
+        self.events.append("clip")
+
+
+@pytest.mark.parametrize("scaler", [None, GradScaler("cpu", init_scale=2.0**10)], ids=["plain", "scaled"])
+def test_a_user_may_take_every_part_of_a_step(client_data: ClientData, scaler: GradScaler | None) -> None:
+    own, plain = seeded(LitOwnWays), seeded(LitPlain)
+    acts: list[str] = own.events
+    before_step = [[lambda: acts.append("the algorithm")]]
+    for module, act in ((own, before_step), (plain, [[]])):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+        task = LocalTask(SENT, client_data, Recorder(module), before_step=act)
+        result = LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler), defines=defines))(task)
+        assert result.num_steps == 5
+    assert same(own, plain)
+    assert own.seen == plain.seen
+    step = ["zero", "backward", "clip", "the algorithm", "stepped"]
+    assert acts == [event for i in range(5) for event in [f"step {i}", *step]]
+
+
+def test_a_loop_without_defines_leaves_lightnings_own_ways_of_a_step_alone(client_data: ClientData) -> None:
+    """They need a Trainer, and there is none."""
+    module = seeded(LitOwnWays)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    LocalLoop(module, [optimizer], LocalSettings())(LocalTask(SENT, client_data, Recorder(module)))
+    assert module.events.count("clip") == 5
+    assert same(module, trained(client_data, None))
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_steps_as_by_hand(client_data: ClientData) -> None:
+    ours, by_hand = seeded(LitPlain), seeded(LitPlain)
+    optimizer, expected = (torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3) for module in (ours, by_hand))
+    LocalLoop(ours, [optimizer], LocalSettings(defines=defines))(LocalTask(SENT, client_data, Recorder(ours)))
+    for batch_idx, (batch, _) in enumerate(client_data.epoch(0)):
+
+        def closure(batch: Any = batch, batch_idx: int = batch_idx) -> torch.Tensor:
+            expected.zero_grad()
+            loss = by_hand.training_step(batch, batch_idx)
+            loss.backward()
+            return loss
+
+        expected.step(closure)  # type: ignore[arg-type]
+    assert same(ours, by_hand)
+    assert not same(ours, seeded(LitPlain))
+
+
+def test_a_step_that_was_replaced_on_the_optimizer_is_the_one_that_is_taken(client_data: ClientData) -> None:
+    module = seeded(LitPlain)
+    optimizer, taken = torch.optim.SGD(module.parameters(), lr=0.05), [0]
+
+    def step(closure: Any = None) -> None:
+        taken[0] += 1
+
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+    LocalLoop(module, [optimizer], LocalSettings(defines=defines))(LocalTask(SENT, client_data, Recorder(module)))
+    assert taken == [5]
+    assert same(module, seeded(LitPlain))

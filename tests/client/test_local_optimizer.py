@@ -337,9 +337,7 @@ def test_an_optimizer_may_keep_its_module_and_what_cannot_be_copied(make: Any) -
 def test_an_optimizer_that_keeps_copies_of_all_parameters_is_refused() -> None:
     server = nn.Linear(3, 2)
     optimizer = with_attribute(server, lambda s: [p.detach().clone() for p in s.parameters()])
-    with pytest.raises(
-        ValueError, match=r"`extra` holds a tensor for each parameter.*keep such tensors in `self.s"
-    ):
+    with pytest.raises(ValueError, match=r"`extra` holds a tensor for each parameter.*keep such tensors in `self.s"):
         check_optimizer(optimizer)
 
 

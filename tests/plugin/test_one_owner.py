@@ -834,3 +834,17 @@ def test_a_second_fit_of_the_same_module_goes_on_from_the_first(algorithm: Any, 
     fresh.load_state_dict(once.state_dict())
     again, other = (fit(module, data, algorithm=algorithm, max_epochs=1).state for module in (once, fresh))
     assert same_state(again, other)
+
+
+def test_what_is_too_large_to_be_put_back_is_named_as_such(data: Any, fit: Fit) -> None:
+    class Replaying(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = np.zeros(2**23 + 1)  # more than 64 MiB
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.memory[batch_idx] += 1.0
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(ls.SpectralWarning, match=r"clients change `memory \(not put back: too large\)`"):
+        fit(seeded(Replaying), data, algorithm=ls.FedAvg(), max_epochs=1)

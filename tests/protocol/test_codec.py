@@ -89,6 +89,7 @@ UPLOADS = st.builds(
     untrained_rows=mappings(tensors()),
     discarded=st.lists(NAMES, max_size=3).map(tuple),
     missing=st.lists(NAMES, max_size=3).map(tuple),
+    put_back=st.lists(NAMES, max_size=3).map(tuple),
 )
 
 

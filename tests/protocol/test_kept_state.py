@@ -187,7 +187,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Change, Callable[[Any], Any]]] = {
 }
 # Of one kind, but not the module's alone, or of a library that says itself what changes
 NOT_NAMED = ("frame", "series", "layer in a list")
-UNCHANGED = {"list with an attribute", "object, other class"}
+UNCHANGED = {"list with an attribute", "object, other class", "array of objects"}
 
 
 class SimpleClass(Plain):
@@ -485,6 +485,20 @@ class TestShared:
         assert len(words) == 20_000
         assert words["0"] == [0]
         assert words["1"] == [1, 2]
+
+
+@pytest.mark.parametrize("value", [torch.zeros(8, 8), np.zeros((8, 8))], ids=["tensor", "array"])
+def test_what_is_too_large_is_not_put_back_but_named(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_with({"replayed": value, "small": torch.zeros(2)})
+    monkeypatch.setattr("lightning_spectral.protocol.kept_state.LARGE_BYTES", 100)
+    kept, changed = KeptState(module), changed_attributes(module)
+    for array in module[0].kept.values():
+        array += 1
+    kept.restore()
+    assert float(value.sum()) == 64
+    assert module[0].kept["small"].tolist() == [0.0, 0.0]
+    assert kept.not_kept() == ("0.kept['replayed']",)
+    assert changed() == ("0.kept",)
 
 
 class KIND_OF_A_USER:

@@ -88,6 +88,7 @@ def _share_hooks(dense: nn.Module, sharded: nn.Module) -> None:
             own = vars(dense).get(name, {})
             own.update(hooks)
             vars(sharded)[name] = own
+    vars(sharded)["_is_full_backward_hook"] = dense._is_full_backward_hook
 
 
 def _become(dense: nn.Module, sharded: nn.Module) -> None:

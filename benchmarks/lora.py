@@ -66,7 +66,9 @@ class BareLoop:
         self.steps = steps
         server = copy.deepcopy(model.module)
         side = ALGORITHM.bind(server, ALGORITHM.new_state(server, 0)).device_half
-        self.clients = [side.build(server, rank / max(RANKS)) for rank in RANKS]
+        self.clients = [copy.deepcopy(server) for _ in RANKS]
+        for client, rank in zip(self.clients, RANKS, strict=True):
+            side.take_form(client, rank / max(RANKS))
         factors = [{n: p for n, p in client.named_parameters() if p.requires_grad} for client in self.clients]
         self.factors = factors
         self.server = {name: p.detach().clone() for name, p in factors[-1].items()}

@@ -21,7 +21,6 @@ VARIANTS = {
     "serial": (),
     "parallel": ("--processes", "2"),
     "silent": ("--silent",),
-    "trainer": ("--client-engine", "trainer"),
 }
 
 

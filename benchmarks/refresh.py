@@ -21,7 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.client.user_optimizers import recipe_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.local_optimizer import LocalOptimizer, options_of
+from lightning_spectral.client.side import StepActions
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
@@ -76,10 +78,11 @@ def shapes_table(turns: int) -> list[list[str]]:
 def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[float]]) -> None:
     """Play one round, stage by stage like the engine; ``took`` collects the seconds of each stage."""
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
+    names = {id(parameter): name for name, parameter in server.named_parameters()}
     half = SHARDING.bind(server)
-    side = half.device_half
-    client = side.build(server, 0.2)
-    optimizer = side.local_optimizer(recipe_of(template, server), client).optimizer
+    side, forms = half.device_half, Forms(server, half.device_half.take_form, (template,))
+    with forms.client(0.2):  # builds the form, as the first round does
+        pass
     cohort = Cohort(0, round_idx, {0.2: tuple(WorkUnit(c, coefficient=EXAMPLES) for c in range(COHORT))})
     stage: dict[str, float] = defaultdict(float)
 
@@ -91,15 +94,18 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
         start = time.perf_counter()
         download, receipt = opened.send(unit)
         drawn = time.perf_counter()
-        side.load(client, download)
-        stage["sample"] += drawn - start
-        stage["load"] += time.perf_counter() - drawn
-        took["step"] += local_steps(client, optimizer, steps)
-        start = time.perf_counter()
-        upload = side.collect(client, download)
+        with forms.client(0.2, download.tensors.keys()) as client:
+            side.load(client, download)
+            loaded = time.perf_counter()
+            LocalOptimizer(template, names, client, side.origin, side.overrides).start_client(options_of(template))
+            took["step"] += local_steps(client, template, side.start(client, download), steps)
+            trained = time.perf_counter()
+            upload = side.collect(client, download)
         assert upload.can_be_averaged()
         opened.add(receipt, upload)
-        stage["aggregate"] += time.perf_counter() - start
+        stage["sample"] += drawn - start
+        stage["load"] += loaded - drawn
+        stage["aggregate"] += time.perf_counter() - trained
     stage["apply"] = seconds(opened.close)
     template.step()
     for name, value in stage.items():
@@ -122,12 +128,13 @@ def parts_of_refresh(server: nn.Module, stage: dict[str, float]) -> None:
         stage["  of it design"] += time.perf_counter() - solved
 
 
-def local_steps(client: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+def local_steps(client: nn.Module, optimizer: torch.optim.Optimizer, actions: StepActions, steps: int) -> list[float]:
     x, labels = torch.randn(BATCH_SIZE, 3, 32, 32), torch.randint(10, (BATCH_SIZE,))
 
     def step() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(client(x), labels).backward()
+        actions.before_step(optimizer)
         optimizer.step()
 
     return [seconds(step) for _ in range(steps)]

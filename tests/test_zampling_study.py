@@ -68,6 +68,8 @@ def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_m
     assert study.rates.row(optimizer, 10.0, large).split(" | ")[3] == ""
 
 
+# every client counts anew, which is the point of it
+@pytest.mark.filterwarnings("ignore:Round 0. clients change .least.:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize(
     ("lr", "patience", "steps"),
     [(0.0, 0, 10 * 6), (0.0, 3, 10 * (1 + 3)), (1e-7, 3, 10 * (1 + 3)), (0.01, 3, 10 * 6)],

@@ -69,7 +69,6 @@ def run(options: argparse.Namespace) -> tuple[list[float], dict[str, float]]:
         LitNet(make_model(options.model), not options.silent),
         algorithm=ALGORITHMS[options.algorithm],
         clients_per_round=COHORT,
-        client_engine=options.client_engine,
     )
     trainer.fit(model, data)
     stages = ("refresh", "sample", "load", "train", "aggregate", "apply")
@@ -81,7 +80,6 @@ if __name__ == "__main__":
     arguments = parser()
     arguments.add_argument("--algorithm", choices=ALGORITHMS, default="FedAvg")
     arguments.add_argument("--processes", type=int, default=1)
-    arguments.add_argument("--client-engine", default="loop")
     arguments.add_argument("--silent", action="store_true", help="log nothing in the local steps")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

@@ -105,8 +105,7 @@ class Device:
         self._attach = attach
         self._profile = profile
         self._train: Train | None = None
-        self._local_optimizers: dict[float, tuple[LocalOptimizer, ...]] = {}
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._local_optimizers: dict[float, tuple[Form, tuple[LocalOptimizer, ...]]] = {}
         self._num_compared = 0
 
     def run(self, download: Download) -> Upload:
@@ -149,7 +148,7 @@ class Device:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             assert self.forms.kept is not None, "the module is a client"
             self.forms.kept.seed(download.seed, download.ids)
-            task = self._start(download)
+            task = self._start(form, download)
             changed = self._comparison(form) if is_watched and download.local_epochs > 0 else tuple
             with ExitStack() as blocks:
                 for hook in hooks if download.local_epochs > 0 else ():
@@ -188,15 +187,18 @@ class Device:
         assert self.forms.kept is not None, "the module is a client"
         large = self.forms.kept.not_kept()
 
+        def within(name: str) -> Callable[[str], bool]:
+            return lambda path: path == name or path.startswith((f"{name}.", f"{name}["))
+
         def named() -> tuple[str, ...]:
             names = changed()
-            return tuple(f"{n} (not put back: too large)" if any(p.startswith(n) for p in large) else n for n in names)
+            return tuple(f"{n} (not put back: too large)" if any(map(within(n), large)) else n for n in names)
 
         return named if large else changed
 
-    def _start(self, download: Download) -> LocalTask:
+    def _start(self, form: Form, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""
-        for local, options in zip(self._optimizers_of(download.capacity), download.options, strict=True):
+        for local, options in zip(self._optimizers_of(form, download.capacity), download.options, strict=True):
             local.start_client(options)
         self._recorder.start_client()
         actions = self.side.start(self.module, download) or StepActions()
@@ -210,14 +212,15 @@ class Device:
         own = None if actions.before_step is None else partial(actions.before_step, optimizer)
         return [act for act in (*started, own) if act is not None]
 
-    def _optimizers_of(self, capacity: float) -> tuple[LocalOptimizer, ...]:
+    def _optimizers_of(self, form: Form, capacity: float) -> tuple[LocalOptimizer, ...]:
         """The user's optimizers as they step clients of a capacity; made while the module is one."""
-        if capacity not in self._local_optimizers:
+        known, made = self._local_optimizers.get(capacity, (None, ()))
+        if known is not form:
+            names = {id(tensor): name for name, tensor in form.server.items()}
             follow = self.side.origin, self.side.overrides
-            self._local_optimizers[capacity] = tuple(
-                LocalOptimizer(optimizer, self._names, self.module, *follow) for optimizer in self.optimizers
-            )
-        return self._local_optimizers[capacity]
+            made = tuple(LocalOptimizer(one, names, self.module, *follow) for one in self.optimizers)
+            self._local_optimizers[capacity] = form, made
+        return made
 
     @property
     def _loop(self) -> Train:

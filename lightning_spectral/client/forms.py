@@ -46,19 +46,21 @@ class Form:
         parts: For each part that differs, its class, its new attributes and the names of those that it lacks.
         entries: The dictionaries that differ.
         gradients: The server's tensors that need a gradient only here, or only there.
-        shared: The server's tensors that a client has as well, by name; they get memory of their own.
+        server: The server's parameters, by name.
         replaced: The server's parameters that a client does not have, by name.
         buffers: Shapes of a client's buffers, by name.
         own: The tensors that only a client has, and whether they need a gradient when it begins.
+        kept: The state of what only a client has.
     """
 
     parts: Sequence[tuple[nn.Module, type, Mapping[str, Any], Collection[str]]]
     entries: Sequence[Entries]
     gradients: Sequence[tuple[Tensor, bool]]
-    shared: Mapping[str, Tensor]
+    server: Mapping[str, Tensor]
     replaced: Mapping[str, Tensor]
     buffers: Mapping[str, tuple[int, ...]]
     own: Sequence[tuple[Tensor, bool]]
+    kept: KeptState
 
     def apply(self) -> None:
         """Turn the server into the client, but for the values of tensors."""
@@ -105,6 +107,8 @@ class Forms:
     others: Sequence[Any] = ()
     owned: bool = False
     kept: KeptState | None = field(default=None, init=False)
+    _parts: list[int] = field(default_factory=list, init=False)
+    _shared: dict[float, dict[str, Tensor]] = field(default_factory=dict, init=False)  # by capacity
     _last: KeptState | None = field(default=None, init=False)
     _forms: dict[float, Form] = field(default_factory=dict, init=False)
     _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
@@ -113,9 +117,10 @@ class Forms:
     @contextmanager
     def client(self, capacity: float, sent: Collection[str] = ()) -> Iterator[nn.Module]:
         """The module as a client within the block; see `take`."""
-        self.take(capacity, sent)
+        assert self.kept is None, "a module is one client at a time"
         try:
             try:
+                self.take(capacity, sent)
                 yield self.module
             finally:
                 self.give_back()
@@ -133,6 +138,7 @@ class Forms:
             assert self.kept is None, "a module is one client at a time"
             if self._last is None or not self._last.renewed():
                 self._last = KeptState(self.module, *self.others)
+                self._forget_what_is_gone(self._last)
             self.kept = self._last
             try:
                 if capacity in self._forms:
@@ -140,7 +146,7 @@ class Forms:
                     form.apply()
                 else:
                     form = self._forms[capacity] = self._built(self.kept, capacity)
-                self._point_to_memory(form, sent)
+                self._point_to_memory(capacity, sent)
             except BaseException:
                 self._put_back()
                 raise
@@ -158,45 +164,64 @@ class Forms:
         self._server.clear()
         if self.kept is not None:
             for form in self._forms.values():
+                form.kept.restore()
                 for tensor, needs_gradient in form.own:
                     tensor.grad = None
                     tensor.requires_grad_(needs_gradient)
             self.kept.restore()
             self.kept = None
 
+    def _forget_what_is_gone(self, kept: KeptState) -> None:
+        """Forget memory of tensors that the server has no more, and all forms if it has other parts or parameters."""
+        parts = [*map(id, self.module.modules()), *map(id, self.module.parameters())]
+        if parts != self._parts:
+            self._parts = parts
+            self._forms.clear()
+        now = {id(tensor) for tensor in kept.tensors}
+        self._memory = {key: entry for key, entry in self._memory.items() if key in now}
+        self._shared.clear()
+
     def _built(self, kept: KeptState, capacity: float) -> Form:
-        server = named_state(self.module)
+        server = {name: tensor for name, tensor in named_state(self.module).items() if isinstance(tensor, nn.Parameter)}
         self.take_form(self.module, capacity)
         mine = named_state(self.module)
         whose = {id(tensor) for tensor in kept.tensors}
         left = {id(tensor) for tensor in mine.values()}
+        parts = [part for known in kept.parts if (part := _part_change(*known)) is not None]
+        entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
+        flags = [
+            (tensor, tensor.requires_grad) for tensor, needed in kept.needed_gradients if tensor.requires_grad != needed
+        ]
+        new = [value for part in parts for value in part[2].values()]
+        new += [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
         form = Form(
-            [change for known in kept.parts if (change := _part_change(*known)) is not None],
-            [entries for mapping, before in kept.mappings() if (entries := _entry_change(mapping, before)) is not None],
-            [
-                (tensor, tensor.requires_grad)
-                for tensor, before in kept.needed_gradients
-                if tensor.requires_grad is not before
-            ],
-            {name: tensor for name, tensor in mine.items() if id(tensor) in whose},
+            parts,
+            entries,
+            flags,
+            server,
             {name: tensor for name, tensor in server.items() if id(tensor) not in left},
             buffer_shapes(self.module),
             [(tensor, tensor.requires_grad) for tensor in mine.values() if id(tensor) not in whose],
+            KeptState(self.module, *new, without=kept),
         )
         if self.owned:
             for tensor in form.replaced.values():
                 tensor.data = tensor.new_empty(()).expand(tensor.shape)
         return form
 
-    def _point_to_memory(self, form: Form, sent: Collection[str]) -> None:
+    def _point_to_memory(self, capacity: float, sent: Collection[str]) -> None:
         if self.owned:
             return
-        for name, tensor in form.shared.items():
-            data = tensor.data
-            memory = self._memory.get(id(tensor), (None, None))[1]
-            if memory is None or not _alike(memory, data):
-                self._allocate(form.shared.values())
-                memory = self._memory[id(tensor)][1]
+        assert self.kept is not None, "it is kept before it changes"
+        if capacity not in self._shared:
+            whose = {id(tensor) for tensor in self.kept.tensors}
+            mine = named_state(self.module).items()
+            self._shared[capacity] = {name: tensor for name, tensor in mine if id(tensor) in whose}
+        shared = self._shared[capacity]
+        if not all(id(t) in self._memory and _alike(self._memory[id(t)][1], t) for t in shared.values()):
+            self._allocate(shared.values())
+        for name, tensor in shared.items():
+            data, memory = tensor.data, self._memory[id(tensor)][1]
             if name not in sent:
                 memory.copy_(data)
             self._server.append((tensor, data))
@@ -204,10 +229,9 @@ class Forms:
 
     def _allocate(self, tensors: Collection[Tensor]) -> None:
         """Give tensors memory; those that share some, such as an LSTM's on a GPU, share it there as well."""
-        now = {id(tensor): data for tensor, data in self._server}
         by_storage: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
-            data = now.get(id(tensor), tensor.data)
+            data = tensor.data
             place = data.untyped_storage()._cdata if data.layout == torch.strided else id(tensor)
             by_storage.setdefault(place, []).append((tensor, data))
         for group in by_storage.values():

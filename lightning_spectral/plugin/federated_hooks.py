@@ -98,6 +98,9 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
+        handle_whole_files(self.trainer)  # before anything can fail
+        if self.trainer.state.fn == "fit":
+            self._saved.begin()
         check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
         configured = [member.owner.module.configure_callbacks() for member in self.federation.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
@@ -114,13 +117,11 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
             member.owner.module.setup(stage)
             check_stage(stage, member.owner.module)
         if stage == "fit":
-            self._saved.begin()
             self._runtime.begin()
             check_trainer(self.trainer)
             check_own_optimizers(self)
             for name, member in self.federation.members.items():
                 self._check_member(member, self.data_of(name))
-        handle_whole_files(self.trainer)
         self.move_batches()
 
     def _check_member(self, member: Member, data: ServerData) -> None:
@@ -159,7 +160,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         """Check that all processes are set up for the same run, and begin it for every model."""
         self._default_dtype = torch.get_default_dtype()
         check_same_everywhere(self.processes, self.full_configuration())
-        self.federation.begin_fit(self._saved.progress.resumed is not None)
+        self.federation.begin_fit(self._saved.has_resumed)
 
     def on_train_start(self) -> None:
         self.call_users("on_train_start")
@@ -171,6 +172,10 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         for member in self.federation.members.values():
             member.first_rounds.finish()
         self.call_users("on_train_end")
+
+    def on_fit_end(self) -> None:
+        self._saved.end()
+        self.call_users("on_fit_end")
 
     # -- a round
 

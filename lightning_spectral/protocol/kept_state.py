@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import pickle
 import random
 import sys
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Whose classes are left alone: `__main__` is the user's
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", "lightning_spectral", "pandas"})
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor, on its gradient
 LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
 LARGE_BYTES = 2**26  # tensors and arrays with more, such as a replay buffer's, are not copied for every client
 
@@ -47,6 +51,7 @@ class KeptState:
     Args:
         module: A module.
         others: Further objects, such as its optimizers.
+        without: Another state, which keeps all that it has found.
 
     Example:
         >>> line = nn.Linear(1, 1)
@@ -59,17 +64,19 @@ class KeptState:
         (0, [], False)
     """
 
-    def __init__(self, module: nn.Module, *others: Any) -> None:
+    def __init__(self, module: nn.Module, *others: Any, without: KeptState | None = None) -> None:
         self._module = module
         self.tensors = own_tensors(module)
         self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []  # of dictionaries
         self._sequences: list[tuple[Any, Any]] = []
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
         self._values: list[Keep] = []
         self.generators: list[Any] = []
         self.too_large: list[Any] = []  # to be kept
-        self._seen = {id(tensor) for tensor in self.tensors}
+        self._seen: set[int] = {id(tensor) for tensor in self.tensors}
+        self._seen |= set() if without is None else without._seen
         self._keep([module, *module.modules(), *others])
         self._keep_values()
 
@@ -87,12 +94,15 @@ class KeptState:
             return False
         if not all(_same_members(now, before) for now, before in self._sequences):
             return False
+        if not all(_same_entries(dict(_slots_of(value)), before) for value, before in self._slots):
+            return False
         self._keep_values()
         return True
 
     def _keep_values(self) -> None:
         self._restores = [keep() for keep in self._values]
         self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
+        self._gradient_hooks = [(tensor, when, _hooks(tensor, when)) for tensor in self.tensors for when in HOOKS]
 
     def not_kept(self) -> tuple[str, ...]:
         """Paths of what is too large to be kept."""
@@ -122,8 +132,13 @@ class KeptState:
                 _refill_mapping(mapping, content)
         for sequence, content in self._sequences:
             _refill_sequence(sequence, content)
+        for value, slots in self._slots:
+            _refill_slots(value, slots)
         for restore in self._restores:
             restore()
+        for tensor, when, hooks in self._gradient_hooks:
+            if _hooks(tensor, when) != hooks:
+                setattr(tensor, when, OrderedDict(hooks) if hooks else None)
         for tensor, needs_gradient in self.needed_gradients:
             if tensor.grad is not None:
                 tensor.grad = None
@@ -135,8 +150,8 @@ class KeptState:
         if not self.generators:
             return
         named = {id(part): path for path, part in all_parts({"": self._module})}
-        for generator in self.generators:
-            own = derived_seed(seed, "generator", *ids, named.get(id(generator), ""))
+        for index, generator in enumerate(self.generators):
+            own = derived_seed(seed, "generator", *ids, named.get(id(generator), index))
             if isinstance(generator, random.Random):
                 generator.seed(own)
             elif isinstance(generator, torch.Generator):
@@ -155,9 +170,9 @@ class KeptState:
                 continue
             seen.add(id(value))
             if isinstance(value, dict):
-                self._keep_mapping(value, rest)
+                self._keep_mapping(value, kind, rest)
             elif isinstance(value, list | set | deque | bytearray):
-                self._keep_sequence(value, rest)
+                self._keep_sequence(value, kind, rest)
             elif isinstance(value, tuple | frozenset):
                 rest.extend(value)
             elif isinstance(value, Tensor):
@@ -168,7 +183,9 @@ class KeptState:
             elif not isinstance(value, SHARED):
                 self._keep_object(value, kind, rest)
 
-    def _keep_mapping(self, mapping: dict[Any, Any], rest: list[Any]) -> None:
+    def _keep_mapping(self, mapping: dict[Any, Any], kind: type, rest: list[Any]) -> None:
+        if kind not in MAPPINGS and getattr(mapping, "__dict__", None):
+            self._keep_attributes(mapping, kind, rest)
         if not mapping:
             self._empty.append(mapping)
             return
@@ -176,7 +193,9 @@ class KeptState:
         if len(mapping) <= LARGE:
             rest.extend(mapping.values())
 
-    def _keep_sequence(self, sequence: Any, rest: list[Any]) -> None:
+    def _keep_sequence(self, sequence: Any, kind: type, rest: list[Any]) -> None:
+        if hasattr(sequence, "__dict__"):  # of a subclass
+            self._keep_attributes(sequence, kind, rest)
         if not sequence:
             self._empty.append(sequence)
             return
@@ -200,6 +219,8 @@ class KeptState:
         if isinstance(value, np.ndarray):
             if value.flags.writeable:
                 self._keep_values_of(value, _kept_array)
+        elif isinstance(value, random.SystemRandom):
+            return  # it has no state
         elif isinstance(value, GENERATORS):
             self.generators.append(value)
             self._values.append(partial(_kept_generator, value))
@@ -208,8 +229,9 @@ class KeptState:
         elif is_users(value, kind):
             if hasattr(value, "__dict__"):
                 self._keep_attributes(value, kind, rest)
-            if slots := dict(_slots_of(value, kind)):
-                self._values.append(partial(_kept_slots, value, kind))
+            if any(hasattr(base, "__slots__") for base in kind.__mro__[:-1]):
+                slots = dict(_slots_of(value))
+                self._slots.append((value, slots))
                 rest.extend(slots.values())
 
 
@@ -264,7 +286,8 @@ def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Call
     """Return a function that names what has changed on a module since now, besides its parameters and buffers.
 
     Comparing takes long, and is meant for a few turns. What torch and Lightning keep for themselves does not count, nor
-    do tensors that a pass computes, metrics, objects of libraries, and attributes ``without`` which it is asked.
+    do tensors that a pass computes, metrics, objects of libraries, and attributes ``without`` which it is asked. Of new
+    attributes only those count that are flags, whole numbers or texts: the others are most likely to be made anew.
 
     Example:
         >>> line = nn.Linear(1, 1)
@@ -278,10 +301,23 @@ def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Call
 
     def changed() -> tuple[str, ...]:
         now = dict(_compared(module))
-        changed = (name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
-        return tuple(sorted({*changed} - {*without}))
+        names = {name for name in now.keys() & before.keys() if _differ(before[name], now[name])}
+        names |= before.keys() - now.keys()
+        names |= {name for name in now.keys() - before.keys() if isinstance(now[name], Plain) and now[name].lasts}
+        return tuple(sorted(names - {*without}))
 
     return changed
+
+
+class Plain(NamedTuple):
+    """A value that holds no others, to be compared."""
+
+    text: str
+    lasts: bool  # whether it may well be meant to last, if it is new
+
+
+def _differ(before: Any, now: Any) -> bool:
+    return before is not None and now is not None and before != now
 
 
 def _compared(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -291,40 +327,44 @@ def _compared(module: nn.Module) -> Iterator[tuple[str, Any]]:
             continue
         for name, value in vars(part).items():
             if name not in _KEPT_BY_TORCH and name not in BACK and not name.startswith(("_forward", "_backward")):
-                frozen = _frozen(value, depth=6)
-                if frozen is not None and not (isinstance(frozen, list) and frozen and not any(frozen)):
-                    yield f"{path}.{name}" if path else name, frozen
+                yield f"{path}.{name}" if path else name, _frozen(value, depth=6)
 
 
 _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
 
 
 def _frozen(value: Any, depth: int) -> Any:
-    """A value to compare with a later one; nothing for what is not compared."""
+    """A value to compare with a later one; ``None`` for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
-        return repr(value)  # NaN is equal to nothing, not even to itself
-    if depth == 0 or isinstance(value, (*SHARED, *GENERATORS)):
+        return None if value is None else Plain(repr(value), kind in (bool, int, str))  # NaN does not equal itself
+    if depth == 0 or isinstance(value, (*SHARED, *GENERATORS, nn.Module)):
         return None
     if isinstance(value, Tensor):
         if value.grad_fn is not None or value.is_meta or value.layout != torch.strided or not value.numel():
             return None
         return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
-        return (value.shape, _digest(value)) if value.size and not value.dtype.hasobject else None
+        if value.dtype.hasobject:
+            return _frozen(value.ravel().tolist(), depth - 1)
+        return (value.shape, _digest(value)) if value.size else None
+    if kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
+        return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
     if isinstance(value, bytearray):
         return bytes(value)
-    if isinstance(value, dict):
-        return [(str(key), _frozen(entry, depth - 1)) for key, entry in list(value.items())[:LARGE]]
-    if isinstance(value, list | tuple | deque):
-        return [_frozen(entry, depth - 1) for entry in list(value)[:LARGE]]
     if isinstance(value, set | frozenset):
         return len(value), sorted(map(str, value))[:LARGE]
-    if isinstance(value, nn.Module):
+    entries: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        entries = islice(value.items(), LARGE)
+    elif isinstance(value, list | tuple | deque):
+        entries = enumerate(islice(value, LARGE))
+    elif is_users(value, kind) and not isinstance(value, Optimizer):
+        entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
+    else:
         return None
-    if is_users(value, kind) and not isinstance(value, Optimizer) and hasattr(value, "__dict__"):
-        return [(name, _frozen(entry, depth - 1)) for name, entry in vars(value).items()]
-    return None
+    frozen = ((str(key), _frozen(entry, depth - 1)) for key, entry in entries)
+    return [(key, entry) for key, entry in frozen if entry is not None]
 
 
 def _digest(array: Any) -> str:
@@ -336,7 +376,7 @@ def _digest(array: Any) -> str:
 
 def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     """Whether two dictionaries have the same objects under the same keys, in the same order."""
-    return len(now) == len(before) and all(map(is_, now.values(), before.values())) and now.keys() == before.keys()
+    return len(now) == len(before) and all(map(is_, now.values(), before.values())) and list(now) == list(before)
 
 
 def _same_members(now: Any, before: Any) -> bool:
@@ -360,13 +400,21 @@ def _refill_sequence(sequence: Any, content: Any) -> None:
 
 
 def _kept_tensor(tensor: Tensor) -> Restore:
-    return partial(_refill_tensor, tensor, tensor.detach().clone(), tensor.grad)
+    return partial(_refill_tensor, tensor, tensor.data, tensor.detach().clone(), tensor.grad, tensor.requires_grad)
 
 
 @torch.no_grad()
-def _refill_tensor(tensor: Tensor, value: Tensor, gradient: Tensor | None) -> None:
-    tensor.grad = gradient
+def _refill_tensor(tensor: Tensor, data: Tensor, value: Tensor, gradient: Tensor | None, needs_gradient: bool) -> None:
+    tensor.grad = None
+    tensor.data = data
     tensor.detach().copy_(value)
+    tensor.grad = gradient
+    if tensor.requires_grad is not needs_gradient:
+        tensor.requires_grad_(needs_gradient)
+
+
+def _hooks(tensor: Tensor, when: str) -> dict[int, Any]:
+    return dict(getattr(tensor, when, None) or {})
 
 
 def _is_writable(tensor: Tensor) -> bool:
@@ -394,19 +442,18 @@ def _kept_generator(generator: Any) -> Restore:
     return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
 
 
-def _kept_slots(value: Any, kind: type) -> Restore:
-    slots = dict(_slots_of(value, kind))
-
-    def restore() -> None:
-        for name, held in slots.items():
-            object.__setattr__(value, name, held)
-
-    return restore
+def _refill_slots(value: Any, slots: dict[str, Any]) -> None:
+    for name in dict(_slots_of(value)).keys() - slots.keys():
+        object.__delattr__(value, name)
+    for name, held in slots.items():
+        object.__setattr__(value, name, held)
 
 
-def _slots_of(value: Any, kind: type) -> Iterator[tuple[str, Any]]:
-    for base in kind.__mro__:
+def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The slots of an object that have a value, by the names that they have outside of its class."""
+    for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
+            own = f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if own not in ("__dict__", "__weakref__") and hasattr(value, own):
+                yield own, getattr(value, own)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch import nn
 
 import lightning_spectral as ls
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.models import CCT, MLP, ResNet18
 from lightning_spectral.nn.zampling.compressed import Compression
 from lightning_spectral.protocol.exchange import travelling_tensors
@@ -38,11 +39,9 @@ def way(net: nn.Module, keep_ratio: float, layers: ls.LayerChoices) -> Way:
     sharded = sharding.plan(net).sharded_weights
     weights = Compression(FACTOR).weights_of(net)
     dense = BYTES * sum(tensor.numel() for tensor in travelling_tensors(net, sharded).values())
-    factors = sum(
-        parameter.numel()
-        for name, parameter in sharding.bind(net).device_half.build(net, keep_ratio).named_parameters()
-        if name.rpartition(".")[2] in ("u", "v")
-    )
+    with Forms(net, sharding.bind(net).device_half.take_form).client(keep_ratio) as client:
+        own = dict(client.named_parameters())
+        factors = sum(parameter.numel() for name, parameter in own.items() if name.rpartition(".")[2] in ("u", "v"))
     compressible = BYTES * sum(weight.num_values for weight in weights if weight.name not in sharded)
     return Way(dense + BYTES * factors, dense, compressible)
 

@@ -5,7 +5,6 @@ import math
 import pytest
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -27,11 +26,3 @@ def test_every_design_trains_for_two_rounds(design, lit, data, fit):
     assert len(history.rows) == 2
     assert all(math.isfinite(value) for value in history.column("train_loss"))
     assert any(not before_.equal(after) for before_, after in zip(before, lit.parameters(), strict=True))
-
-
-def test_checkpoints_that_name_an_option_which_is_gone_are_resumed() -> None:
-    before = {"algorithm": "SpectralSharding(design=ConditionalPoisson(fixed_uniforms=False))", "seed": 0}
-    check_checkpoint({"federation": before}, {"algorithm": "SpectralSharding(design=ConditionalPoisson())", "seed": 0})
-    before["algorithm"] = before["algorithm"].replace("False", "True")
-    with pytest.raises(ValueError, match="another configuration"):
-        check_checkpoint({"federation": before}, {"algorithm": "SpectralSharding(design=ConditionalPoisson())"})

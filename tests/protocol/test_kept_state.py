@@ -186,8 +186,8 @@ KINDS: dict[str, tuple[Callable[[], Any], Change, Callable[[Any], Any]]] = {
     ),
 }
 # Of one kind, but not the module's alone, or of a library that says itself what changes
-NOT_NAMED = ("frame", "series", "layer in a list")
-UNCHANGED = {"list with an attribute", "object, other class", "array of objects"}
+NOT_NAMED = ("layer in a list",)
+UNCHANGED = {"list with an attribute", "object, other class"}
 
 
 class SimpleClass(Plain):

@@ -133,5 +133,5 @@ def _take_out(module: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, 
     for owner, name, _ in sites:
         value = owner._parameters.pop(name)
         assert value is not None
-        setattr(owner, name, value.detach())
+        setattr(owner, name, value.detach().new_zeros(()).expand(value.shape))  # until the first draw
     return sites

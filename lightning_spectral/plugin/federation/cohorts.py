@@ -36,6 +36,7 @@ class Cohorts:
         self._plan, self._members, self._runtime = plan, members, runtime
         self.limit: int | float = 1.0
         self.sampled: SampledCohorts | None = None
+        self._resumed: tuple[int, list[WorkUnit]] = -1, []
 
     def begin(self, limit: int | float) -> None:
         """Begin a fit: limit each cohort to a number of clients, or to a share of it.
@@ -43,7 +44,7 @@ class Cohorts:
         Raises:
             ValueError: If nobody would train, or more than can be summed exactly.
         """
-        self.limit, self.sampled = limit, None
+        self.limit, self.sampled, self._resumed = limit, None, (-1, [])
         sampler = self._plan.participation
         if isinstance(sampler, Sampler):
             check_sampler(sampler, {name: member.owner.algorithm for name, member in self._members.items()})
@@ -80,6 +81,8 @@ class Cohorts:
         for member in self._members.values():
             if (engine := member.engine_or_none) is not None:  # with a sampler, cohorts can be drawn without a fit
                 engine.run.clients.begin_round(round_idx)
+        if self._resumed[0] == round_idx:
+            return self._resumed[1]
         if self.sampled is None:
             with self._runtime.profile("plan"):
                 return self._uniform(round_idx)[: self._most_units]
@@ -89,6 +92,10 @@ class Cohorts:
                 is_cut = self.limit != 1.0 or isinstance(self.limit, int)  # only in a quick try
                 self.sampled.draw(round_idx, self._most_units if is_cut else None)
         return self.sampled.units
+
+    def resume(self, round_idx: int, units: Sequence[WorkUnit]) -> None:
+        """Restore the cohort of a round whose servers have stepped: measured and drawn now, it would be another one."""
+        self._resumed = round_idx, list(units)
 
     def _uniform(self, round_idx: int) -> list[WorkUnit]:
         (member,) = self._members.values()

@@ -17,6 +17,8 @@ from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.lightning.archive import DamagedFile
 from lightning_spectral.plugin.lightning.checkpoint_archive import check_contents, check_loadable, saved_progress
 
+NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes each checkpoint to ``<name>.part`` first, and renames that file once everything is on the disk.
@@ -28,6 +30,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     A file is checked before it is loaded, because loading alone compares no checksums: a damaged file could be loaded
     as other weights. That happens before Lightning reads anything of the file.
 
+    A run that fails before it has restored or trained anything writes nothing: it might replace a file that holds
+    rounds.
+
     `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
     with a protocol (``s3://...``) are left to Lightning.
 
@@ -36,6 +41,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if NOTHING_NEW in checkpoint:
+            return
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return

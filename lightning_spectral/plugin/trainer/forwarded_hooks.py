@@ -59,8 +59,6 @@ class ForwardedHooks(pl.LightningModule):
     on_test_batch_start = on_one("on_test_batch_start")
     on_test_batch_end = on_one("on_test_batch_end", 3)
 
-    on_fit_end = on_each("on_fit_end")
-
     def evaluating(self, args: tuple[Any, ...], position: int) -> AbstractContextManager[Any]:
         """Within the block, let the module log to which an evaluation batch belongs; yields it and its own arguments.
 

@@ -20,6 +20,8 @@ from lightning_spectral.plugin.federation.unfinished_rounds import (
     dumped,
     finish_epoch,
 )
+from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.lightning.checkpoint_files import NOTHING_NEW
 from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
 from lightning_spectral.plugin.lightning.logs import log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
@@ -27,7 +29,7 @@ from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Checkpoint = dict[str, Any]
-RESTORED_LATER = ("federation_metrics", "federation_pending", "federation_schedules", "federation_unfinished")
+OF_A_RUN = ("callbacks", "optimizer_states", "lr_schedulers")  # what a checkpoint of weights alone lacks
 
 
 @dataclass
@@ -40,7 +42,8 @@ class RoundProgress:
         ended: The last round whose epoch has ended, for all but callbacks that save.
         kept: The last finished round as it is saved until its epoch has ended.
         logged: Tells a round's metrics from those of earlier rounds.
-        resumed: What is restored once training starts; ``None`` in a new run.
+        resumed: The checkpoint that the run resumes from, until all of it is restored; ``None`` in a new run.
+        begun: Whether training has begun: all is restored.
     """
 
     batch_ended: int = -1
@@ -49,6 +52,7 @@ class RoundProgress:
     kept: KeptRound | None = None
     logged: NewlyLogged = field(default_factory=NewlyLogged)
     resumed: Checkpoint | None = None
+    begun: bool = False
 
 
 class SavedRun:
@@ -63,6 +67,11 @@ class SavedRun:
     def _trainer(self) -> pl.Trainer:
         trainer: pl.Trainer = self._federation.runtime.trainer
         return trainer
+
+    @property
+    def has_resumed(self) -> bool:
+        """Whether the run goes on from a checkpoint, of a run that had begun."""
+        return self.progress.resumed is not None and NOTHING_NEW not in self.progress.resumed
 
     def begin(self) -> None:
         self.progress, self._federation.last_stepped = RoundProgress(), -1
@@ -83,6 +92,8 @@ class SavedRun:
     def write(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
         members, progress = self._federation.members, self.progress
+        if self._trainer.interrupted and not progress.begun and self._write_as_resumed(checkpoint):
+            return
         engines = [engine for member in members.values() if (engine := member.engine_or_none) is not None]
         is_open = any(engine.round_is_open for engine in engines)
         is_unfinished = not is_open and self._is_unfinished()
@@ -108,6 +119,17 @@ class SavedRun:
                 "validated": progress.validated == now and not self._trainer.interrupted,
             }
 
+    def _write_as_resumed(self, checkpoint: Checkpoint) -> bool:
+        """Write what a run resumes from that ends before all of it is restored; false if it is not known."""
+        loaded = self.progress.resumed or self._trainer._checkpoint_connector._loaded_checkpoint
+        if not loaded:
+            checkpoint[NOTHING_NEW] = True
+            return False
+        lacking = () if "callbacks" in checkpoint else OF_A_RUN
+        checkpoint.clear()
+        checkpoint.update({name: entry for name, entry in loaded.items() if name not in lacking})
+        return True
+
     def _is_unfinished(self) -> bool:
         """Whether the servers have stepped in a round whose epoch has not ended, or in ending fails."""
         now = self._federation.runtime.round_idx
@@ -121,7 +143,7 @@ class SavedRun:
     def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
-        self.progress.resumed = {name: checkpoint[name] for name in RESTORED_LATER if name in checkpoint}
+        self.progress.resumed = dict(checkpoint)  # as it is before users' hooks
         self._federation.read(checkpoint)
 
     def call_user_hooks(self, checkpoint: Checkpoint) -> None:
@@ -134,6 +156,7 @@ class SavedRun:
         saved, trainer = self.progress.resumed, self._trainer
         if saved is None:
             self.progress.logged.mark(trainer)
+            self.progress.begun = True
             return
         for name, state in saved.get("federation_schedules", {}).items():
             self._federation.members[name].schedules.load_state_dict(state)
@@ -147,18 +170,27 @@ class SavedRun:
         begin_anew(trainer)
         if (unfinished := saved.get("federation_unfinished")) is not None:
             log_for_the_epoch(host, saved["federation_pending"])
-            self._go_on_with_round(**unfinished)
+            share = self._share_to_finish(**unfinished)
         else:
             self.progress.logged.mark(trainer)
+        self.progress.resumed, self.progress.begun = None, True
+        if unfinished is not None:
+            self.keep()
+            finish_epoch(trainer, share, is_validated=unfinished["validated"])
 
-    def _go_on_with_round(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> None:
+    def end(self) -> None:
+        """Show what was logged last in a resumed run of which nothing was left to train."""
+        for metrics in (self.progress.resumed or {}).get("federation_metrics", ()):
+            self._trainer.callback_metrics.update(metrics)
+
+    def _share_to_finish(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> Share | None:
+        """Count a round as trained; return its batch, if its hooks have yet to be called."""
         federation, progress = self._federation, self.progress
         federation.last_stepped = now = federation.runtime.round_idx
         progress.batch_ended, progress.validated = (now if done else -1 for done in (batch_ended, validated))
+        federation.cohorts.resume(now, [WorkUnit(*unit) for unit in units])
         count_round(self._trainer)
-        self.keep()
-        share = None if batch_ended else federation.cohorts.share_of(now, [WorkUnit(*unit) for unit in units])
-        finish_epoch(self._trainer, share, is_validated=validated)
+        return None if batch_ended else federation.cohorts.share(now)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from federation import HARDLY_MOVED, same_state, seeded, without_seconds
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two, two_lines
 from torch.utils.data import TensorDataset
 
@@ -40,6 +41,39 @@ def test_resuming_changes_no_bit(measure: Any, toy: TensorDataset, lit_mlp: Any,
         warnings.filterwarnings("ignore", message=".*ModelCheckpoint")  # the resumed run saves nothing
         _, resumed, ledger_again = run(again, data, 4, tmp_path / "1.ckpt")
 
+    assert same_state(again.state_dict(), whole.state_dict())
+    assert list(map(without_seconds, resumed.rows)) == list(map(without_seconds, history.rows))
+    assert ledger_again.rows == ledger.rows
+
+
+class FailsInValidation(pl.Callback):
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("in user code")
+
+
+@pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # OnExceptionCheckpoint looks for a checkpoint to resume
+def test_a_round_that_was_interrupted_after_the_servers_step_is_neither_measured_nor_drawn_again(
+    toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path
+) -> None:
+    """Nor if the resumed run saves: the sampler would learn from weights of after the step."""
+
+    def fresh() -> tuple[ls.MultiModelModule, ls.MultiModelDataModule]:
+        models = {name: ls.FederatedModule(seeded(lit_mlp), algorithm=ls.FedAvg()) for name in ("one", "two")}
+        data = one_model(toy).modules["words"]
+        model = ls.MultiModelModule(models, participation=ls.LossVarianceReduced(active=4, measure=3))
+        return model, ls.MultiModelDataModule(dict.fromkeys(models, data))
+
+    whole, data = fresh()
+    _, history, ledger = run(whole, data, 4)
+    failing, data = fresh()
+    callbacks = [FailsInValidation(), OnExceptionCheckpoint(tmp_path)]
+    with pytest.raises(RuntimeError, match="in user code"):
+        run(failing, data, 4, callbacks=callbacks, enable_checkpointing=True)
+    again, data = fresh()
+    savers = [OnExceptionCheckpoint(tmp_path)]
+    ckpt = ls.latest_checkpoint(tmp_path)
+    _, resumed, ledger_again = run(again, data, 4, ckpt, callbacks=savers, enable_checkpointing=True)
     assert same_state(again.state_dict(), whole.state_dict())
     assert list(map(without_seconds, resumed.rows)) == list(map(without_seconds, history.rows))
     assert ledger_again.rows == ledger.rows

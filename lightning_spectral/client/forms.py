@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -155,7 +156,7 @@ class Forms:
     def give_back(self) -> None:
         """Turn the module into the server again, if it is not."""
         if self.kept is not None:
-            with postponing_interrupts():
+            with postponing_interrupts(math.inf):
                 self._put_back()
 
     def _put_back(self) -> None:
@@ -275,8 +276,8 @@ def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | 
 
 
 @contextmanager
-def postponing_interrupts() -> Iterator[None]:
-    """Let a first Ctrl-C take effect at the end of the block, and a second one immediately."""
+def postponing_interrupts(how_many: float = 1) -> Iterator[None]:
+    """Let Ctrl-C take effect at the end of the block, if it is not pressed more than ``how_many`` times."""
     own = signal.getsignal(signal.SIGINT)
     if not callable(own) or threading.current_thread() is not threading.main_thread():
         yield
@@ -284,9 +285,9 @@ def postponing_interrupts() -> Iterator[None]:
     noted: list[FrameType | None] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if noted:
-            own(signum, frame)
         noted.append(frame)
+        if len(noted) > how_many:
+            own(signum, frame)
 
     signal.signal(signal.SIGINT, note)
     try:

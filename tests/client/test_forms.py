@@ -838,12 +838,9 @@ class TestTurns:
 
     def test_ctrl_c_while_the_server_comes_back_waits_until_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         restore = KeptState.restore
-        interruptions: list[KeptState] = []
 
         def interrupted(kept: KeptState) -> None:
-            if not interruptions:
-                interruptions.append(kept)
-                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             restore(kept)
 
         monkeypatch.setattr(KeptState, "restore", interrupted)

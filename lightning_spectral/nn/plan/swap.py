@@ -80,8 +80,8 @@ def _follow_plan(sharded: ShardedLayer, layer: LayerPlan, dense: nn.Module) -> N
     if held_rows is not None:
         if dense._backward_hooks or dense._backward_pre_hooks:
             raise ValueError(
-                f"The layer {layer.name!r} has a hook on its backward pass, which needs all of its outputs, and clients "
-                "hold only some of them; name it in `exclude`, or leave `output_ratio` out."
+                f"The layer {layer.name!r} has a hook on its backward pass, which needs all outputs, and clients hold "
+                "only some of them; name it in `exclude`, or leave `output_ratio` out."
             )
         sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
 

@@ -156,7 +156,8 @@ class Device:
                 result = self._loop(task)
         check_not_reached(form.replaced)
         with _during("local training"):
-            check_same_buffers(module, form.buffers)
+            if is_watched:
+                check_same_buffers(module, form.buffers)
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if result.num_steps == 0 and download.local_epochs > 0:

@@ -73,27 +73,38 @@ class LocalLoop:
             output = self._forward(task, batch, batch_idx)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             return output, loss.mean() if isinstance(loss, Tensor) else None
-        optimizer = self.optimizers[0]
-        first: list[tuple[Any, Tensor | None]] = []  # a step may evaluate the loss several times
+        if not self._eager:
+            return self._step_with_closure(task, batch, batch_idx)
+        output = self._forward(task, batch, batch_idx)
+        if (loss := loss_of(output)) is not None:
+            optimizer = self.optimizers[0].optimizer
+            self._zero_grad(optimizer, batch_idx)
+            self._scaled_backward(loss)
+            self._after_closure(optimizer, self.before_step[0])
+            self._take(optimizer)
+        return output, loss
 
-        @torch.enable_grad()  # an optimizer may evaluate it within a step, in which gradients are off
+    def _step_with_closure(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
+        """Let the user's `optimizer_step`, or an optimizer that needs it, evaluate the loss, perhaps several times."""
+        optimizer = self.optimizers[0]
+        evaluated: list[tuple[Any, Tensor | None]] = []
+
+        @torch.enable_grad()  # a step switches gradients off
         def closure() -> Tensor | None:
             output = self._forward(task, batch, batch_idx)
             loss = loss_of(output)
-            first.append((output, loss))
-            if loss is not None or not self._eager:
-                self._zero_grad(optimizer.optimizer, batch_idx)
+            evaluated.append((output, loss))
+            self._zero_grad(optimizer.optimizer, batch_idx)
             if loss is None:
                 return None
             self._scaled_backward(loss)
             return loss.detach()
 
-        if not self._eager:
-            self._step_with(closure, optimizer, batch_idx)
-        elif closure() is not None:
-            self._after_closure(optimizer.optimizer, self.before_step[0])
-            self._take(optimizer.optimizer)
-        return first[0] if first else ({}, None)
+        if self.user.optimizer_step is None:
+            optimizer.step(closure)
+        else:
+            self.user.optimizer_step(self._epoch, batch_idx, optimizer, closure)
+        return evaluated[0] if evaluated else ({}, None)
 
     def _forward(self, task: LocalTask, batch: Any, batch_idx: int) -> Any:
         if task.before_forward is not None:
@@ -106,12 +117,11 @@ class LocalLoop:
 
     def _zero_grad(self, optimizer: Optimizer, batch_idx: int) -> None:
         """Drop the last gradients; Lightning's automatic optimisation does so after the forward pass."""
-        user, epoch = self.user, getattr(self.module, "current_epoch", 0)
-        user.on_before_zero_grad(optimizer)
-        if user.optimizer_zero_grad is None:
+        self.user.on_before_zero_grad(optimizer)
+        if self.user.optimizer_zero_grad is None:
             optimizer.zero_grad()
         else:
-            user.optimizer_zero_grad(epoch, batch_idx, optimizer)
+            self.user.optimizer_zero_grad(self._epoch, batch_idx, optimizer)
 
     def _scaled_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         user = self.user
@@ -125,7 +135,7 @@ class LocalLoop:
 
     def _after_closure(self, optimizer: Optimizer, before_step: Sequence[BeforeStep]) -> None:
         """What acts on gradients, before a step; there are none if `training_step` returned no loss."""
-        has_gradients = _has_gradients(optimizer)
+        has_gradients = self._eager or _has_gradients(optimizer)
         if self.scaler is not None and has_gradients:
             self.scaler.unscale_(optimizer)
         self.user.on_before_optimizer_step(optimizer)
@@ -134,13 +144,9 @@ class LocalLoop:
         for act in before_step if has_gradients else ():
             act()
 
-    def _step_with(self, closure: Callable[[], Tensor | None], optimizer: ClientOptimizer, batch_idx: int) -> None:
-        """Let the user's `optimizer_step`, or an optimizer that needs it, evaluate the loss."""
-        if self.user.optimizer_step is None:
-            optimizer.step(closure)
-        else:
-            epoch = getattr(self.module, "current_epoch", 0)
-            self.user.optimizer_step(epoch, batch_idx, optimizer, closure)
+    @property
+    def _epoch(self) -> int:
+        return getattr(self.module, "current_epoch", 0)
 
     def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
         """Take a step that the user's code asks for."""

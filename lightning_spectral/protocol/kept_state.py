@@ -138,7 +138,7 @@ class KeptState:
             restore()
         for tensor, when, hooks in self._gradient_hooks:
             if _hooks(tensor, when) != hooks:
-                setattr(tensor, when, OrderedDict(hooks) if hooks else None)
+                setattr(tensor, when, hooks if hooks is None else OrderedDict(hooks))
         for tensor, needs_gradient in self.needed_gradients:
             if tensor.grad is not None:
                 tensor.grad = None
@@ -413,8 +413,8 @@ def _refill_tensor(tensor: Tensor, data: Tensor, value: Tensor, gradient: Tensor
         tensor.requires_grad_(needs_gradient)
 
 
-def _hooks(tensor: Tensor, when: str) -> dict[int, Any]:
-    return dict(getattr(tensor, when, None) or {})
+def _hooks(tensor: Tensor, when: str) -> dict[int, Any] | None:
+    return dict(hooks) if (hooks := getattr(tensor, when, None)) else None
 
 
 def _is_writable(tensor: Tensor) -> bool:

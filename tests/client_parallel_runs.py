@@ -4,6 +4,7 @@
 """
 
 import os
+import random
 import sys
 import time
 import warnings
@@ -93,6 +94,24 @@ class WithTwoOptimizers(LitMLP):
             torch.optim.AdamW(self.net[2:].parameters(), lr=0.01),
         ]
         return halves, [torch.optim.lr_scheduler.StepLR(half, 1, 0.5) for half in halves]
+
+
+class Levelled(LitMLP):
+    """Trains on a level that a callback raises at the server, and on numbers of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.noise = 1.0, random.Random(7)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.level_seen = self.level
+        return self.level * super().training_step((x + self.noise.random(), y), batch_idx)
+
+
+class RaisesLevel(ls.RoundCallback):
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
+        pl_module.module.level += 0.5
 
 
 class WithExperts(LitMLP):
@@ -194,6 +213,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "trainer": {"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
     },
     "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
+    "levels and noise": {
+        "algorithm": SPECTRAL,
+        "module": Levelled,
+        "clients_per_round": 5,
+        "trainer": {"callbacks": [RaisesLevel()]},
+    },
     "experts": {"algorithm": SPECTRAL, "module": WithExperts, "clients_per_round": 4},
     "the start alone": {
         "algorithm": replace(SPECTRAL, aggregation=ls.algorithms.TermMeans()),

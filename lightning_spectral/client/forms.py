@@ -110,6 +110,7 @@ class Forms:
     kept: KeptState | None = field(default=None, init=False)
     _parts: list[int] = field(default_factory=list, init=False)
     _shared: dict[float, dict[str, Tensor]] = field(default_factory=dict, init=False)  # by capacity
+    _form: Form | None = field(default=None, init=False)
     _last: KeptState | None = field(default=None, init=False)
     _forms: dict[float, Form] = field(default_factory=dict, init=False)
     _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
@@ -147,6 +148,7 @@ class Forms:
                     form.apply()
                 else:
                     form = self._forms[capacity] = self._built(self.kept, capacity)
+                self._form = form
                 self._point_to_memory(capacity, sent)
             except BaseException:
                 self._put_back()
@@ -164,13 +166,13 @@ class Forms:
             tensor.data = data
         self._server.clear()
         if self.kept is not None:
-            for form in self._forms.values():
-                form.kept.restore()
-                for tensor, needs_gradient in form.own:
+            if self._form is not None:
+                self._form.kept.restore()
+                for tensor, needs_gradient in self._form.own:
                     tensor.grad = None
                     tensor.requires_grad_(needs_gradient)
             self.kept.restore()
-            self.kept = None
+            self.kept = self._form = None
 
     def _forget_what_is_gone(self, kept: KeptState) -> None:
         """Forget memory of tensors that the server has no more, and all forms if it has other parts or parameters."""

@@ -297,14 +297,14 @@ def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Call
         >>> changed()
         ('steps',)
     """
-    before = dict(_compared(module))
+    before = dict(_compared(module, without))
 
     def changed() -> tuple[str, ...]:
-        now = dict(_compared(module))
+        now = dict(_compared(module, without))
         names = {name for name in now.keys() & before.keys() if _differ(before[name], now[name])}
         names |= before.keys() - now.keys()
         names |= {name for name in now.keys() - before.keys() if isinstance(now[name], Plain) and now[name].lasts}
-        return tuple(sorted(names - {*without}))
+        return tuple(sorted(names))
 
     return changed
 
@@ -320,14 +320,16 @@ def _differ(before: Any, now: Any) -> bool:
     return before is not None and now is not None and before != now
 
 
-def _compared(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, Any]]:
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for path, part in module.named_modules():
         if isinstance(part, (metric, torch.jit.ScriptModule)):
             continue
         for name, value in vars(part).items():
-            if name not in _KEPT_BY_TORCH and name not in BACK and not name.startswith(("_forward", "_backward")):
-                yield f"{path}.{name}" if path else name, _frozen(value, depth=6)
+            of_torch = name in _KEPT_BY_TORCH or name in BACK or name.startswith(("_forward", "_backward"))
+            full = f"{path}.{name}" if path else name
+            if not of_torch and full not in without:
+                yield full, _frozen(value, depth=6)
 
 
 _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})

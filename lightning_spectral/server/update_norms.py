@@ -46,7 +46,8 @@ class MaxUpdateNorm:
     The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that travel both ways: for
     sharded layers over the change of the factors, not of their product. Each round counts the clients whose update was
     shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
-    average by as much as its weight allows.
+    average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
+    term decides it alone, whatever its weight.
 
     Args:
         norm: The bound b, in units of the weights, positive.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from lightning.pytorch.plugins import MixedPrecision
+from lightning_versions import AUTOCAST_CACHES
 from one_by_one import OneByOne
 from own_steps import DENSE, MIXED, UNCLIPPED, WAYS, ScalesAlone, assert_same_run, both_ways
 from torch import Tensor, nn
@@ -326,6 +327,8 @@ def test_a_client_trains_as_in_plain_lightning(
     kind: Any, precision: str, toy: Any, quiet: dict[str, Any], fit: Fit
 ) -> None:
     """Its hooks are called in the same order, with the same numbers, and its weights have the same bits."""
+    if AUTOCAST_CACHES and kind is ManualSeveralTimes and precision == "bf16-mixed":
+        pytest.skip("this Lightning's autocast keeps weights of before a step, which clients' does not")
     calls: tuple[list[Any], list[Any]] = ([], [])
     weights: tuple[list[Tensor], list[Tensor]] = ([], [])
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=1), batch_size=20)

@@ -43,7 +43,8 @@ class RankedProducts(TruncatedProducts):
 
     The products of the clients' first terms are averaged over all clients, those of their i-th terms over the clients
     of rank i or more. So small clients do not pull the terms that they lack to zero. Terms beyond the ranks of all
-    clients of a round are unchanged.
+    clients of a round are added as they were; but the sum is truncated to the largest rank, in which the smallest of
+    them may be lost.
 
     Reference:
         Wu et al. (2026), raFLoRA.

@@ -6,11 +6,9 @@ torch: a name is looked up when it is first used.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_spectral.old_names import is_old_name, new_place
 from lightning_spectral.public_names import NAMES as _NAMES
 from lightning_spectral.public_names import PLACES as _PLACES
 from lightning_spectral.strategy_names import register_strategies
@@ -125,8 +123,6 @@ if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has
         if name in _PLACES:
             globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
             return globals()[name]
-        if is_old_name(name, sys._getframe(1)):
-            return getattr(import_module(new_place(name)), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
 
 

@@ -4,8 +4,33 @@ from importlib import import_module
 from typing import Any
 
 import lightning_spectral as ls
-from lightning_spectral import old_names
 
-# When the old names go, their table moves here.
-PLACES = {**{name: f"lightning_spectral.{place}" for name, place in ls._PLACES.items()}, **old_names.PLACES}
+# What the documentation names besides the top level.
+IN_PACKAGES = {
+    "algorithms": """
+        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans spectral_start
+    """,
+    "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
+    "designs": "Coordinated Design JointDesign RandomSystematic",
+    "errors": "LostProcessError RoundError",
+    "functional": "standardize_images",
+    "functional.zampling": "Clip Link Sigmoid",
+    "nn": """
+        CostTable FrobeniusDecay WidthPlan unzample width_plan zample
+    """,
+    "participation": "Sampler",
+    "partition": "Partitioner",
+    "plugin": """
+        AtomicCheckpointIO ClientParallelStrategy RunEstimate estimate load_user_module narrow_model
+        save_peft_adapter tune_allocator
+    """,
+    "plugin.callbacks": """
+        BatchNormEstimation ClientRow ClientTable RoundLines SampledNetworks SpectralDiagnostics UpdateAlignment
+    """,
+    "server": "Faults FedAdagrad FedAdam FedAvgM FedYogi LeaveOut Raise",
+    "sharding": "ChannelChoice Scaled Schatten ShardingStrategy",
+    "simulation": "DeviceProfile",
+}
+OF_PACKAGES = {name: place for place, names in IN_PACKAGES.items() for name in names.split()}
+PLACES = {name: f"lightning_spectral.{place}" for name, place in {**ls._PLACES, **OF_PACKAGES}.items()}
 PUBLIC: dict[str, Any] = {name: getattr(import_module(place), name) for name, place in PLACES.items()}

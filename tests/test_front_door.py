@@ -3,7 +3,6 @@
 import ast
 import importlib
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -13,7 +12,6 @@ import pytest
 from public_names import PUBLIC
 
 import lightning_spectral as ls
-from lightning_spectral import old_names
 
 # Refuses the packages that a device need not have, and those that nobody has asked for.
 REFUSING = """
@@ -79,32 +77,6 @@ def test_a_wrong_name_is_refused_with_what_may_have_been_meant() -> None:
     assert "Did you mean: 'FedAvg'?" in done.stderr
     with pytest.raises(ImportError, match="cannot import name 'FedAvgg'"):
         exec("from lightning_spectral import FedAvgg")
-
-
-@pytest.mark.parametrize("name", old_names.PLACES)
-def test_an_old_name_says_its_new_path_and_is_the_same_object(name: str) -> None:
-    place = old_names.PLACES[name]
-    package = importlib.import_module(place)
-    message = rf"^`lightning_spectral\.{name}` is now `{re.escape(place)}\.{name}`; the old name works until"
-    with pytest.warns(FutureWarning, match=message) as caught:
-        assert getattr(ls, name) is getattr(package, name)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert name in package.__all__
-    assert name not in {*dir(ls), *ls.__all__}
-    with pytest.warns(FutureWarning, match=f"{place}.{name}"):
-        exec(f"from lightning_spectral import {name}")
-
-
-def test_yaml_with_an_old_path_works_and_a_name_gets_the_new_one() -> None:
-    jsonargparse = pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_argument("--design", type=ls.designs.Design)
-    with pytest.warns(FutureWarning, match="`lightning_spectral.designs.Coordinated`"):
-        design = parser.instantiate(parser.parse_args(["--design=lightning_spectral.Coordinated"])).design
-    assert design == ls.designs.Coordinated()
-    by_name = parser.parse_args(["--design=Coordinated"])  # without a warning
-    assert by_name.design.class_path == "lightning_spectral.designs.Coordinated"
-    assert parser.parse_args(["--design=Brewer"]).design.class_path == "lightning_spectral.Brewer"
 
 
 def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy() -> None:

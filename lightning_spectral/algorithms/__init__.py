@@ -2,7 +2,7 @@
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.budgets import largest_that_fits
-from lightning_spectral.algorithms.costs import cost_table as _cost_table
+from lightning_spectral.algorithms.costs import cost_table
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import (
@@ -20,7 +20,6 @@ from lightning_spectral.algorithms.lora import (
     TruncatedProducts,
 )
 from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
-from lightning_spectral.algorithms.old_costs import accepting_old_arguments
 from lightning_spectral.algorithms.spectral import (
     MatrixMeans,
     SpectralSharding,
@@ -32,8 +31,6 @@ from lightning_spectral.algorithms.spectral import (
 )
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
-
-cost_table = accepting_old_arguments(_cost_table)
 
 __all__ = [
     "FIARSE",

@@ -10,9 +10,10 @@ import sys
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from operator import is_
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Whose classes are left alone: `__main__` is the user's
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", "lightning_spectral", "pandas"})
+INSTALLED = ("site-packages", "dist-packages")
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor, on its gradient
 LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
@@ -66,6 +68,7 @@ class KeptState:
 
     def __init__(self, module: nn.Module, *others: Any, without: KeptState | None = None) -> None:
         self._module = module
+        self._package = package_of(module)
         self.tensors = own_tensors(module)
         self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []  # of dictionaries
@@ -226,7 +229,7 @@ class KeptState:
             self._values.append(partial(_kept_generator, value))
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
             self._values.append(partial(_kept_frame, value))
-        elif is_users(value, kind):
+        elif is_users(value, kind, self._package):
             if hasattr(value, "__dict__"):
                 self._keep_attributes(value, kind, rest)
             if any(hasattr(base, "__slots__") for base in kind.__mro__[:-1]):
@@ -266,9 +269,33 @@ def trying(module: nn.Module, device: torch.device | str | None = None) -> Itera
         kept.restore()
 
 
-def is_users(value: Any, kind: type) -> bool:
-    """Whether an object is of a class of the user's own, or of one that only holds values for others."""
-    return isinstance(value, HOLDERS) or kind.__module__.partition(".")[0] not in LIBRARIES
+def is_users(value: Any, kind: type, package: str = "") -> bool:
+    """Whether an object is of a class of the user's own, or of one that only holds values for others.
+
+    Objects of other packages are left alone: they may write files, or count what was sent.
+
+    Args:
+        value: The object.
+        kind: Its class.
+        package: The package of the user's module, which may be installed as others are.
+    """
+    own = kind.__module__.partition(".")[0]
+    if isinstance(value, HOLDERS):
+        return True
+    return own not in LIBRARIES and (own == package or not _is_installed(own))
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Whether a package is among those that were installed, and not a file or folder of the user's own."""
+    found = sys.modules.get(package)
+    places = [getattr(found, "__file__", None) or "", *getattr(found, "__path__", ())]
+    return any(part in INSTALLED for place in places for part in Path(place).parts)
+
+
+def package_of(module: nn.Module) -> str:
+    """The package in which the class of a module is."""
+    return type(module).__module__.partition(".")[0]
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
@@ -329,13 +356,13 @@ def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str
             of_torch = name in _KEPT_BY_TORCH or name in BACK or name.startswith(("_forward", "_backward"))
             full = f"{path}.{name}" if path else name
             if not of_torch and full not in without:
-                yield full, _frozen(value, depth=6)
+                yield full, _frozen(value, 6, package_of(module))
 
 
 _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
 
 
-def _frozen(value: Any, depth: int) -> Any:
+def _frozen(value: Any, depth: int, package: str) -> Any:
     """A value to compare with a later one; ``None`` for what is not compared."""
     kind = type(value)
     if kind in PLAIN:
@@ -348,7 +375,7 @@ def _frozen(value: Any, depth: int) -> Any:
         return value.shape, _digest(value.detach().cpu())
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return _frozen(value.ravel().tolist(), depth - 1)
+            return _frozen(value.ravel().tolist(), depth - 1, package)
         return (value.shape, _digest(value)) if value.size else None
     if kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
         return hashlib.blake2b(pickle.dumps(value), digest_size=16).hexdigest()
@@ -361,11 +388,11 @@ def _frozen(value: Any, depth: int) -> Any:
         entries = islice(value.items(), LARGE)
     elif isinstance(value, list | tuple | deque):
         entries = enumerate(islice(value, LARGE))
-    elif is_users(value, kind) and not isinstance(value, Optimizer):
+    elif is_users(value, kind, package) and not isinstance(value, Optimizer):
         entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
     else:
         return None
-    frozen = ((str(key), _frozen(entry, depth - 1)) for key, entry in entries)
+    frozen = ((str(key), _frozen(entry, depth - 1, package)) for key, entry in entries)
     return [(key, entry) for key, entry in frozen if entry is not None]
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pluggy
 import pytest
 import torch
 import torchmetrics
@@ -716,3 +717,18 @@ def test_what_clients_changed_is_named_once(data: Any, fit: Fit, counted: Any) -
         fitted = fit(seeded(counted), data, max_epochs=3)
     assert len([one for one in said if "clients change" in str(one.message)]) == 1
     assert (fitted.module.steps, fitted.module.seen, float(fitted.module.center)) == (0, [], 0.0)
+
+
+def test_objects_of_installed_packages_are_left_alone_unless_the_module_is_of_the_same() -> None:
+    """They may write files, or count what was sent, as a logger's run does."""
+
+    class OfPluggy(nn.Linear):
+        __module__ = "pluggy.models"
+
+    for kind, is_put_back in ((nn.Linear, False), (OfPluggy, True)):
+        module = kind(1, 1)
+        module.manager = pluggy.PluginManager("any")
+        kept = KeptState(module)
+        module.manager.num_sent = 1
+        kept.restore()
+        assert hasattr(module.manager, "num_sent") is not is_put_back

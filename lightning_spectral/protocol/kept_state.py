@@ -36,7 +36,7 @@ INSTALLED = ("site-packages", "dist-packages")
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor, on its gradient
 LARGE = 10_000  # containers with more entries, such as vocabularies, are put back, but not the content of their entries
-LARGE_BYTES = 2**26  # tensors and arrays with more, such as a replay buffer's, are not copied for every client
+LARGE_BYTES = 2**22  # tensors and arrays with more, such as a data set, are not copied for every client
 
 Restore = Callable[[], object]
 Keep = Callable[[], Restore]

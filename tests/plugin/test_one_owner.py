@@ -840,7 +840,7 @@ def test_what_is_too_large_to_be_put_back_is_named_as_such(data: Any, fit: Fit) 
     class Replaying(Lit):
         def __init__(self) -> None:
             super().__init__()
-            self.memory = np.zeros(2**23 + 1)  # more than 64 MiB
+            self.memory = np.zeros(2**19 + 1)  # more than 4 MiB
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.memory[batch_idx] += 1.0

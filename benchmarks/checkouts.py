@@ -36,7 +36,7 @@ ALGORITHMS = {"FedAvg": ls.FedAvg(), "spectral": ls.SpectralSharding(keep_ratio=
 def net(kind: str) -> nn.Module:
     """The network of a line."""
     if kind == "tiny MLP":
-        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
+        return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10))
     if kind == "MLP":
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     if kind == "ResNet-18":

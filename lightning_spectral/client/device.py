@@ -188,14 +188,10 @@ class Device:
         assert self.forms.kept is not None, "the module is a client"
         large = self.forms.kept.not_kept()
 
-        def within(name: str) -> Callable[[str], bool]:
-            return lambda path: path == name or path.startswith((f"{name}.", f"{name}["))
+        def is_large(name: str) -> bool:
+            return any(path == name or path.startswith((f"{name}.", f"{name}[")) for path in large)
 
-        def named() -> tuple[str, ...]:
-            names = changed()
-            return tuple(f"{n} (not put back: too large)" if any(map(within(n), large)) else n for n in names)
-
-        return named if large else changed
+        return lambda: tuple(f"{n} (not put back: too large)" if is_large(n) else n for n in changed())
 
     def _start(self, form: Form, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""

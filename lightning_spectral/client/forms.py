@@ -50,8 +50,7 @@ class Form:
         server: The server's parameters, by name.
         replaced: The server's parameters that a client does not have, by name.
         buffers: Shapes of a client's buffers, by name.
-        own: The tensors that only a client has, and whether they need a gradient when it begins.
-        kept: The state of what only a client has.
+        kept: The state of what only a client has, its tensors' flags among it.
     """
 
     parts: Sequence[tuple[nn.Module, type, Mapping[str, Any], Collection[str]]]
@@ -60,7 +59,6 @@ class Form:
     server: Mapping[str, Tensor]
     replaced: Mapping[str, Tensor]
     buffers: Mapping[str, tuple[int, ...]]
-    own: Sequence[tuple[Tensor, bool]]
     kept: KeptState
 
     def apply(self) -> None:
@@ -168,9 +166,6 @@ class Forms:
         if self.kept is not None:
             if self._form is not None:
                 self._form.kept.restore()
-                for tensor, needs_gradient in self._form.own:
-                    tensor.grad = None
-                    tensor.requires_grad_(needs_gradient)
             self.kept.restore()
             self.kept = self._form = None
 
@@ -188,7 +183,6 @@ class Forms:
         server = {name: tensor for name, tensor in named_state(self.module).items() if isinstance(tensor, nn.Parameter)}
         self.take_form(self.module, capacity)
         mine = named_state(self.module)
-        whose = {id(tensor) for tensor in kept.tensors}
         left = {id(tensor) for tensor in mine.values()}
         parts = [part for known in kept.parts if (part := _part_change(*known)) is not None]
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
@@ -204,7 +198,6 @@ class Forms:
             server,
             {name: tensor for name, tensor in server.items() if id(tensor) not in left},
             buffer_shapes(self.module),
-            [(tensor, tensor.requires_grad) for tensor in mine.values() if id(tensor) not in whose],
             KeptState(self.module, *new, without=kept),
         )
         if self.owned:

@@ -41,7 +41,7 @@ class LocalLoop:
             "optimizers": self._optimizers,
             "manual_backward": self._manual_backward,
         }
-        self._eager = not self.is_manual and not self.user.takes_steps and not _needs_closure(optimizers[0])
+        self._eager = not self.is_manual and self.user.optimizer_step is None and not _needs_closure(optimizers[0])
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""

@@ -85,7 +85,7 @@ class LocalOptimizer:
             if _differs(one, groups):
                 self._groups.append((one, groups))
         if self._groups:
-            self._initial_state = self._state_of_new(named)
+            self._initial_state = self._state_of_new()
             _check_follows(optimizer, server)
 
     def start_client(self, options: Sequence[Options]) -> None:
@@ -117,7 +117,7 @@ class LocalOptimizer:
             }
         return made[key]
 
-    def _state_of_new(self, named: Mapping[str, nn.Parameter]) -> dict[Tensor, Any]:
+    def _state_of_new(self) -> dict[Tensor, Any]:
         """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""
         optimizer = self.optimizer
         new = {p for _, groups in self._groups for group in groups for p in group.parameters} - optimizer.state.keys()

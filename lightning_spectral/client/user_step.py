@@ -57,24 +57,14 @@ class UserStep:
             getattr(module, name) if _has_own_way(module, name) and defines(module, name) else None for name in OWN_WAYS
         )
 
-    @property
-    def takes_steps(self) -> bool:
-        """Whether the user's module decides how the optimizer steps."""
-        return self.optimizer_step is not None
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Call the user's step with as many arguments as it takes."""
         return self.module.training_step(*(batch, batch_idx)[: self.num_arguments])
 
 
-def is_lightnings(module: Any) -> bool:
-    """Whether a module has all of Lightning's hooks, of which those in `OWN_WAYS` are no mere notifications."""
-    return hasattr(module, "automatic_optimization")
-
-
 def _has_own_way(module: Any, name: str) -> bool:
-    """Whether one of `OWN_WAYS` is not Lightning's, which needs a Trainer."""
-    return is_lightnings(module) and not getattr(module, name).__module__.startswith("lightning.")
+    """Whether a LightningModule's method among `OWN_WAYS` is not Lightning's own, which needs a Trainer."""
+    return hasattr(module, "automatic_optimization") and not getattr(module, name).__module__.startswith("lightning.")
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from operator import is_
 from pathlib import Path
@@ -152,9 +152,8 @@ class KeptState:
         """Seed the generators that were found, each by its name."""
         if not self.generators:
             return
-        named = {id(part): path for path, part in all_parts({"": self._module})}
-        for index, generator in enumerate(self.generators):
-            own = derived_seed(seed, "generator", *ids, named.get(id(generator), index))
+        for name, generator in zip(self._names_of_generators, self.generators, strict=True):
+            own = derived_seed(seed, "generator", *ids, name)
             if isinstance(generator, random.Random):
                 generator.seed(own)
             elif isinstance(generator, torch.Generator):
@@ -163,6 +162,12 @@ class KeptState:
                 generator.seed(own % 2**32)
             else:
                 generator.bit_generator.state = type(generator.bit_generator)(own).state
+
+    @cached_property
+    def _names_of_generators(self) -> list[str | int]:
+        """Their paths; the place among all of them for one that no path leads to."""
+        named = {id(part): path for path, part in all_parts({"": self._module})}
+        return [named.get(id(generator), index) for index, generator in enumerate(self.generators)]
 
     def _keep(self, values: list[Any]) -> None:
         seen, rest = self._seen, values

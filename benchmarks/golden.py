@@ -574,9 +574,7 @@ def spectral_cases() -> dict[str, Case]:
                 "spectral/every layer": lambda: spectral(**every_layer),
                 "spectral/excluded": lambda: spectral(exclude=["net.3"]),
                 "spectral/outputs cut": lambda: spectral(output_ratio=0.5),
-                "spectral/means of matrices": lambda: published(
-                    ls.TopN(), aggregation=ls.algorithms.MatrixMeans(), server_momentum=0.5
-                ),
+                "spectral/means of matrices": lambda: published(ls.TopN(), aggregation=ls.algorithms.MatrixMeans()),
                 "spectral/means of terms after a start": lambda: spectral(
                     aggregation=ls.algorithms.TermMeans(), spectral_start=ls.algorithms.SpectralStart(tail=0.3)
                 ),
@@ -745,6 +743,9 @@ def settings_cases() -> dict[str, Case]:
         "server/FedYogi": partial(on_server, "FedYogi", lr=0.01),
         "server/FedAdagrad": partial(on_server, "FedAdagrad", lr=0.01),
         "server/BoundedMomentum": partial(on_server, "BoundedMomentum"),
+        "server/BoundedMomentum, spectral": lambda: fit(
+            algorithm=spectral(), server_optimizer=ls.server.BoundedMomentum()
+        ),
         "server/FedAdam, spectral": lambda: fit(algorithm=spectral(), server_optimizer=ls.server.FedAdam(lr=0.01)),
         "server/update bound": lambda: fit(update_bound=ls.server.MaxUpdateNorm(0.5)),
         "server/update bound, spectral": lambda: fit(

@@ -35,11 +35,11 @@ def draw(
     return opened, [opened.send(unit(c)) for c in range(len(ratios))]
 
 
-def train(client: nn.Module, seed: int) -> None:
+def train(client: nn.Module, seed: int, size: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in client.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter += size * torch.randn(parameter.shape, generator=generator)
 
 
 def run_round(

@@ -68,8 +68,8 @@ class Spectral:
         make = ls.SpectralSharding.published if self.published else ls.SpectralSharding
         cut: dict[str, Any] = {"output_ratio": output_ratio, "exclude": self.uncut} if output_ratio else {}
         chosen = DESIGNS[design]() if design else None
-        averages: dict[str, Any] = {"aggregation": ls.algorithms.TermMeans(), "server_momentum": 0.0}  # the papers'
-        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, **averages, **cut)
+        means = ls.algorithms.TermMeans()  # the paper's
+        return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, aggregation=means, **cut)
 
 
 @dataclass(frozen=True)

@@ -37,15 +37,6 @@ class ChecksServerOptimizer(Protocol):
 
 
 @runtime_checkable
-class HasServerMomentum(Protocol):
-    """An algorithm whose server steps with momentum, unless the user chooses its optimizer."""
-
-    @property
-    def server_momentum(self) -> float:
-        """The share of the past that is kept, in [0, 1); 0 for plain averaging."""
-
-
-@runtime_checkable
 class SavesPeftAdapters(Protocol):
     """An algorithm whose result is an adapter on the weights with which the first fit began."""
 

@@ -29,7 +29,7 @@ from lightning_spectral.plugin.checks.run import check_datamodule
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
-from lightning_spectral.plugin.federation.member import Member, default_server_optimizer
+from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.lightning.checkpoints import described
 from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
@@ -41,6 +41,7 @@ from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.update_norms import MaxUpdateNorm
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -59,8 +60,7 @@ class FederatedModule(FederatedHooks, Trained):
         participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
         local_epochs: Passes over a client's own data in a round; 0 trains nothing.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
-            pseudo-gradient, e.g. ``FedAdam(lr=0.01)``; ``None`` for the algorithm's own: plain averaging, or for
-            `SpectralSharding` momentum.
+            pseudo-gradient, e.g. ``BoundedMomentum()``; ``None`` for plain averaging, whatever the algorithm.
         local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
@@ -203,12 +203,11 @@ class FederatedModule(FederatedHooks, Trained):
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
-        optimizer = self.server_optimizer or default_server_optimizer(self.algorithm)
         return {
             **config_of(self, ("algorithm", "local_epochs", "local_hooks", "seed", "faults")),
             **({} if self.update_bound is None else {"update_bound": as_config(self.update_bound)}),
             **({} if self.participation is None else {"participation": as_config(self.participation)}),
-            "server_optimizer": as_config(optimizer),
+            "server_optimizer": as_config(self.server_optimizer or AVERAGING),
             **config_of(self.conditions, ("dropout", "clock")),
         }
 

@@ -10,19 +10,18 @@ from torch.optim import Optimizer
 
 
 class BoundedMomentumSGD(Optimizer):
-    r"""Nesterov's momentum on the clients' mean change, with steps no longer than what is new in that change.
+    r"""Steps in the direction of Nesterov's momentum, as long as the clients' mean change or shorter.
 
     .. math::
         v_t = \beta v_{t-1} + \Delta_t , \qquad d_t = \Delta_t + \beta v_t , \qquad
-        x_{t+1} = x_t + \eta \min\!\Big(1, \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big)
-        \frac{\|\Delta_t\|}{\|d_t\|}\Big)\, d_t
+        x_{t+1} = x_t + \eta \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big) \|\Delta_t\| \frac{d_t}{\|d_t\|}
 
-    with norms and the cosine over all parameters; the pseudo-gradient is :math:`-\Delta_t`. At learning rate 1 the
-    first step is plain averaging, to the last bit, and so are all of them with :math:`\beta = 0`.
+    with norms and the cosine over all parameters; the pseudo-gradient is :math:`-\Delta_t`. The first step, and all of
+    them with :math:`\beta = 0`, is plain averaging, to the last bit.
 
     Args:
         params: The server's parameters.
-        lr: Learning rate eta; that of a group acts after the bound, which is one for all groups.
+        lr: Learning rate eta; that of a group acts on its own part of the step.
         momentum: The share beta of the past that is kept.
     """
 
@@ -38,9 +37,9 @@ class BoundedMomentumSGD(Optimizer):
             changes = [change for _, change, _ in moved]
             agreement = self._agreement(moved)
             directions = [self._direction(p, change, group["momentum"]) for p, change, group in moved]
-            share = (1 + agreement.clamp(max=0.0)) * _norm(changes) / _norm(directions)
-            share = share.clamp(max=1.0).nan_to_num(nan=1.0)  # nothing over nothing
-            rates = [group["lr"] * share for *_, group in moved]
+            # Of the first change and its direction, which are equal, this is exactly 1; 0 / 0 is a round of no change.
+            factor = ((1 + agreement.clamp(max=0.0)) * _norm(changes) / _norm(directions)).nan_to_num(nan=1.0)
+            rates = [group["lr"] * factor for *_, group in moved]
             torch._foreach_sub_([p for p, *_ in moved], list(map(torch.mul, directions, rates)))
         return loss
 

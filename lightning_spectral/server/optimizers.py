@@ -64,19 +64,26 @@ class FedAvgM(FedOptimizer):
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
 
+AVERAGING = FedAvgM(momentum=0.0)  # the server's step unless the user chooses another, whatever the algorithm
+
+
 @dataclass(frozen=True)
 class BoundedMomentum(FedOptimizer):
-    r"""Averaging with momentum that turns the server's step and never lengthens it.
+    r"""Momentum that turns the server's step: as long as the clients' mean change, or shorter.
 
     .. math::
         v_t = \beta v_{t-1} + \Delta_t , \qquad d_t = \Delta_t + \beta v_t , \qquad
-        x_{t+1} = x_t + \eta \min\!\Big(1, \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big)
-        \frac{\|\Delta_t\|}{\|d_t\|}\Big)\, d_t
+        x_{t+1} = x_t + \eta \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big) \|\Delta_t\| \frac{d_t}{\|d_t\|}
 
-    :math:`\Delta_t` is the clients' mean change in round t; norms and the cosine are over all parameters. A step is no
-    longer than that change, and shorter if the change undoes what the rounds before it did. `FedAvgM` makes steps up to
-    :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round undoes part of the last one,
-    it diverges at learning rates at which plain averaging does not.
+    :math:`\Delta_t` is the clients' mean change in round t; norms and the cosine are over all parameters. What rounds
+    have in common adds up in the direction, and a change that undoes what the rounds before it did makes a shorter step.
+    `FedAvgM` makes steps up to :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round
+    undoes part of the last one, it diverges at learning rates at which plain averaging does not.
+
+    It is no average of rounds, whose length would shrink where they cancel. The common length has a price: beside a
+    large layer that swings, a small one may move further than its own change. Around an optimum the weights are noisier
+    than with plain averaging, and with few and unequal clients in a round they end up beside the optimum
+    (``tests/server/test_bounded_momentum.py`` has the figures).
 
     Args:
         lr: Server learning rate eta.
@@ -90,7 +97,7 @@ class BoundedMomentum(FedOptimizer):
         A round in which no client's training changes anything changes nothing, whatever the rounds before it did.
 
     Reference:
-        Nesterov's momentum as in Sutskever et al. (2013), with a bound of our own; the study of small networks in the
+        Nesterov's momentum as in Sutskever et al. (2013), with a length of our own; the study of small networks in the
         documentation compares it with others.
 
     Example:

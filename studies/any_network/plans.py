@@ -1,10 +1,10 @@
-"""The runs of the study: a first plan that chooses learning rates, and others that use them."""
+"""The runs of the study: a ladder of learning rates for each contender, and two more seeds at its best one."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -17,14 +17,12 @@ from setups import ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
-RATES = {net: (0.1, 0.2) if net in ("MLP", "transformer") else (0.1, 0.05) for net in NETS}  # of clients in round 0
-PLAIN = "start, Collective"  # the default without momentum at the server
-WHOLE_ATTENTION = "default, attention whole"
-MAIN = ("FedAvg", "default", "Collective", "TopN", PLAIN)  # setups whose learning rates are chosen
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
+MAIN = ("FedAvg", "sharding")
+PUBLISHED = ("Collective, published", "TopN, published")
+FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
+RUNGS = 5  # a ladder that never learns ends this many factors of two from there
 CHANCE = 0.15  # accuracy that a network may have which has learned nothing
-
-BestRates = Mapping[tuple[str, str, str, KeepRatio], float]  # learning rate by split, network, setup and keep ratio
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,8 @@ class Spec:
         data: Name of the data set.
         split: How the data are dealt.
         net: Name of the network.
-        setup: Name of the setup.
+        setup: Name of the algorithm.
+        server: Name of the server's step.
         keep_ratio: Share of the terms, ``"mixed"``, or 1 for the whole model.
         lr: The clients' learning rate in the first round.
         seed: Seed of weights, split and draws.
@@ -46,6 +45,7 @@ class Spec:
     split: str
     net: str
     setup: str
+    server: str
     keep_ratio: KeepRatio
     lr: float
     seed: int
@@ -57,169 +57,134 @@ class Spec:
         name = "_".join(str(value) for value in asdict(self).values())
         return OUTPUT / f"{''.join(c if c.isalnum() or c in '._-' else '-' for c in name)}.json"
 
-
-def rates(best: BestRates) -> Iterator[Spec]:
-    """The main setups at two learning rates: MNIST, nearly IID, r = 0.1, one seed."""
-    for i, setup, net in product(range(2), MAIN, NETS):
-        yield Spec("MNIST", NEAR_IID, net, setup, ratio(setup, 0.1), RATES[net][i], seed=0)
-
-
-def half(best: BestRates) -> Iterator[Spec]:
-    """Keep ratio 0.2; the default again at two learning rates, since larger sub-models need different ones."""
-    for i, net in product(range(2), NETS):
-        yield Spec("MNIST", NEAR_IID, net, MAIN[1], 0.2, RATES[net][i], seed=0)
-    for setup, net in product(MAIN[2:], NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.2, 0)
+    @property
+    def contender(self) -> tuple[str, str, str, str, str, KeepRatio]:
+        """All that is the same on the rungs of a ladder."""
+        return self.data, self.split, self.net, self.setup, self.server, self.keep_ratio
 
 
-def skewed_rates(best: BestRates) -> Iterator[Spec]:
-    """FedAvg and the default at two learning rates where clients' labels differ, one seed."""
-    for split, i, setup, net in product((SKEWED, EXTREME), range(2), MAIN[:2], NETS):
-        yield Spec("MNIST", split, net, setup, ratio(setup, 0.1), RATES[net][i], seed=0)
+def begin(
+    split: str, net: str, setup: str, server: str, keep_ratio: KeepRatio = 0.1, data: str = "MNIST"
+) -> Spec | None:
+    """Return the first run of a ladder; ``None`` if the setup is not run on this network."""
+    if net not in ONLY_ON.get(setup, (net,)):
+        return None
+    rate = ADAMW_RATE if net == "transformer" else FIRST_RATE
+    return Spec(data, split, net, setup, server, 1.0 if setup == "FedAvg" else keep_ratio, rate, seed=0)
 
 
-def skew(best: BestRates) -> Iterator[Spec]:
-    """Clients whose labels differ more."""
-    for split, setup, net in product((SKEWED, EXTREME), (*MAIN, "start, TopN"), NETS):
-        yield chosen(best, "MNIST", split, net, setup, 0.1, 0)
+def main(split: str) -> Iterator[Spec | None]:
+    """The default and FedAvg, both with both steps of the server."""
+    for net, setup, server in product(NETS, MAIN, ("averaging", "momentum")):
+        yield begin(split, net, setup, server)
 
 
-def fashion(best: BestRates) -> Iterator[Spec]:
+def near_iid() -> Iterator[Spec | None]:
+    """The main comparison, clients nearly IID."""
+    return main(NEAR_IID)
+
+
+def extreme() -> Iterator[Spec | None]:
+    """The same, most clients with one or two labels."""
+    return main(EXTREME)
+
+
+def skewed() -> Iterator[Spec | None]:
+    """The same in between."""
+    return main(SKEWED)
+
+
+def fifth() -> Iterator[Spec | None]:
+    """The default at a keep ratio of 0.2."""
+    for split, net, server in product((NEAR_IID, EXTREME), NETS, ("momentum", "averaging")):
+        yield begin(split, net, "sharding", server, 0.2)
+
+
+def steps() -> Iterator[Spec | None]:
+    """Other steps of the server."""
+    cells = (*product((NEAR_IID, EXTREME), NETS[:1]), (EXTREME, NETS[2]), *product((NEAR_IID, EXTREME), NETS[-1:]))
+    for (split, net), setup, server in product(cells, MAIN, ("exponential mean", "momentum, own norms")):
+        yield begin(split, net, setup, server)
+
+
+def papers() -> Iterator[Spec | None]:
+    """The papers' recipe."""
+    for split, net, setup, server in product((NEAR_IID, EXTREME), NETS, PUBLISHED, ("averaging", "momentum")):
+        yield begin(split, net, setup, server)
+
+
+def parts() -> Iterator[Spec | None]:
+    """The default with one part less."""
+    names = [name for name in SETUPS if name.startswith("sharding, ")]
+    for split, net, setup in product((NEAR_IID, EXTREME), NETS, names):
+        yield begin(split, net, setup, "momentum")
+
+
+def fashion() -> Iterator[Spec | None]:
     """The other data set."""
-    for setup, net in product(MAIN, NETS):
-        yield chosen(best, "Fashion", NEAR_IID, net, setup, 0.1, 0)
+    for net, setup, server in product(NETS, MAIN, ("momentum", "averaging")):
+        yield begin(NEAR_IID, net, setup, server, data="Fashion")
 
 
-def seeds(best: BestRates) -> Iterator[Spec]:
-    """Two more seeds."""
-    for seed, keep_ratio, setup, net in product((1, 2), (0.1, 0.2), MAIN, NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, seed)
+def by_sgd() -> Iterator[Spec | None]:
+    """The transformer with SGD, as nobody trains one."""
+    for split, setup, server in product((NEAR_IID, EXTREME), MAIN, ("momentum", "averaging")):
+        yield begin(split, "transformer, SGD", setup, server)
 
 
-def more_seeds(best: BestRates) -> Iterator[Spec]:
-    """Two more seeds of the default and of FedAvg, for the more skewed splits and for the other data set."""
-    settings = (("MNIST", SKEWED), ("MNIST", EXTREME), ("Fashion", NEAR_IID))
-    for seed, (data, split), setup, net in product((1, 2), settings, MAIN[:2], NETS):
-        yield chosen(best, data, split, net, setup, 0.1, seed)
-
-
-def others(best: BestRates) -> Iterator[Spec]:
-    """All other setups, on the networks with the most and the least trouble; neither has BatchNorm or attention."""
-    names = [name for name, setup in SETUPS.items() if setup.system is None and not setup.estimated]
-    for net, setup in product(NETS[:2], names):
-        if net in ONLY_ON.get(setup, NETS):
-            yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
-
-
-def systems(best: BestRates) -> Iterator[Spec]:
+def systems() -> Iterator[Spec | None]:
     """Other systems at the same share of the parameters."""
-    for setup in OTHER_SYSTEMS:
-        for net in ONLY_ON.get(setup, NETS):
-            yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
+    for net, setup in product(NETS, OTHER_SYSTEMS):
+        yield begin(NEAR_IID, net, setup, "averaging")
 
 
-def matrices(best: BestRates) -> Iterator[Spec]:
-    """Means of the clients' matrices instead of means of their terms, after a spectral start."""
-    for setup, net in product(("start, Collective, matrices", "start, TopN, matrices"), NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
-
-
-def momentum(best: BestRates) -> Iterator[Spec]:
-    """Momentum at the server, with and without sharding."""
-    for setup, net in product(("start, Collective, momentum", "FedAvg, momentum"), NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, 0.1, 0)
-
-
-def averages(best: BestRates) -> Iterator[Spec]:
-    """BatchNorm's averages estimated on all data, instead of averaged over clients; three seeds."""
-    where = ((NEAR_IID, 0.1), (NEAR_IID, 0.2), (SKEWED, 0.1), (EXTREME, 0.1))
-    for seed, (split, keep_ratio), setup in product(
-        range(3), where, ("start, Collective, estimated", "FedAvg, estimated")
-    ):
-        yield chosen(best, "MNIST", split, "plain, BatchNorm", setup, keep_ratio, seed)
-
-
-def attention(best: BestRates) -> Iterator[Spec]:
-    """The transformer with its attention whole; three seeds."""
-    for seed, split in product(range(3), (NEAR_IID, SKEWED, EXTREME)):
-        yield chosen(best, "MNIST", split, "transformer", WHOLE_ATTENTION, 0.1, seed)
-
-
-def ratios(best: BestRates) -> Iterator[Spec]:
-    """Keep ratio 0.05 and mixed ones."""
-    for keep_ratio, setup, net in product((0.05, "mixed"), MAIN[1:], NETS):
-        yield chosen(best, "MNIST", NEAR_IID, net, setup, keep_ratio, 0)
-
-
-def long(best: BestRates) -> Iterator[Spec]:
-    """Three times as many rounds, on the network with the most trouble."""
-    for setup in MAIN:
-        yield chosen(best, "MNIST", NEAR_IID, NETS[0], setup, 0.1, 0, 300)
-
-
-PLANS: dict[str, Callable[[BestRates], Iterator[Spec]]] = {
-    plan.__name__: plan
-    for plan in (
-        rates,
-        half,
-        skewed_rates,
-        skew,
-        fashion,
-        seeds,
-        more_seeds,
-        others,
-        matrices,
-        momentum,
-        averages,
-        attention,
-        ratios,
-        long,
-        systems,
-    )
+PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
+    plan.__name__: plan for plan in (near_iid, extreme, skewed, fifth, by_sgd, steps, papers, parts, fashion, systems)
 }
+THREE_SEEDS = ("near_iid", "extreme", "skewed", "fifth", "by_sgd")  # plans whose best rates have two more seeds
 
 
-def ratio(setup: str, keep_ratio: KeepRatio) -> KeepRatio:
-    """Return the keep ratio of a run: 1 for FedAvg, whose runs are the same for all keep ratios."""
-    return 1.0 if setup.startswith("FedAvg") else keep_ratio
+def missing(plan: str) -> Iterator[Spec]:
+    """Yield the runs of a plan that have no result, each when those before it have one."""
+    starts = [start for start in PLANS[plan]() if start is not None]
+    for start in starts:
+        yield from climb(start)
+    if plan in THREE_SEEDS:
+        for start, seed in product(starts, (1, 2)):
+            spec = replace(start, seed=seed, lr=best_rate(start))
+            if not spec.path.exists():
+                yield spec
 
 
-def chosen(
-    best: BestRates,
-    data: str,
-    split: str,
-    net: str,
-    setup: str,
-    keep_ratio: KeepRatio,
-    seed: int,
-    rounds: int = NUM_ROUNDS,
-) -> Spec:
-    """Return a run at the learning rate chosen for its setup."""
-    lr = rate(best, split, net, setup, keep_ratio)
-    return Spec(data, split, net, setup, ratio(setup, keep_ratio), lr, seed, rounds)
+def climb(start: Spec) -> Iterator[Spec]:
+    """Yield rungs of a ladder until both neighbours of the best one are worse."""
+    while True:
+        best = best_rate(start)
+        rungs = [replace(start, lr=rate) for rate in (best, 2 * best, best / 2)]
+        left = [rung for rung in rungs if not rung.path.exists() and on_ladder(rung, start)]
+        if not left:
+            return
+        yield left[0]
+        if not left[0].path.exists():  # another process trains it
+            return
 
 
-def rate(best: BestRates, split: str, net: str, setup: str, keep_ratio: KeepRatio) -> float:
-    """Return the learning rate that was best for a setup; else for the main setup most like it, at keep ratio 0.1.
-
-    Where none was tried on clients with that split, it is the one for nearly IID clients.
-    """
-    like = _most_like(setup)
-    keys = [(where, net, like, ratio(like, 0.1)) for where in (split, NEAR_IID)]
-    if setup in MAIN:
-        keys.insert(0, (split, net, setup, ratio(setup, keep_ratio)))
-    return next((best[key] for key in keys if key in best), RATES[net][0])
+def on_ladder(rung: Spec, start: Spec) -> bool:
+    """Return whether a rate is near enough to the first one."""
+    return start.lr / 2**RUNGS <= rung.lr <= start.lr * 2**RUNGS
 
 
-def _most_like(setup: str) -> str:
-    """Return the main setup whose learning rates suit another one."""
-    if setup in MAIN:
-        return setup
-    if "FedAvg" in setup or setup in (*OTHER_SYSTEMS, WHOLE_ATTENTION):
-        return "FedAvg"
-    if "default" in setup:
-        return "default"
-    return PLAIN if "start" in setup or "dense" in setup else "Collective"
+def best_rate(start: Spec) -> float:
+    """Return the best learning rate of a ladder by validation accuracy, so far as it was climbed."""
+    rungs = [replace(start, lr=start.lr * 2.0**step) for step in range(-RUNGS, RUNGS + 1)]
+    found = {rung.lr: final(run, "val") for rung in rungs if (run := result(rung)) is not None}
+    return max(found, key=lambda rate: (found[rate], -abs(rate - start.lr)), default=start.lr)
+
+
+def result(spec: Spec) -> dict[str, Any] | None:
+    """Return the result of a run, if it has one."""
+    runs = read_runs(OUTPUT, spec.path.stem)
+    return runs[0] if runs else None
 
 
 def results() -> list[dict[str, Any]]:
@@ -227,18 +192,19 @@ def results() -> list[dict[str, Any]]:
     return read_runs(OUTPUT)
 
 
-def best_rates() -> BestRates:
-    """Return the best learning rates by validation accuracy on MNIST with seed 0, as far as runs are done.
+def best_runs(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the runs at the rate that was best for their contender with seed 0."""
+    found: dict[tuple[Any, ...], tuple[float, float]] = {}
+    for run in runs:
+        if run["seed"] == 0:
+            key, scored = contender(run), (final(run, "val"), run["lr"])
+            found[key] = max(found.get(key, scored), scored)
+    return [run for run in runs if (best := found.get(contender(run))) is not None and best[1] == run["lr"]]
 
-    Runs at chance say nothing of their rate, so they do not count.
-    """
-    best: dict[tuple[str, str, str, KeepRatio], tuple[float, float]] = {}
-    for run in results():
-        if (run["data"], run["seed"], run["num_rounds"]) == ("MNIST", 0, NUM_ROUNDS) and final(run, "val") > CHANCE:
-            key = (run["split"], run["net"], run["setup"], run["keep_ratio"])
-            found = (final(run, "val"), run["lr"])
-            best[key] = max(best.get(key, found), found)
-    return {key: lr for key, (_, lr) in best.items()}
+
+def contender(run: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return all that is the same on the rungs of a ladder."""
+    return tuple(run[name] for name in ("data", "split", "net", "setup", "server", "keep_ratio", "num_rounds"))
 
 
 def final(run: Mapping[str, Any], part: str) -> float:

@@ -88,15 +88,18 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: residual(zero=False),
     "residual, zero init": lambda: residual(zero=True),
     "transformer": Transformer,
+    "transformer, SGD": Transformer,
 }
+ADAMW = ("transformer",)  # networks that are trained with AdamW; the others with SGD
 
 
 class Classifier(pl.LightningModule):
-    """An ordinary LightningModule around one of the networks. A fit that continues another sets ``first_round``."""
+    """An ordinary LightningModule around one of the networks, by name."""
 
-    def __init__(self, net: nn.Module, lr: float, num_rounds: int) -> None:
+    def __init__(self, net: str, lr: float, num_rounds: int) -> None:
         super().__init__()
-        self.net, self.lr, self.num_rounds, self.first_round = net, lr, num_rounds, 0
+        self.net, self.lr, self.num_rounds, self.first_round = NETS[net](), lr, num_rounds, 0
+        self.adaptive = net in ADAMW
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net(images)
@@ -113,7 +116,9 @@ class Classifier(pl.LightningModule):
             self.log(name, right[part].mean(), batch_size=int(part.sum()))
 
     def configure_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[torch.optim.lr_scheduler.LRScheduler]]:
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=MOMENTUM)
+        if self.adaptive:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.cosine)]
 
     def cosine(self, round_of_fit: int) -> float:

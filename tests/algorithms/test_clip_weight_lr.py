@@ -213,11 +213,11 @@ class TestPublished:
             1e-4,
         )
         assert paper.spectral_start is None
-        assert (paper.clip_weight_lr, paper.server_momentum) == (math.inf, 0.0)
+        assert paper.clip_weight_lr == math.inf
         default = ls.SpectralSharding()
-        assert replace(default, spectral_start=None, clip_weight_lr=math.inf, server_momentum=0.0) == paper
+        assert replace(default, spectral_start=None, clip_weight_lr=math.inf) == paper
         assert default.spectral_start is not None
-        assert (default.clip_weight_lr, default.server_momentum) == (1.0, 0.8)
+        assert default.clip_weight_lr == 1.0
 
     def test_further_options_are_passed_through(self) -> None:
         options: dict[str, Any] = {
@@ -233,7 +233,6 @@ class TestPublished:
             **options,
             spectral_start=None,
             clip_weight_lr=math.inf,
-            server_momentum=0.0,
         )
         assert paper == expected
         assert paper.layers == ls.LayerChoices(exclude=["head"])

@@ -28,7 +28,9 @@ def matrix(server: nn.Module, name: str) -> Tensor:
     return server.get_submodule(name).weight.detach().flatten(1)
 
 
-def play(half: SpectralHalf, server: nn.Module, ratios: list[float]) -> tuple[Any, list[dict[str, Tensor]]]:
+def play(
+    half: SpectralHalf, server: nn.Module, ratios: list[float], *, step: bool = True, size: float = 0.1
+) -> tuple[Any, list[dict[str, Tensor]]]:
     """Play a round. Return it, and how far each client moved each of its own matrices."""
     opened, moved = half.open(cohort(ratios)), []
     forms = Forms(server, half.device_half.take_form)
@@ -36,14 +38,15 @@ def play(half: SpectralHalf, server: nn.Module, ratios: list[float]) -> tuple[An
         download, receipt = opened.send(unit(c))
         with forms.client(download.capacity) as client:
             half.device_half.load(client, download)
-            train(client, seed=c)
+            train(client, c, size)
             upload = half.device_half.collect(client, download)
         opened.add(receipt, upload)
         omega = {name: download.tensors[f"{name}.omega"] for name in SHARDED}
         both = {name: [dense(part.tensors, name, omega[name]) for part in (upload, download)] for name in SHARDED}
         moved.append({name: after - before for name, (after, before) in both.items()})
     opened.close()
-    torch.optim.SGD(server.parameters(), lr=1.0).step()
+    if step:
+        torch.optim.SGD(server.parameters(), lr=1.0).step()
     return opened, moved
 
 
@@ -76,6 +79,35 @@ def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> N
         play(half, server, [0.3, 0.3, 0.3])
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(tensor, fed_hm.state_dict()[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("aggregation", [None, ls.algorithms.MatrixMeans()], ids=repr)
+@pytest.mark.parametrize("in_gradient", [False, True])
+def test_momentum_does_not_repeat_what_was_dropped(aggregation: Any, in_gradient: bool) -> None:
+    """The control puts the dropped terms into the pseudo-gradient: later steps are these terms again.
+
+    What clients train is nearly orthogonal to them: a change of the vectors that clients hold leaves the left or the
+    right space of the others alone, so only products of two small changes are not.
+    """
+    server, cosines = net().double(), []
+    half = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=aggregation).bind(server)
+    half.initialize(Alone())
+    optimizer = torch.optim.SGD(server.parameters(), lr=1.0, momentum=0.8)
+    weight = server.get_submodule("4").weight
+    for i in range(4):
+        before = weight.detach().clone()
+        play(half, server, [0.3, 0.3, 0.3], step=False, size=1e-3)
+        lost = before - weight.detach()
+        dropped = lost if i == 0 else dropped
+        if in_gradient:
+            weight.data.add_(lost)
+            weight.grad.add_(lost)
+        at_close = weight.detach().clone()
+        optimizer.step()
+        step = weight.detach() - at_close
+        cosines.append(abs(float((step * dropped).sum() / (step.norm() * dropped.norm()))))
+    assert dropped.norm() > 100 * 1e-3
+    assert (min(cosines) > 0.8) if in_gradient else (max(cosines) < 0.02), cosines
 
 
 def test_what_a_start_leaves_alone_is_averaged_term_by_term() -> None:

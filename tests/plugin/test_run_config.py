@@ -72,7 +72,7 @@ def test_loggers_get_every_choice_as_a_key(lit: Any, data: Any, fit: Fit, tmp_pa
     assert (algorithm["name"], algorithm["keep_ratio"], algorithm["design"]) == ("SpectralSharding", 0.5, None)
     assert algorithm["strategy"] == {"name": "Collective", "cohort": "group"}
     assert federation["participation"] == {"name": "UniformParticipation", "clients_per_round": 3}
-    assert federation["server_optimizer"] == {"name": "BoundedMomentum", "lr": 1.0, "momentum": 0.8}
+    assert federation["server_optimizer"] == {"name": "FedAvgM", "lr": 1.0, "momentum": 0.0}
     assert federation["local_hooks"] == {"0": {"name": "ProximalTerm", "mu": 0.1}}
     assert (federation["seed"], federation["local_epochs"]) == (7, 2)
     dealt = {"batch_size": 4, "num_clients": 12, "num_examples": 120, "seed": 0}

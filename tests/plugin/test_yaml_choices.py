@@ -75,7 +75,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         (sharded("keep_ratio: 0.5"), sharding(keep_ratio=0.5)),
         (sharded("keep_ratio: {0.2: 0.6, 0.4: 0.4}"), sharding(keep_ratio={0.2: 0.6, 0.4: 0.4})),
         (sharded("keep_ratio: [0.2, 0.4, 1.0]"), sharding(keep_ratio=[0.2, 0.4, 1.0])),
-        (sharded("strategy: Unbiased, server_momentum: 0.5"), sharding(strategy=ls.Unbiased(), server_momentum=0.5)),
+        (sharded("strategy: Unbiased, clip_weight_lr: 0.5"), sharding(strategy=ls.Unbiased(), clip_weight_lr=0.5)),
         (sharded("strategy: TopN, clip_tau: .inf"), sharding(strategy=ls.TopN(), clip_tau=float("inf"))),
         (sharded("strategy: {class_path: Collective, init_args: {cohort: joint}}"),
          sharding(strategy=ls.Collective(cohort="joint"))),

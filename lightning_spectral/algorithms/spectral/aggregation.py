@@ -68,7 +68,14 @@ class LayerMean(ABC):
 
     @abstractmethod
     def weight_change(self) -> Tensor:
-        """Change of the matrix, float64, including rows that no client holds; exactly zero where nothing changed."""
+        """The mean change by training, float64, with rows that no client holds; exactly zero where nothing changed."""
+
+    def truncation(self) -> Tensor:
+        """What the matrix loses however clients train, float64, with rows that no client holds; by default nothing.
+
+        It is taken from the weight itself: in a pseudo-gradient, a server optimizer with momentum would repeat it.
+        """
+        return self.u.new_zeros((), dtype=torch.float64).expand(len(self.u), self.v.shape[1])
 
 
 class TermAggregation(ABC):
@@ -166,9 +173,15 @@ class MeanOfMatrices(LayerMean):
         return largest_within(bound, lambda: self._matrix(client, omega))
 
     def weight_change(self) -> Tensor:
-        mean = dict(self._mean.finish())
-        truncation = (self.u[: self.held_rows].double() * mean["multiples"]) @ self.v.double()
-        return with_absent_rows(mean["matrix"] + truncation, len(self.u))
+        return with_absent_rows(self._mean.change("matrix"), len(self.u))
+
+    def truncation(self) -> Tensor:
+        return self._sum_of_terms(-self._mean.change("multiples"))
+
+    def _sum_of_terms(self, multiples: Tensor) -> Tensor:
+        """The matrix made of a multiple of each term, float64."""
+        u = self.u[: self.held_rows].double()
+        return with_absent_rows((u * multiples) @ self.v.double(), len(self.u))
 
 
 @dataclass(frozen=True)
@@ -208,7 +221,5 @@ class MeanWithinReach(MeanOfMatrices):
         super().__init__(u, v, cohort, held_rows)
         self._lost = ~reachable.to(v.device)
 
-    def weight_change(self) -> Tensor:
-        mean = dict(self._mean.finish())
-        lost = self.u[: self.held_rows, self._lost].double() @ self.v[self._lost].double()
-        return with_absent_rows(mean["matrix"] - lost, len(self.u))
+    def truncation(self) -> Tensor:
+        return self._sum_of_terms(self._lost.double())

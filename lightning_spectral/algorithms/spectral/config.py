@@ -38,8 +38,7 @@ from lightning_spectral.protocol.per_client import PerClient, check_per_client, 
 from lightning_spectral.protocol.schedule import Schedule
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
-MOMENTUM = Number(at_least=0, below=1, hint="it is the share of the past that the server keeps")
-AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None, "server_momentum": 0.0}
+AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,6 @@ class SpectralSharding(ByKeepRatio):
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
             nothing worth keeping, and means of terms elsewhere, as in the paper.
-        server_momentum: Momentum of the server's steps, which are never longer than the clients' mean change
-            (`BoundedMomentum`); 0 for plain averaging. A ``server_optimizer`` of the user's takes its place.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -111,7 +108,6 @@ class SpectralSharding(ByKeepRatio):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation | None = None
-    server_momentum: float = 0.8
 
     def __post_init__(self) -> None:
         check_fields(
@@ -120,7 +116,6 @@ class SpectralSharding(ByKeepRatio):
             clip_tau=TAU,
             frobenius_decay=Number(at_least=0),
             clip_weight_lr=WEIGHT_LR,
-            server_momentum=MOMENTUM,
             exclude=as_patterns,
         )
         check_by_round(self.strategy, self.design)

@@ -136,8 +136,11 @@ class SpectralRound(Round):
 
     def close(self) -> None:
         self._planned.apply_mean_change(self.mean.finish())
-        for weight, change in self._planned.assembled(lambda name: self.layers[name].mean.weight_change()):
+        means = {name: layer.mean for name, layer in self.layers.items()}
+        for weight, change in self._planned.assembled(lambda name: means[name].weight_change()):
             weight.grad = -change
+        for weight, lost in self._planned.assembled(lambda name: means[name].truncation()):
+            weight.detach().sub_(lost)
 
     def metrics(self) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""

@@ -19,7 +19,6 @@ from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.capabilities import (
     ChecksOptimizers,
     ChecksServerOptimizer,
-    HasServerMomentum,
     Initializes,
     MayRestAverages,
     Remarks,
@@ -44,7 +43,7 @@ from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.broken_weights import suspecting_weights
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.first_rounds import FirstRounds
-from lightning_spectral.server.optimizers import BoundedMomentum, FedAvgM, FedOptimizer
+from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run
 from lightning_spectral.simulation import Conditions
@@ -137,7 +136,7 @@ class Member:
                 f"{type(owner.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
             )
         parameters += [] if owner.state is None else [p for p in owner.state.parameters() if p.requires_grad]
-        server = (owner.server_optimizer or default_server_optimizer(owner.algorithm))(parameters)
+        server = (owner.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
         if isinstance(owner.algorithm, ChecksServerOptimizer):
@@ -267,9 +266,3 @@ class Member:
     def end_fit(self) -> None:
         """Drop what exists only while fitting."""
         self._engine, self.optimizers = None, []
-
-
-def default_server_optimizer(algorithm: Algorithm) -> FedOptimizer:
-    """What steps the server if the user does not say: plain averaging, unless the algorithm asks for momentum."""
-    momentum = algorithm.server_momentum if isinstance(algorithm, HasServerMomentum) else 0.0
-    return BoundedMomentum(momentum=momentum) if momentum else FedAvgM(momentum=0.0)

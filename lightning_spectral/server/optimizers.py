@@ -76,7 +76,7 @@ class BoundedMomentum(FedOptimizer):
         x_{t+1} = x_t + \eta \big(1 + \min(0, \cos(\Delta_t, v_{t-1}))\big) \|\Delta_t\| \frac{d_t}{\|d_t\|}
 
     :math:`\Delta_t` is the clients' mean change in round t; norms and the cosine are over all parameters. What rounds
-    have in common adds up in the direction, and a change that undoes what the rounds before it did makes a shorter step.
+    have in common adds up in the direction, and a change that undoes what the rounds before it did shortens the step.
     `FedAvgM` makes steps up to :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round
     undoes part of the last one, it diverges at learning rates at which plain averaging does not.
 

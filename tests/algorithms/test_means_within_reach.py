@@ -89,7 +89,7 @@ def test_momentum_does_not_repeat_what_was_dropped(aggregation: Any, in_gradient
     What clients train is nearly orthogonal to them: a change of the vectors that clients hold leaves the left or the
     right space of the others alone, so only products of two small changes are not.
     """
-    server, cosines = net().double(), []
+    server, dropped, cosines = net().double(), torch.zeros(()), []
     half = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=aggregation).bind(server)
     half.initialize(Alone())
     optimizer = torch.optim.SGD(server.parameters(), lr=1.0, momentum=0.8)

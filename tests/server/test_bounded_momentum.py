@@ -93,7 +93,7 @@ def test_nan_is_not_hidden() -> None:
 
 
 def test_after_the_first_round_the_direction_is_always_shortened() -> None:
-    """Its factor is at most 1 / (1 + beta), so the length needs no other bound; reached where changes are orthogonal."""
+    """Its factor is at most 1 / (1 + beta), so the length needs no other bound; orthogonal changes reach it."""
     generator, largest = torch.Generator().manual_seed(0), 0.0
     for _ in range(2_000):
         past, change = (torch.randn(2, generator=generator).double() for _ in range(2))
@@ -123,7 +123,7 @@ def test_around_an_optimum_it_is_noisier_than_averaging() -> None:
         return -0.1 * weight + torch.randn(len(weight), generator=generator, dtype=torch.float64)
 
     averaged, bounded = (squared_distance(choice, change_of, size=10)[0] for choice in (AVERAGING, BOUNDED))
-    # Averaging has the closed form D / (1 - 0.9^2). 5,000 rounds, correlated over about 10, of 10 entries: 2 % of noise.
+    # Averaging has the closed form D / (1 - 0.9^2). 5,000 rounds of 10 entries, correlated over about 10: 2 % of noise.
     assert abs(averaged / (10 / (1 - 0.9**2)) - 1) < 0.1
     assert 1.6 < bounded / averaged < 2.2
 

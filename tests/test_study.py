@@ -1,8 +1,9 @@
 """The study of random starts runs, continues where it stopped, and its claim about the default holds."""
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ SHORT = {
     "zero_init": "residual, zero init",
     "transformer": "transformer",
 }
-MODULES = ("images", "tasks", "fading", "setups", "plans", "systems", "run", "report")
+MODULES = ("images", "tasks", "server_steps", "tangent", "setups", "plans", "systems", "run", "report")
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +32,78 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield files
 
 
-def toy(study: Any, setup: str, keep_ratio: float) -> Any:
-    return study.plans.Spec("MNIST", study.plans.NEAR_IID, "MLP", setup, keep_ratio, 0.1, seed=0, num_rounds=5)
+def toy(
+    study: Any, setup: str, keep_ratio: float = 0.1, server: str = "averaging", lr: float = 0.1, seed: int = 0
+) -> Any:
+    near = study.plans.NEAR_IID
+    return study.plans.Spec("MNIST", near, "MLP", setup, server, keep_ratio, lr, seed, num_rounds=5)
 
 
-def test_every_plan_names_networks_and_setups_that_exist(study):
-    specs = [spec for plan in study.plans.PLANS.values() for spec in plan({})]
+@pytest.fixture
+def made_up(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes results with a given validation accuracy; none if that is missing."""
+    monkeypatch.setattr(study.plans, "OUTPUT", tmp_path)
+
+    def write(spec: Any, accuracy: float | None) -> None:
+        found = {"val": [], "error": "diverged"} if accuracy is None else {"val": [accuracy], "error": ""}
+        spec.path.write_text(json.dumps({**asdict(spec), **found, "test": found["val"], "bytes_per_turn": {}}))
+
+    return write
+
+
+def test_every_plan_names_networks_setups_and_servers_that_exist(study):
+    specs = [spec for plan in study.plans.PLANS.values() for spec in plan() if spec is not None]
     assert {spec.net for spec in specs} == set(study.tasks.NETS)
     assert {spec.setup for spec in specs} <= set(study.setups.SETUPS)
+    assert {spec.server for spec in specs} == set(study.setups.SERVERS)
     assert {spec.data for spec in specs} == set(study.tasks.IMAGES)
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
+
+
+@pytest.mark.parametrize("plan", ["near_iid", "extreme", "skewed", "fashion", "papers", "by_sgd", "steps"])
+def test_what_is_compared_has_the_same_steps_of_the_server(study, plan):
+    """Each algorithm of a plan with each step: no row of a table has another optimizer than its neighbours."""
+    specs = [spec for spec in study.plans.PLANS[plan]() if spec is not None]
+    cells = {(spec.split, spec.net) for spec in specs}
+    setups, servers = {spec.setup for spec in specs}, {spec.server for spec in specs}
+    assert len(setups) >= 2
+    assert len(specs) == len(cells) * len(setups) * len(servers)
+
+
+def climbed(study: Any, made_up: Any, start: Any, accuracy_at: Any) -> list[float]:
+    """The rates that a ladder tries, in order, where validation accuracy is a function of the rate."""
+    tried = []
+    for rung in study.plans.climb(start):
+        made_up(rung, accuracy_at(rung.lr))
+        tried.append(rung.lr)
+    return tried
+
+
+@pytest.mark.parametrize("best", [0.0125, 0.05, 0.1, 0.4])
+def test_a_ladder_is_climbed_until_both_neighbours_of_the_best_rate_are_worse(study, made_up, best):
+    start = toy(study, "FedAvg", 1.0)
+    tried = climbed(study, made_up, start, lambda rate: 1 - abs(math.log2(rate / best)) / 100)
+    assert study.plans.best_rate(start) == best
+    assert {best / 2, best, 2 * best} <= set(tried)
+    assert len(tried) == len(set(tried)) <= 7
+
+
+def test_a_ladder_ends_where_nothing_learns(study, made_up):
+    start = toy(study, "FedAvg", 1.0)
+    tried = climbed(study, made_up, start, lambda rate: None if rate > 0.1 else 0.1)
+    assert study.plans.best_rate(start) == 0.1
+    assert sorted(tried) == [0.05, 0.1, 0.2]
+    other = replace(start, setup="sharding")
+    assert min(climbed(study, made_up, other, lambda rate: 1 - rate)) == 0.1 / 2**study.plans.RUNGS
+
+
+def test_further_seeds_run_at_the_best_rate_and_the_report_reads_only_that(study, made_up, monkeypatch):
+    monkeypatch.setitem(study.plans.PLANS, "near_iid", lambda: iter([toy(study, "FedAvg", 1.0)]))
+    for rung in study.plans.missing("near_iid"):
+        made_up(rung, 0.9 if rung.lr == 0.2 else 0.8)
+    runs = study.plans.results()
+    assert {run["lr"] for run in runs if run["seed"]} == {0.2}
+    assert sorted(run["seed"] for run in study.plans.best_runs(runs)) == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
@@ -60,31 +123,26 @@ def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, shor
     assert made.trainer.max_epochs == made.model.module.num_rounds == study.plans.NUM_ROUNDS
 
 
-def test_averages_are_estimated_only_where_there_is_batch_norm(study):
-    specs = {spec for plan in study.plans.PLANS.values() for spec in plan({})}
-    assert {spec.net for spec in specs if study.setups.SETUPS[spec.setup].estimated} == {"plain, BatchNorm"}
-
-
 def test_runs_that_diverged_are_counted_and_not_averaged(study):
-    runs = [{"seed": seed, "test": [0.9 + seed / 100], "error": ""} for seed in (0, 2)]
-    failed = {"seed": 1, "test": [], "error": "Round 3: 10 of 10 clients are left out"}
+    runs = [{"seed": seed, "test": [0.9 + seed / 100], "error": "", "lr": 0.2} for seed in (0, 2)]
+    failed = {"seed": 1, "lr": 0.2, "test": [], "error": "Round 3: 10 of 10 clients are left out"}
     dense = [{"seed": seed, "test": [0.96], "error": ""} for seed in (0, 1, 2)]
-    assert study.report.cell([*runs, failed], dense) == "91.0 ± 1.4 (0.95), 1 of 3 diverged"
+    assert study.report.cell([*runs, failed], dense) == "91.0 ± 1.4 (0.95) at 0.2, 1 of 3 diverged"
     assert study.report.cell([failed], dense) == "diverged"
     assert study.report.cell([]) == ""
 
 
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
-    module = study.tasks.Classifier(study.tasks.NETS["MLP"](), 0.1, 1)
-    for setup in study.setups.SETUPS.values():
+    module, algorithm_of = study.tasks.Classifier("MLP", 0.1, 1), study.setups.algorithm_of
+    for setup in study.setups.SETUPS:
         for keep_ratio in (0.05, "mixed"):
-            assert setup.algorithm(keep_ratio, module) == setup.algorithm(keep_ratio, module)
+            assert algorithm_of(setup, keep_ratio, module) == algorithm_of(setup, keep_ratio, module)
 
 
 @pytest.mark.parametrize("net", ["MLP", "residual", "transformer"])
 def test_sub_models_by_width_have_about_the_share_of_the_parameters(study, net):
-    module = study.tasks.Classifier(study.tasks.NETS[net](), 0.1, 1)
-    algorithm = study.setups.SETUPS["HeteroFL"].algorithm(0.1, module)
+    module = study.tasks.Classifier(net, 0.1, 1)
+    algorithm = study.setups.algorithm_of("HeteroFL", 0.1, module)
     small = algorithm.plan.num_parameters(module, algorithm.keep_ratio)
     whole = sum(parameter.numel() for parameter in module.parameters())
     assert 0.1 < small / whole < 0.36  # layers that are cut on one side alone keep 0.32
@@ -98,22 +156,62 @@ def test_low_rank_updates_take_more_multiplications_than_what_they_update(study)
 
 
 def test_the_default_of_the_study_is_the_default_of_the_package(study):
-    assert study.setups.SETUPS[study.report.DEFAULT].algorithm(0.2, None) == ls.SpectralSharding()
+    assert study.setups.algorithm_of("sharding", 0.2, None) == ls.SpectralSharding()
+    assert study.setups.SERVERS["averaging"] == ls.server.optimizers.AVERAGING
+    assert study.setups.SERVERS["momentum"] == ls.server.BoundedMomentum()
 
 
-def test_terms_that_nobody_held_fade(study, lit_mlp, data, fit):
-    """No client trains: of twelve terms, top-n keeps the first three, and the others lose half."""
-    lit = lit_mlp()
-    before = torch.linalg.svdvals(lit.net[2].weight.detach().double())
-    fading = ls.SpectralSharding(ls.TopN(), 0.25, spectral_start=None, aggregation=study.fading.FadingTerms(0.5))
-    fit(lit, data, algorithm=fading, local_epochs=0)
-    after = torch.linalg.svdvals(lit.net[2].weight.detach().double())
-    torch.testing.assert_close(after[:3], before[:3], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(after[3:], before[3:] / 2, rtol=1e-5, atol=1e-6)
+def test_the_transformer_is_trained_with_adamw_and_the_others_with_sgd(study):
+    kinds = {net: type(study.tasks.Classifier(net, 0.1, 1).configure_optimizers()[0][0]) for net in study.tasks.NETS}
+    assert {net for net, kind in kinds.items() if kind is torch.optim.AdamW} == {"transformer"}
+    assert {kind for net, kind in kinds.items() if net != "transformer"} == {torch.optim.SGD}
+
+
+@pytest.mark.parametrize("kind", ["exponential mean", "momentum, own norms"])
+def test_other_steps_of_the_server_are_what_they_say(study, kind):
+    """Number by number, for two parameters; the first step is plain averaging."""
+    generator = torch.Generator().manual_seed(0)
+    changes = [[torch.randn(size, generator=generator).double() for size in (3, 4)] for _ in range(5)]
+    parameters = [torch.nn.Parameter(torch.zeros(size).double()) for size in (3, 4)]
+    optimizer, beta = study.setups.SERVERS[kind](parameters), 0.8
+    expected, past = [torch.zeros(size).double() for size in (3, 4)], [torch.zeros(size).double() for size in (3, 4)]
+    for t, change in enumerate(changes):
+        for p, delta in zip(parameters, change, strict=True):
+            p.grad = -delta
+        optimizer.step()
+        for i, delta in enumerate(change):
+            cosine = float(torch.cosine_similarity(delta, past[i], 0)) if t else 0.0
+            if kind == "exponential mean":
+                past[i] = beta * past[i] + (1 - beta) * delta
+                expected[i] += past[i] / (1 - beta ** (t + 1))
+            else:
+                past[i] = beta * past[i] + delta
+                direction = delta + beta * past[i]
+                expected[i] += (1 + min(0.0, cosine)) * delta.norm() / direction.norm() * direction
+            torch.testing.assert_close(parameters[i].detach(), expected[i], rtol=1e-12, atol=1e-12)
+
+
+def test_a_tangent_step_moves_the_weight_as_the_dense_step_projected(study):
+    """The Riemannian gradient on weights of rank n: U U' G + G V V' - U U' G V V', for terms of length above 1."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 5 * torch.linalg.qr(torch.randn(8, 8, generator=generator).double())[0]
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(3))).double()
+    net[1].weight.data.copy_(weight)
+    client = ls.replace_layers(net, 0.5)
+    u, v = client[1].u.detach().clone(), client[1].v.detach().clone()
+    before, gradient = u @ v, torch.randn(8, 8, generator=generator).double()
+    client[1].u.grad, client[1].v.grad = gradient @ v.T, u.T @ gradient
+    for factor, of_factor in zip(*study.tangent.projected(client[1], largest=1.0), strict=True):
+        factor.grad = of_factor(factor.grad)
+    rate = 1e-6
+    moved = (u - rate * client[1].u.grad) @ (v - rate * client[1].v.grad) - before
+    left, right = (u / u.norm(dim=0)) @ (u / u.norm(dim=0)).T, (v.T / v.norm(dim=1)) @ (v.T / v.norm(dim=1)).T
+    expected = left @ gradient + gradient @ right - left @ gradient @ right
+    torch.testing.assert_close(-moved / rate, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_runs_are_done_once_and_reported(study, monkeypatch):
-    specs = [toy(study, "FedAvg", 1.0), toy(study, study.report.DEFAULT, 0.1)]
+    specs = [toy(study, "FedAvg", 1.0), toy(study, "sharding", 0.1)]
     study.run.train_missing(specs)
     monkeypatch.setattr(study.run, "train", pytest.fail)
     study.run.train_missing(specs)
@@ -131,51 +229,23 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
     }
 
 
-@pytest.mark.filterwarnings("ignore:.*mostly noise:lightning_spectral.SpectralWarning")  # two rounds are too few
-def test_after_dense_rounds_a_second_fit_goes_on_with_their_weights_and_learning_rate(study, monkeypatch):
-    """Four rounds of two clients, half of them dense."""
-    algorithms, weights, rates = [], [], []
-
-    class Watching(ls.RoundHistory):
-        def on_train_epoch_start(self, trainer, pl_module):
-            super().on_train_epoch_start(trainer, pl_module)
-            algorithms.append(type(pl_module.algorithm).__name__)
-            weights.append([parameter.detach().clone() for parameter in pl_module.module.parameters()])
-
-        def on_fit_end(self, trainer, pl_module):
-            weights.append([parameter.detach().clone() for parameter in pl_module.module.parameters()])
-            rates.extend(self.column("fl/lr"))
-
-    monkeypatch.setattr(ls, "RoundHistory", Watching)
-    monkeypatch.setitem(study.setups.SETUPS, "toy", study.setups.Setup(ls.TopN(), dense_rounds=2))
-    monkeypatch.setattr(study.run, "CLIENTS_PER_ROUND", 2)
-    monkeypatch.setattr(study.run, "EVERY", 1)
-    run = study.run.train(replace(toy(study, "toy", 0.1), num_rounds=4))
-    assert algorithms == ["FedAvg"] * 2 + ["SpectralSharding"] * 2
-    torch.testing.assert_close(weights[3], weights[2], rtol=0, atol=0)  # start of the second fit, end of the first
-    assert rates == pytest.approx([0.05 * (1 + math.cos(math.pi * r / 4)) for r in range(4)])
-    assert len(run["test"]) == 4
-    assert run["bytes_per_turn"]["0.1"] < 0.8 * run["bytes_per_turn"]["1.0"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("net", ["plain, GroupNorm", "MLP"])
 def test_the_default_learns_from_a_random_start(study, net, seed):
-    """It reaches at least 95 % of FedAvg's accuracy after the same number of rounds."""
-    default, dense = study.report.DEFAULT, "FedAvg"
+    """It reaches at least 95 % of FedAvg's accuracy after the same number of rounds, both at a rate near their best."""
     accuracy = {}
-    for setup, keep_ratio in ((default, 0.2), (dense, 1.0)):
-        spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, net, setup, keep_ratio, 0.1, seed)
+    for setup, lr in (("sharding", 0.4), ("FedAvg", 0.1)):
+        spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, net, setup, "momentum", 0.2, lr, seed)
         accuracy[setup] = study.plans.final(study.run.train(spec), "test")
     print(accuracy)
-    assert accuracy[default] >= 0.95 * accuracy[dense]
+    assert accuracy["sharding"] >= 0.95 * accuracy["FedAvg"]
 
 
 @pytest.mark.slow
 def test_without_a_start_the_plain_network_does_not_learn(study):
     """The negative control: the paper's recipe on the network on which the default learns."""
-    spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, "plain, GroupNorm", "Collective", 0.1, 0.1, seed=0)
+    spec = replace(toy(study, "Collective, published"), net="plain, GroupNorm", num_rounds=100)
     with pytest.warns(ls.SpectralWarning, match="mostly noise"):
         run = study.run.train(spec)
     assert study.plans.final(run, "test") < 0.5
@@ -183,15 +253,15 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
 
 @pytest.mark.slow
 def test_the_default_learns_from_clients_with_one_or_two_labels_and_with_fast_steps_it_does_not(study):
-    """Steps faster than the dense network's ruin this run: the bound of 10 is the negative control, and says so."""
+    """Steps faster than the dense network's ruin this run: no bound is the negative control, and says so."""
 
-    def accuracy(setup, keep_ratio):
-        spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, keep_ratio, 0.1, seed=0)
+    def accuracy(setup):
+        spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, "momentum", 0.1, 0.1, seed=0)
         return study.plans.final(study.run.train(spec), "test")
 
-    default, dense = accuracy(study.report.DEFAULT, 0.1), accuracy("FedAvg", 1.0)
+    default, dense = accuracy("sharding"), accuracy("FedAvg")
     with pytest.warns(ls.SpectralWarning, match="hardly fallen"):
-        ruined = accuracy("start, Collective, bound 10", 0.1)
+        ruined = accuracy("sharding, no bound")
     print(default, dense, ruined)
     assert default >= 0.75 * dense
     assert ruined < 0.5 * dense

@@ -10,14 +10,14 @@ from torch.utils.data import TensorDataset
 sys.path.append(str(Path(__file__).parent))  # for a process that runs none of the study's own programs
 from tasks import NETS, Classifier, divided
 
-SHORT = dict(zip(("groupnorm", "batchnorm", "mlp", "residual", "zero_init", "transformer"), NETS, strict=True))
+SHORT = dict(zip(("groupnorm", "batchnorm", "mlp", "residual", "zero_init", "transformer"), NETS, strict=False))
 
 
 class Network(Classifier):
     """One of the six networks, by a name without spaces."""
 
     def __init__(self, net: str, lr: float = 0.1, num_rounds: int = 100) -> None:
-        super().__init__(NETS[SHORT[net]](), lr, num_rounds)
+        super().__init__(SHORT[net], lr, num_rounds)
 
 
 def images(others: bool = False) -> TensorDataset:

@@ -20,10 +20,19 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from plans import NEAR_IID, NETS, NUM_ROUNDS, OUTPUT, PLAIN, WHOLE_ATTENTION, best_rates, final, rate, results
+from plans import (
+    MAIN,
+    NEAR_IID,
+    NETS,
+    OUTPUT,
+    PUBLISHED,
+    best_runs,
+    final,
+    results,
+)
 from records import keep
 from run import EVERY
-from setups import SETUPS
+from setups import SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES
 
@@ -31,15 +40,16 @@ from lightning_spectral.report.printed import draw_seeds, legend_above, printed,
 from lightning_spectral.report.style import BASELINE, PRINTED, look
 
 DOCS = Path("docs")
-DEFAULT = "default"
-LABELS = {
-    "FedAvg": "FedAvg",
-    DEFAULT: "default",
-    PLAIN: "plain averages of terms",
-    "Collective": "the paper's recipe",
-    "TopN": "TopN, no start",
+ROWS = (*NETS, "transformer, SGD")
+BOTH = ("averaging", "momentum")  # steps of the server
+Contender = tuple[str, str]  # a setup and a step of the server
+LOOKS: dict[Contender, Any] = {
+    ("FedAvg", "averaging"): BASELINE,
+    ("FedAvg", "momentum"): look(3),
+    ("sharding", "averaging"): look(1),
+    ("sharding", "momentum"): look(0),
+    ("TopN, published", "averaging"): look(2),
 }
-LOOKS = {"FedAvg": BASELINE, DEFAULT: look(0), PLAIN: look(3), "Collective": look(1), "TopN": look(2)}
 # What a sub-model with a tenth of the terms reaches alone, in per cent: the last column that one_client.py prints.
 ALONE = {
     "plain, GroupNorm": 92.4,
@@ -47,16 +57,14 @@ ALONE = {
     "plain, BatchNorm": 95.3,
     "residual": 90.5,
     "residual, zero init": 95.9,
-    "transformer": 84.6,
 }
 Run = Mapping[str, Any]
 
 
-def chosen_runs() -> list[Run]:
-    """Return the runs at the learning rate chosen for their split, network and setup."""
-    best = best_rates()
-    where = ("split", "net", "setup", "keep_ratio")
-    return [run for run in results() if rate(best, *(run[name] for name in where)) == run["lr"]]
+def label(contender: Contender) -> str:
+    """Return the name of a column or a curve."""
+    setup, server = contender
+    return setup if server == "averaging" else f"{setup}, {server}"
 
 
 def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
@@ -65,7 +73,7 @@ def select(runs: Iterable[Run], **wanted: Any) -> list[Run]:
 
 
 def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
-    """Format test accuracy in per cent, its deviation over seeds, and its mean ratio to FedAvg's of the same seed.
+    """Format test accuracy in per cent, its deviation over seeds, its mean ratio to FedAvg's, and the learning rate.
 
     Runs that diverged are counted beside the others, not averaged with them.
     """
@@ -76,34 +84,30 @@ def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
     shares = [values[run["seed"]] / (100 * final(run, "test")) for run in dense if run["seed"] in values]
     share = f" ({mean(shares):.2f})" if shares else ""
     num_failed = sum(bool(run["error"]) for run in runs)
-    return f"{mean(values.values()):.1f}{spread}{share}" + f", {num_failed} of {len(runs)} diverged" * bool(num_failed)
+    failed = f", {num_failed} of {len(runs)} diverged" * bool(num_failed)
+    return f"{mean(values.values()):.1f}{spread}{share} at {runs[0]['lr']:g}{failed}"
 
 
-def table(runs: Sequence[Run], setups: Sequence[str], **where: Any) -> list[str]:
-    """Return a row for each network and a column for each setup; those that were not run are left out."""
+def table(runs: Sequence[Run], contenders: Sequence[Contender], **where: Any) -> list[str]:
+    """Return a row for each network and a column for each contender; those that were not run are left out."""
     anywhere = {name: value for name, value in where.items() if name != "keep_ratio"}
-    found = {
-        (net, setup): select(runs, net=net, setup=setup, **(anywhere if setup == "FedAvg" else where))
-        for net in NETS
-        for setup in setups
+
+    def found(net: str, contender: Contender) -> list[Run]:
+        setup, server = contender
+        return select(runs, net=net, setup=setup, server=server, **(anywhere if setup == "FedAvg" else where))
+
+    rows = [net for net in ROWS if any(found(net, one) for one in contenders if one[0] != "FedAvg")]
+    columns = [one for one in contenders if any(found(net, one) for net in rows)]
+    cells = {
+        net: [cell(found(net, one), found(net, ("FedAvg", one[1])) if one[0] != "FedAvg" else ()) for one in columns]
+        for net in rows
     }
-    rows = [net for net in NETS if any(found[net, setup] for setup in setups if setup != "FedAvg")]
-    columns = [setup for setup in setups if any(found[net, setup] for net in rows)]
-    cells = [[cell(found[net, s], () if s == "FedAvg" else found[net, "FedAvg"]) for s in columns] for net in rows]
-    return markdown([LABELS.get(setup, setup) for setup in columns], dict(zip(rows, cells, strict=True)))
-
-
-def all_setups(runs: Sequence[Run]) -> list[str]:
-    """Return a row for each setup that was run, and a column for each network."""
-    one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
-    tried = [run for run in one if run["keep_ratio"] in (0.1, 1.0)]
-    rows = {setup: [cell(select(tried, setup=setup, net=net)) for net in NETS] for setup in SETUPS}
-    return markdown(NETS, {setup: cells for setup, cells in rows.items() if any(cells)})
+    return markdown([label(one) for one in columns], cells)
 
 
 def systems(runs: Sequence[Run]) -> list[str]:
     """Return a row for each system at about a tenth of the parameters, and a column for each network."""
-    one = select(runs, data="MNIST", split=NEAR_IID, seed=0)
+    one = select(runs, data="MNIST", split=NEAR_IID, seed=0, server="averaging")
     dense = {run["net"]: run for run in select(one, setup="FedAvg")}
     return markdown(NETS, system_rows(select(one, keep_ratio=KEEP_RATIO), dense))
 
@@ -118,21 +122,27 @@ def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[
 
 def tables(runs: Sequence[Run]) -> str:
     """Return all tables that have rows, each below a line that says what it shows."""
-    short = select(runs, num_rounds=NUM_ROUNDS)
-    columns = [*LABELS, "start, TopN", WHOLE_ATTENTION]
+    groups: dict[str, Sequence[Contender]] = {
+        "": [*product(MAIN, BOTH)],
+        ", as published": [*product(PUBLISHED, BOTH)],
+        ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
+        ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
+    }
     parts: dict[str, list[str]] = {}
-    for data, split in product(IMAGES, ALPHAS):
-        for keep_ratio in (0.05, 0.1, 0.2, "mixed"):
+    for (data, split), keep_ratio in product(product(IMAGES, ALPHAS), (0.05, 0.1, 0.2, "mixed")):
+        for name, contenders in groups.items():
             where = {"data": data, "split": split, "keep_ratio": keep_ratio}
-            parts[f"{data}, {split}, keep ratio {keep_ratio}"] = table(short, columns, **where)
-    parts[f"All setups, MNIST, {NEAR_IID}, keep ratio 0.1, seed 0"] = all_setups(short)
-    parts["Accuracy (bytes of a turn, multiplications of a pass, in per cent of FedAvg's), seed 0"] = systems(short)
+            if not name or any(
+                select(runs, setup=a, server=b, **where) for a, b in contenders if a not in MAIN or b not in BOTH
+            ):
+                parts[f"{data}, {split}, keep ratio {keep_ratio}{name}"] = table(runs, contenders, **where)
+    parts["Accuracy (bytes of a turn, multiplications of a pass, in per cent of FedAvg's), seed 0"] = systems(runs)
     return "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines) + "\n"
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:
     """Write one line per run, whatever its learning rate."""
-    names = ["data", "split", "net", "setup", "keep_ratio", "lr", "seed", "num_rounds"]
+    names = ["data", "split", "net", "setup", "server", "keep_ratio", "lr", "seed", "num_rounds"]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*names, "accuracy", "val_accuracy", "bytes_per_turn", "error"])
@@ -154,25 +164,26 @@ def name_axes(figure: Figure, x: str, y: str) -> None:
     """Name the axes of all panels, and add one legend for them."""
     figure.supxlabel(x)
     figure.supylabel(y)
-    legend_above(figure, len(LABELS))
+    legend_above(figure, len(LOOKS) + 1)
 
 
 def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
     """Draw one panel per network, with one point per setup and keep ratio; bars span the seeds."""
     for net, axes in panels(figure).items():
-        for setup, label in LABELS.items():
+        for (setup, server), (colour, marker, _) in LOOKS.items():
             groups: dict[float, list[float]] = defaultdict(list)
-            for run in select(runs, net=net, setup=setup, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS):
+            for run in select(runs, net=net, setup=setup, server=server, data="MNIST", split=NEAR_IID):
                 if run["keep_ratio"] in (0.1, 0.2, 1.0) and run["bytes_per_turn"]:
                     groups[mean(run["bytes_per_turn"].values()) / 1e3].append(100 * final(run, "test"))
-            sizes, (colour, marker, _) = sorted(groups), LOOKS[setup]
+            sizes, name = sorted(groups), label((setup, server))
             centre = [mean(groups[size]) for size in sizes]
             below = [c - min(groups[size]) for c, size in zip(centre, sizes, strict=True)]
             above = [max(groups[size]) - c for c, size in zip(centre, sizes, strict=True)]
             axes.errorbar(
-                sizes, centre, [below, above], color=colour, marker=marker, label=label, capsize=2, markersize=7
+                sizes, centre, [below, above], color=colour, marker=marker, label=name, capsize=2, markersize=7
             )
-        axes.axhline(ALONE[net], color=PRINTED.ink, lw=0.8, ls=":", label="a tenth, alone")
+        if net in ALONE:
+            axes.axhline(ALONE[net], color=PRINTED.ink, lw=0.8, ls=":", label="a tenth, alone")
         axes.set_xlim(left=0)
         by_error(axes)
     name_axes(figure, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")
@@ -185,19 +196,20 @@ def by_error(axes: Axes) -> None:
     axes.set_yticks([0, 50, 80, 90, 95], minor=False)
 
 
-def drawn_runs(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs whose accuracy is drawn against rounds."""
-    near = select(runs, data="MNIST", split=NEAR_IID, num_rounds=NUM_ROUNDS, error="")
-    return [run for run in near if run["setup"] in LABELS and run["keep_ratio"] in (0.1, 1.0)]
-
-
 def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
-    """Draw one panel per network, with the mean over seeds and a band from the worst to the best."""
+    """Draw one panel per network, with the mean over seeds and a band from the worst to the best.
+
+    Of some of the oldest runs only the last accuracy is left; they are not drawn.
+    """
+    near = [run for run in select(runs, data="MNIST", split=NEAR_IID, error="") if len(run["test"]) > 1]
     for net, axes in panels(figure).items():
-        for setup, label in LABELS.items():
-            curves = [[100 * value for value in run["test"]] for run in select(runs, net=net, setup=setup)]
+        for (setup, server), style in LOOKS.items():
+            drawn = [
+                run for run in select(near, net=net, setup=setup, server=server) if run["keep_ratio"] in (0.1, 1.0)
+            ]
+            curves = [[100 * value for value in run["test"]] for run in drawn]
             rounds = [EVERY * (i + 1) for i in range(len(curves[0]))] if curves else []
-            draw_seeds(axes, rounds, curves, LOOKS[setup], label)
+            draw_seeds(axes, rounds, curves, style, label((setup, server)))
         round_axis(axes)
         axes.set_xlabel("")  # all panels share it
     name_axes(figure, "round", "test accuracy, %")
@@ -205,15 +217,13 @@ def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
 
 def main() -> None:
     keep(OUTPUT)
-    runs = chosen_runs()
+    runs = best_runs(results())
     write_csv(results(), DOCS / "study.csv")
     (DOCS / "study_tables.md").write_text(tables(runs))
     with printed(DOCS / "study.png", 9.5, 5.2) as figure:
         accuracy_against_bytes(runs, figure)
-    drawn = drawn_runs(runs)
-    if all(len(run["test"]) > 1 for run in drawn):  # of some lost runs only the last accuracy is left
-        with printed(DOCS / "study_curves.png", 9.5, 5.2) as figure:
-            accuracy_against_rounds(drawn, figure)
+    with printed(DOCS / "study_curves.png", 9.5, 5.2) as figure:
+        accuracy_against_rounds(runs, figure)
     print(tables(runs))
 
 

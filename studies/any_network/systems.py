@@ -8,12 +8,12 @@ from statistics import mean
 from typing import Any
 
 from plans import NETS, final
-from setups import EXAMPLES, OTHER_SYSTEMS, SETUPS
+from setups import EXAMPLES, OTHER_SYSTEMS, algorithm_of
 from tasks import NETS as NETWORKS
 
 import lightning_spectral as ls
 
-ROWS = ("default", "TopN", *OTHER_SYSTEMS)
+ROWS = ("sharding", "TopN, published", *OTHER_SYSTEMS)
 KEEP_RATIO = 0.1
 Run = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ def _turn(run: Run) -> float:
 def share_of_macs(net: str, setup: str) -> float:
     """Return the multiplications of one forward pass of a client's model, as a share of the whole model's."""
     module = NETWORKS[net]()
-    algorithm: Any = SETUPS[setup].algorithm(KEEP_RATIO, module)
+    algorithm: Any = algorithm_of(setup, KEEP_RATIO, module)
     capacity = algorithm.max_rank if isinstance(algorithm, ls.LoRA) else algorithm.keep_ratio
     table = ls.cost_table(module, algorithm, [capacity], EXAMPLES)
     (cost,) = table.at.values()

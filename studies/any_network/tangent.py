@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,37 +16,52 @@ from lightning_spectral.client.side import StepActions
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.protocol.records import Download
 
-LARGEST = 1.0  # factor on a gradient
+Projection = Callable[[Tensor], Tensor]
 
 
 class TangentSide(SpectralSide):
     """Scales gradients by the inverse squares of the terms; what both vectors would do twice, each does by half."""
 
-    largest: ClassVar[float] = LARGEST
+    largest: ClassVar[float] = 1.0  # factor on a gradient
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """As it is otherwise, then the projection."""
-        others, layers = super().start(client, download), list(sharded_layers(client).values())
-        bases = [self._basis(layer) for layer in layers]
+        others = super().start(client, download)
+        layers = [projected(layer, self.largest) for layer in sharded_layers(client).values()]
 
         @torch.no_grad()
         def before_step(optimizer: Optimizer) -> None:
             others.before_step(optimizer)
-            for layer, (u, v, of_u, of_v) in zip(layers, bases, strict=True):
-                if layer.u.grad is not None and layer.v.grad is not None:
-                    du, dv = layer.u.grad * of_u, layer.v.grad * of_v[:, None]
-                    layer.u.grad.copy_(du - u @ (u.T @ du) / 2)
-                    layer.v.grad.copy_(dv - (dv @ v.T) @ v / 2)
+            for factors, projections in layers:
+                for factor, projection in zip(factors, projections, strict=True):
+                    if factor.grad is not None:
+                        factor.grad.copy_(projection(factor.grad))
 
         return StepActions(before_step=before_step)
 
-    @torch.no_grad()
-    def _basis(self, layer: SingularTerms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Unit vectors of the terms as they were sent, and the factors on the gradients of both."""
-        lengths_u, lengths_v = layer.u.norm(dim=0), layer.v.norm(dim=1)
-        of_u = (layer.omega * lengths_v).square().reciprocal().clamp(max=self.largest)
-        of_v = (layer.omega * lengths_u).square().reciprocal().clamp(max=self.largest)
-        return layer.u / lengths_u, layer.v / lengths_v[:, None], of_u, of_v
+
+@torch.no_grad()
+def projected(layer: SingularTerms, largest: float) -> tuple[tuple[nn.Parameter, ...], tuple[Projection, ...]]:
+    """Both factors of a layer, and what becomes of their gradients, as long as the terms are those that it holds now.
+
+    Args:
+        layer: A sharded layer whose terms are orthogonal.
+        largest: The largest factor on a gradient.
+    """
+    lengths_u, lengths_v = layer.u.norm(dim=0), layer.v.norm(dim=1)
+    u, v = layer.u / lengths_u, layer.v / lengths_v[:, None]
+    of_u = (layer.omega * lengths_v).square().reciprocal().clamp(max=largest)
+    of_v = (layer.omega * lengths_u).square().reciprocal().clamp(max=largest)
+
+    def u_gradient(gradient: Tensor) -> Tensor:
+        scaled = gradient * of_u
+        return scaled - u @ (u.T @ scaled) / 2
+
+    def v_gradient(gradient: Tensor) -> Tensor:
+        scaled = gradient * of_v[:, None]
+        return scaled - (scaled @ v.T) @ v / 2
+
+    return (layer.u, layer.v), (u_gradient, v_gradient)
 
 
 class TangentUpSide(TangentSide):

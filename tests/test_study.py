@@ -22,7 +22,7 @@ SHORT = {
     "zero_init": "residual, zero init",
     "transformer": "transformer",
 }
-MODULES = ("images", "tasks", "server_steps", "tangent", "setups", "plans", "systems", "run", "report")
+MODULES = ("images", "tasks", "server_steps", "tangent", "allocation", "setups", "plans", "systems", "run", "report")
 
 
 @pytest.fixture(scope="module")

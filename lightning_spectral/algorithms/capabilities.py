@@ -91,9 +91,9 @@ class HasCapacities(Protocol):
 
 @runtime_checkable
 class CutsInto(Protocol):
-    """An algorithm whose clients hold ceil(r N) of N parts, for one N or several."""
+    """An algorithm whose clients hold ceil(r N) parts, at most all of them, for one N or several."""
 
-    def cut_sizes(self, server: nn.Module) -> Collection[int]:
+    def cut_sizes(self, server: nn.Module) -> Collection[float]:
         """These numbers N."""
 
 

@@ -126,11 +126,11 @@ def check_optimizer_of(optimizer: Optimizer, module: nn.Module) -> None:
     check_optimizer(optimizer)
 
 
-def fractions_of(sizes: Collection[int]) -> npt.NDArray[np.float64]:
+def fractions_of(sizes: Collection[float]) -> npt.NDArray[np.float64]:
     """The keep ratios at which a client gains another of N items, for any of the sizes N, ascending up to 1.
 
     Example:
         >>> fractions_of({2, 4})
         array([0.25, 0.5 , 0.75, 1.  ])
     """
-    return np.unique(np.concatenate([np.arange(1, size + 1) / size for size in {1, *sizes}]))
+    return np.unique(np.concatenate([np.arange(1, max(1, int(size)) + 1) / max(1, size) for size in {1, *sizes}]))

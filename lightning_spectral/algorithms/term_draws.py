@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -111,7 +111,7 @@ def plan_draws(
     design: Design | None,
     cohort: Cohort,
     *,
-    granularity: int = 1,
+    num_terms_of: Callable[[str, float], int] | None = None,
 ) -> dict[str, TermDraws]:
     """Plan every group's draws of several matrices, whose designs are fitted together.
 
@@ -120,13 +120,16 @@ def plan_draws(
         strategy: Gives probabilities and multipliers.
         design: Draws terms; ``None`` for the strategy's own.
         cohort: The clients that take part.
-        granularity: Numbers of terms are rounded up to a multiple of this.
+        num_terms_of: How many terms of a matrix clients of a keep ratio hold; ``None`` for ceil(r N).
     """
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
     weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
     drafts: list[_Draft] = []
     for name, s in spectra.items():
-        num_terms = {ratio: num_terms_for(len(s), ratio, granularity) for ratio in cohort.groups}
+        num_terms = {
+            ratio: num_terms_of(name, ratio) if num_terms_of else num_terms_for(len(s), ratio)
+            for ratio in cohort.groups
+        }
         answers = strategy.for_groups(s, list(num_terms.values()), weights)
         for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
             chosen = design if design is not None else strategy.own_design(s, n)

@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import ALLOCATED, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
@@ -114,10 +114,16 @@ def papers() -> Iterator[Spec | None]:
 
 
 def parts() -> Iterator[Spec | None]:
-    """The default with one part less."""
-    names = [name for name in SETUPS if name.startswith("sharding, ")]
-    for split, net, setup in product((NEAR_IID, EXTREME), NETS, names):
+    """The default with one part changed, where there is most to lose or to gain."""
+    changed = [name for name in SETUPS if name.startswith("sharding, ") and name not in ALLOCATED]
+    for (split, net), setup in product(((EXTREME, NETS[0]), (EXTREME, NETS[2]), (NEAR_IID, NETS[-1])), changed):
         yield begin(split, net, setup, "momentum")
+
+
+def allocation() -> Iterator[Spec | None]:
+    """Other numbers of terms in each layer, for the same bytes."""
+    for keep_ratio, setup, net in product((0.1, 0.2), ALLOCATED, NETS):
+        yield begin(NEAR_IID, net, setup, "momentum", keep_ratio)
 
 
 def fashion() -> Iterator[Spec | None]:
@@ -139,7 +145,8 @@ def systems() -> Iterator[Spec | None]:
 
 
 PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
-    plan.__name__: plan for plan in (near_iid, extreme, skewed, fifth, by_sgd, steps, papers, parts, fashion, systems)
+    plan.__name__: plan
+    for plan in (near_iid, extreme, skewed, fifth, by_sgd, steps, allocation, parts, papers, fashion, systems)
 }
 THREE_SEEDS = ("near_iid", "extreme", "skewed", "fifth", "by_sgd")  # plans whose best rates have two more seeds
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from allocation import ALLOCATIONS, allocated
 from server_steps import ExponentialMeanSGD, PerParameterSGD, Tried
 from tangent import TangentSharding, TangentUpSharding
 from torch import nn
@@ -134,6 +135,8 @@ SETUPS: dict[str, Setup] = {
     "sharding, Unbiased": sharding(ls.Unbiased()),
     "sharding, PriSM": sharding(ls.PriSM()),
     "sharding, attention whole": sharding(exclude=["*self_attn*"]),
+    # other numbers of terms in each layer, for the same bytes
+    **{f"sharding, {kind}": allocated(kind) for kind in ALLOCATIONS},
     # other systems
     "HeteroFL": by_width(ls.PrefixChannels()),
     "HeteroFL, Scaler": by_width(ls.PrefixChannels(), scaler=True),
@@ -149,10 +152,12 @@ SETUPS: dict[str, Setup] = {
     "FedMUD": by_updates(ls.PaddedFactors(), merge_every=1),
     "FedMUD, exact average": by_updates(ls.StackedProducts()),
 }
+ALLOCATED = tuple(f"sharding, {kind}" for kind in ALLOCATIONS)
 OTHER_SYSTEMS = tuple(SETUPS)[list(SETUPS).index("HeteroFL") :]
 TRANSFORMERS = ("transformer", "transformer, SGD")
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     "sharding, attention whole": TRANSFORMERS,
+    "sharding, attention thrice": TRANSFORMERS,
     "FedMUD": ("MLP", *TRANSFORMERS),
     "FedMUD, exact average": ("MLP", *TRANSFORMERS),
 }  # networks on which a setup is run, if not on all

@@ -53,6 +53,7 @@ def ledger_of(
         {},
         {"buffers": {"offset": "server", "net.1.*": "server"}},
         {"term_granularity": 4},
+        {"ratio_factors": {"net.2": 3.0}},
         {"exclude": ["net.2"]},
         {"split": {"net.5": 3}},
         {"output_ratio": 0.3},

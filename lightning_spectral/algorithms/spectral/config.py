@@ -151,8 +151,8 @@ class SpectralSharding(ByKeepRatio):
         """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
         return plan_of(server, self.layers)
 
-    def cut_sizes(self, server: nn.Module) -> set[int]:
-        return {block.num_singular for block in self.plan(server).blocks.values()}
+    def cut_sizes(self, server: nn.Module) -> set[float]:
+        return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
 
     @property
     def buffers(self) -> Rules:

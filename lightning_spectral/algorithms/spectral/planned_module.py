@@ -31,14 +31,14 @@ class PlannedModule:
         return {name: block.matrix(module.get_parameter(block.parameter).detach()) for name, block in blocks.items()}
 
     def of_each_matrix(
-        self, compute: Callable[[Tensor], tuple[Tensor, ...]], workers: SharesWork
+        self, compute: Callable[[str, Tensor], tuple[Tensor, ...]], workers: SharesWork
     ) -> dict[str, tuple[Tensor, ...]]:
         """What follows from each sharded matrix, computed in one of the processes; errors name the layer."""
 
         def named(piece: NamedMatrix) -> tuple[Tensor, ...]:
             name, matrix = piece
             with naming_layer(name):
-                return compute(matrix)
+                return compute(name, matrix)
 
         pieces = list(self.matrices().items())
         return dict(zip(self.plan.blocks, workers.share_out(pieces, named, decomposition_cost), strict=True))

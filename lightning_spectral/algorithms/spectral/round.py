@@ -21,6 +21,7 @@ from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
 from lightning_spectral.functional.figures.effective_rank import marginal_entropy
+from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.schedule import Schedule, value_at
@@ -72,11 +73,9 @@ class Sampling:
 
     def open(
         self,
-        name: str,
+        block: WeightBlock,
         terms: tuple[Tensor, ...],
         cohort: Cohort,
-        granularity: int,
-        held_rows: int | None,
         *,
         started: bool,
     ) -> LayerRound:
@@ -86,8 +85,9 @@ class Sampling:
         matrices, and loses what clients never see: the start has made it small, and what training adds to it piles up.
         """
         strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
-        singular_values, u, v = terms
-        draws = plan_draws({name: singular_values}, strategy, design, cohort, granularity=granularity)[name]
+        (singular_values, u, v), name, held_rows = terms, block.name, block.held_rows
+        num_terms_of = lambda _, keep_ratio: block.num_terms(keep_ratio)  # noqa: E731
+        draws = plan_draws({name: singular_values}, strategy, design, cohort, num_terms_of=num_terms_of)[name]
         if self.aggregation is None and started:
             return LayerRound(draws, MeanWithinReach(u, v, cohort, held_rows, draws.reachable))
         return LayerRound(draws, (self.aggregation or TermMeans()).open(u, v, cohort, held_rows))

@@ -71,14 +71,13 @@ class SpectralHalf(ServerHalf):
         return "\n".join(filter(None, said))
 
     def open(self, cohort: Cohort) -> SpectralRound:
-        terms = self.planned.of_each_matrix(singular_terms, cohort.workers)
+        terms = self.planned.of_each_matrix(lambda _, matrix: singular_terms(matrix), cohort.workers)
         layers = {name: self._open(name, found, cohort) for name, found in terms.items()}
         return SpectralRound(self.planned, cohort, layers, starts_random=self.start is None)
 
     def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
-        granularity, held_rows = self.plan.choices.term_granularity, self.plan.blocks[name].held_rows
         with naming_layer(name):
-            return self.sampling.open(name, terms, cohort, granularity, held_rows, started=name in self.started)
+            return self.sampling.open(self.plan.blocks[name], terms, cohort, started=name in self.started)
 
     @property
     def remedy_for_large_updates(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.concentration import TAIL, concentrated_values, is_concentrated, looks_random
-from lightning_spectral.functional.factors import KEEP_RATIO, factorize, num_terms_for
+from lightning_spectral.functional.factors import KEEP_RATIO, factorize
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import plan_of
@@ -116,9 +116,12 @@ def spectral_start(
 @torch.no_grad()
 def move_energy(planned: PlannedModule, start: SpectralStart, workers: SharesWork) -> StartReport:
     """Apply a spectral start whose keep ratio is given, in place."""
-    granularity, keep_ratio = planned.plan.choices.term_granularity, start.keep_ratio
+    keep_ratio = start.keep_ratio
     assert keep_ratio is not None, "that of the smallest clients, if the user gives none"
-    found = planned.of_each_matrix(lambda matrix: _moved(matrix, start, keep_ratio, granularity), workers)
+    blocks = planned.plan.blocks
+    found = planned.of_each_matrix(
+        lambda name, matrix: _moved(matrix, start, blocks[name].num_terms(keep_ratio)), workers
+    )
     moved = {name: tensors for name, tensors in found.items() if tensors}
     matrices = {**planned.matrices(), **{name: matrix for name, (matrix, _) in moved.items()}}
     for weight, after in planned.assembled(matrices.__getitem__):
@@ -127,10 +130,9 @@ def move_energy(planned: PlannedModule, start: SpectralStart, workers: SharesWor
     return StartReport(keep_ratio, list(moved), [name for name in found if name not in moved], held)
 
 
-def _moved(matrix: Tensor, start: SpectralStart, keep_ratio: float, granularity: int) -> tuple[Tensor, ...]:
+def _moved(matrix: Tensor, start: SpectralStart, num_terms: int) -> tuple[Tensor, ...]:
     """The new matrix, in its own type, and the share of its energy that the first terms held; empty if unchanged."""
     factors = factorize(matrix)
-    num_terms = num_terms_for(len(factors.s), keep_ratio, granularity)
     rounding = torch.finfo(matrix.dtype).eps
     if is_concentrated(factors.s, num_terms, start.tail, rounding):
         return ()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.factors import weight_to_matrix
+from lightning_spectral.functional.factors import num_terms_for, weight_to_matrix
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class WeightBlock:
         transposed: Whether the dense weight is stored with one *column* per output.
         spatial: Whether a row is an output channel and a row of a kernel, a column an input channel and a column of it.
         held_rows: Number of leading rows of its left vectors that clients hold; ``None`` for all.
+        ratio_factor: Factor on every client's keep ratio.
+        granularity: Numbers of terms are rounded up to a multiple of this.
     """
 
     name: str
@@ -32,11 +34,17 @@ class WeightBlock:
     transposed: bool = False
     spatial: bool = False
     held_rows: int | None = None
+    ratio_factor: float = 1.0
+    granularity: int = 1
 
     @property
     def num_singular(self) -> int:
         """Number N of singular terms."""
         return min(self.shape)
+
+    def num_terms(self, keep_ratio: float) -> int:
+        """Number n of the terms that a client with this keep ratio holds."""
+        return num_terms_for(self.num_singular, min(1.0, self.ratio_factor * keep_ratio), self.granularity)
 
     def within(self, path: str) -> WeightBlock:
         """The same block, named from a module that has this one at ``path``."""

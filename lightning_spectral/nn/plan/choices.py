@@ -28,6 +28,8 @@ class LayerChoices:
         buffers: Rules for buffers, by patterns: ``"mean"`` for the clients' average, the default for floating-point
             numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry; ``"server"`` to
             keep the server's value, the default for all others. The first pattern that matches counts.
+        ratio_factors: Maps patterns of layers to a factor on every client's keep ratio, e.g. ``{"*attn*": 5.0}`` for
+            five times as many terms of attention, at most all; the first pattern that matches counts.
         term_granularity: Numbers of terms are rounded up to a multiple of this, but not beyond all terms of a layer:
             16 terms often take no more time than 7. If a layer has no more terms than this, every client holds all of
             them; this raises a warning, or an error if it applies to every layer.
@@ -51,6 +53,7 @@ class LayerChoices:
     split: Mapping[str, int] = field(default_factory=dict)
     keep_first_and_last_dense: bool = True
     buffers: Rules = field(default_factory=dict)
+    ratio_factors: Mapping[str, float] = field(default_factory=dict)
     term_granularity: int = 1
     output_ratio: float = 1.0
     spatial_convolutions: bool = False
@@ -62,6 +65,7 @@ class LayerChoices:
             buffers=as_rules,
             split=_plain_split,
             keep_first_and_last_dense=flag,
+            ratio_factors=_plain_factors,
             term_granularity=GRANULARITY,
             output_ratio=OUTPUT_RATIO,
             spatial_convolutions=flag,
@@ -75,9 +79,23 @@ class LayerChoices:
         held = num_terms_for(num_rows, self.output_ratio)
         return None if held == num_rows else held
 
+    def ratio_factor(self, name: str) -> float:
+        """The factor on the keep ratio in a layer; 1 if no pattern matches it."""
+        return next((factor for pattern, factor in self.ratio_factors.items() if fnmatchcase(name, pattern)), 1.0)
+
     def num_parts(self, name: str) -> int:
         """Number of linear layers packed into the layer; 1 if no pattern matches it."""
         return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
+
+
+def _plain_factors(argument: str, factors: object) -> dict[str, float]:
+    if not isinstance(factors, Mapping) or not all(isinstance(pattern, str) for pattern in factors):
+        raise ValueError(
+            f"`ratio_factors` is a mapping from patterns to factors, got {factors!r}; write "
+            "ratio_factors={'*attn*': 5.0}."
+        )
+    positive = Number(above=0, hint="name the layers in `exclude` to leave them whole")
+    return {pattern: positive(f"ratio_factors[{pattern!r}]", factor) for pattern, factor in factors.items()}
 
 
 def _plain_split(argument: str, split: object) -> dict[str, int]:

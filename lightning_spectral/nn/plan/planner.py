@@ -80,10 +80,14 @@ class _Planner:
         reason = self._reason_to_stay_dense(name, layer)
         sharded = None if reason else sharded_type(layer, parts, spatial)
         in_forward = None if self.order is None else name in self.order
-        blocks = tuple(block.within(name) for block in _blocks(layer, parts, spatial))
+        factor, granularity = self.choices.ratio_factor(name), self.choices.term_granularity
+        blocks = tuple(
+            replace(block.within(name), ratio_factor=factor, granularity=granularity)
+            for block in _blocks(layer, parts, spatial)
+        )
         if sharded is not None and sharded.cuts_outputs:
             blocks = tuple(replace(block, held_rows=self.choices.held_rows(block.shape[0])) for block in blocks)
-        what = "affine" if parts == 1 else f"affine, {parts} parts"
+        what = "affine" + f", {parts} parts" * (parts > 1) + f", {factor:g} times the keep ratio" * (factor != 1)
         return LayerPlan(name, type_name(layer), _shapes(layer), blocks, sharded, reason or what, in_forward)
 
     def _reason_to_stay_dense(self, name: str, layer: nn.Module) -> str | None:
@@ -178,6 +182,7 @@ def _problems(
         yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
     yield from unmatched("exclude", choices.exclude, layers, "layer")
     yield from unmatched("split", choices.split, layers, "layer")
+    yield from unmatched("ratio_factors", choices.ratio_factors, layers, "layer")
     yield from unmatched("buffers", choices.buffers, [buffer.name for buffer in buffers], "buffer")
     yield from _wrong_splits(layers, choices)
     sharded = [layer for layer in plans if layer.sharded is not None]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_spectral.functional.factors import KEEP_RATIO, num_terms_for
+from lightning_spectral.functional.factors import KEEP_RATIO
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
@@ -56,11 +56,10 @@ def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: flo
 
     ``make`` makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
     """
-    granularity = plan.choices.term_granularity
     for name, layer_plan in plan.sharded.items():
         assert layer_plan.sharded is not None
         dense = module.get_submodule(name)
-        num_terms = [num_terms_for(b.num_singular, keep_ratio, granularity) for b in layer_plan.blocks]
+        num_terms = [block.num_terms(keep_ratio) for block in layer_plan.blocks]
         sharded = make(layer_plan.sharded, dense, num_terms)
         _follow_plan(sharded, layer_plan, dense)
         sharded.train(dense.training)

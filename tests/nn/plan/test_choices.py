@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from spectral_rounds import cohort, unit
 from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
+from lightning_spectral.protocol.cohort import Alone
 
 CHOICES = ls.LayerChoices(
     exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, buffers={"*_var": "server"}, term_granularity=4
@@ -43,6 +45,9 @@ def net() -> nn.Sequential:
         ({"split": {4: 2}}, r"`split` is a mapping from patterns to numbers of parts, got \{4: 2\}"),
         ({"term_granularity": 0}, "`term_granularity` must be at least 1, got 0"),
         ({"term_granularity": 1.5}, "`term_granularity` must be a whole number, got 1.5"),
+        ({"ratio_factors": ["4"]}, r"`ratio_factors` is a mapping from patterns to factors, got \['4'\]; write ratio_"),
+        ({"ratio_factors": {"4": 0}}, r"`ratio_factors\['4'\]` must be positive and finite, got 0; name the layers in"),
+        ({"ratio_factors": {"4": "5"}}, r"`ratio_factors\['4'\]` must be a number, got '5'"),
         ({"keep_first_and_last_dense": "no"}, "`keep_first_and_last_dense` must be True or False, got 'no'"),
     ],
 )
@@ -65,6 +70,54 @@ def test_layers_of_which_every_client_would_hold_all_terms_are_named() -> None:
         ls.SpectralWarning, match=r"`term_granularity=8` rounds up to all terms of 1 \(N = 8\), 2 \(N = 8"
     ):
         sharding.check(net())  # and not 4, which has 12
+
+
+class TestRatioFactors:
+    """Layers 1 and 2 have 8 terms, layer 4 has 12."""
+
+    @pytest.mark.parametrize(
+        ("factors", "expected"),
+        [
+            ({}, {"1": 2, "2": 2, "4": 3}),
+            ({"1": 2.5}, {"1": 5, "2": 2, "4": 3}),
+            ({"[14]": 0.5}, {"1": 1, "2": 2, "4": 2}),
+            ({"4": 10.0}, {"1": 2, "2": 2, "4": 12}),  # all terms, and no more
+            ({"2": 2.0, "*": 3.0}, {"1": 6, "2": 4, "4": 9}),  # the first pattern counts
+        ],
+        ids=str,
+    )
+    def test_a_layer_holds_its_own_share_on_devices_in_rounds_and_after_a_start(
+        self, factors: Any, expected: Any
+    ) -> None:
+        choices, server = ls.LayerChoices(ratio_factors=factors), net()
+        held = sharded_layers(ls.replace_layers(server, 0.25, layers=choices))
+        assert {name: layer.num_terms for name, layer in held.items()} == expected
+        half = ls.SpectralSharding(keep_ratio=0.25, layers=choices).bind(server)
+        half.initialize(Alone())
+        opened = half.open(cohort([0.25, 0.25]))
+        download, _ = opened.send(unit(0))
+        assert {name: download.tensors[f"{name}.u"].shape[1] for name in expected} == expected
+        for name, n in expected.items():
+            s = torch.linalg.svdvals(server.get_submodule(name).weight.detach().double())
+            if n < len(s):
+                assert s[n] < 0.2 * s[n - 1]  # the start has made the terms beyond these small
+
+    def test_a_pattern_that_matches_nothing_is_a_mistake(self) -> None:
+        with pytest.raises(ValueError, match="'attn' matches no layer"):
+            plan_of(net(), ls.LayerChoices(ratio_factors={"attn": 2.0}))
+
+    def test_the_plan_says_so(self) -> None:
+        shown = str(plan_of(net(), ls.LayerChoices(ratio_factors={"1": 2.5})))
+        assert "2.5 times the keep ratio" in shown
+
+    def test_a_budget_finds_the_largest_ratio(self) -> None:
+        """The oracle tries every ratio of a grid that holds all steps of 8, 12 and 5 times 8 terms."""
+        algorithm = ls.SpectralSharding(layers=ls.LayerChoices(ratio_factors={"1": 5.0}))
+        grid = [i / 120 for i in range(1, 121)]
+        costs = {r: c.parameters for r, c in ls.cost_table(net(), algorithm, grid, EXAMPLE).at.items()}
+        budgets = sorted(set(costs.values()))
+        found = ls.largest_that_fits(net(), algorithm, EXAMPLE, budget_params=budgets)
+        assert found == [max(r for r in grid if costs[r] <= budget) for budget in budgets]
 
 
 def test_equal_choices_are_equal_however_they_are_written() -> None:

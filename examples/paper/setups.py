@@ -72,15 +72,6 @@ class Spectral:
         return make(self.strategy, keep_ratio, design=chosen, clip_tau=self.clip_tau, aggregation=means, **cut)
 
 
-@dataclass(frozen=True)
-class Default:
-    """What this package does if nothing else is asked for."""
-
-    def algorithm(self, keep_ratio: KeepRatio | None, design: str | None, output_ratio: float | None) -> ls.Algorithm:
-        assert keep_ratio is not None, "a row of a grid lacks its keep ratio"
-        return ls.SpectralSharding(keep_ratio=keep_ratio)
-
-
 DESIGNS = {"Brewer": ls.Brewer, "MinimumSupport": ls.MinimumSupport, "ConditionalPoisson": ls.ConditionalPoisson}
 SETUPS: Mapping[str, Setup] = {
     "No sharding": Whole(),
@@ -98,5 +89,4 @@ SETUPS: Mapping[str, Setup] = {
     "Collective": Spectral(ls.Collective(), CLIP),
     "Schatten, p = 4": Spectral(ls.sharding.Schatten(4), CLIP),
     "Spectral start": Spectral(ls.Collective(), CLIP, published=False),
-    "This package's default": Default(),
 }

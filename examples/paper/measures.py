@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.capabilities import DrawsTerms
 from lightning_spectral.functional.figures.effective_rank import entropy_rank
 
 NUM_EXAMPLES = 2_000  # on which the training loss is measured
@@ -92,7 +91,7 @@ class Holders(ls.RoundCallback):
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         self.num_rounds += 1
-        for name, draws in opened.term_draws.items() if isinstance(opened, DrawsTerms) else ():
+        for name, draws in opened.term_draws.items():
             for group in draws.groups.values():
                 self.sums[name] = self.sums[name] + group.num_clients * group.inclusion_probs
 

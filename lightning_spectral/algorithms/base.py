@@ -4,21 +4,46 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from enum import Enum, auto
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.side import ClientSide
+from lightning_spectral.nn.cost.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
-from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, assign
-from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums import RunningMean
 
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "watched")
+
+
+class Moment(Enum):
+    """When an algorithm may have something to say to the user: asked of a round, or of a server half.
+
+    Attributes:
+        REMARK: A round, before the first one: sentences on what is no mistake.
+        BEFORE_TRAINING: A round, before the first one: warnings, each with its remedy.
+        AFTER_TRAINING: A half, after the first round, if clients trained in it: warnings, each with its remedy.
+        LARGE_UPDATES: A half, about rounds that move the weights too far: a remedy, in the imperative, without a full
+            stop.
+        FLAT_LOSSES: A half, about losses that do not fall: such a remedy, if its sub-models may be the cause.
+        UNUSED_LAYERS: A half, about layers that no client trains: such a remedy.
+    """
+
+    REMARK = auto()
+    BEFORE_TRAINING = auto()
+    AFTER_TRAINING = auto()
+    LARGE_UPDATES = auto()
+    FLAT_LOSSES = auto()
+    UNUSED_LAYERS = auto()
 
 
 class Round(ABC):
@@ -62,6 +87,31 @@ class Round(ABC):
         """Figures to log for the round, by name. By default none."""
         return {}
 
+    def advice(self, moment: Moment) -> Sequence[str]:
+        """What the user should know of the first round at a moment; by default nothing."""
+        return ()
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """Largest magnitude of what `add` computes from an upload and sums exactly, or a bound on it.
+
+        If it is too large for an exact sum, the client is left out even if the values it sent are small enough. By
+        default 0: only uploaded values are summed.
+        """
+        return 0.0
+
+    def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
+        """The change of the server's tensors, by name, that is expected of a unit before it trains; by default none."""
+        return {}
+
+    @property
+    def term_draws(self) -> Mapping[str, TermDraws]:
+        """How clients draw the singular terms of each sharded matrix, by its dotted name; by default none are."""
+        return {}
+
+    def visited_terms(self) -> Mapping[str, Tensor]:
+        """Which terms of each of these matrices some client held, among those added so far: shape ``(N,)``, bool."""
+        return {}
+
 
 class ServerHalf(ABC):
     """An algorithm bound to the server's module for one fit: all that follows from the module is computed once.
@@ -96,6 +146,17 @@ class ServerHalf(ABC):
     def device_half(self) -> ClientSide:
         """The other half, which is sent once to each device."""
 
+    def initialize(self, workers: SharesWork) -> str:
+        """Change the initial weights, once, before the first round of a run that is not resumed. By default not.
+
+        Args:
+            workers: The processes of the run. All of them call this, and must end up with the same weights.
+
+        Returns:
+            What the user should know of it, one sentence a line; empty if there is nothing to say.
+        """
+        return ""
+
     @abstractmethod
     def open(self, cohort: Cohort) -> Round:
         """Open a round: prepare it from the server's weights for the clients that take part."""
@@ -107,6 +168,25 @@ class ServerHalf(ABC):
         need no gradient.
         """
         return frozen_parameters(self.server)
+
+    @property
+    def moving_tensors(self) -> Collection[str]:
+        """Names of those of the `frozen_tensors` that change, and travel, in every round; by default none do."""
+        return ()
+
+    @property
+    def averages_may_rest(self) -> bool:
+        """Whether clients may leave BatchNorm's running averages as they are, without a warning; by default not."""
+        return False
+
+    @property
+    def cost_besides(self) -> Cost:
+        """What each client's work costs besides its model; by default nothing."""
+        return Cost()
+
+    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+        """What the user should hear of this algorithm at a moment, perhaps after a round; by default nothing."""
+        return ()
 
     def settle(self) -> None:
         """Update the server's module from the state, before the first round and after each server step.
@@ -126,7 +206,7 @@ class Algorithm(ABC):
     Attributes:
         updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
             changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
-        updates_are_expected: Whether its rounds satisfy `ExpectsUpdates`.
+        updates_are_expected: Whether its rounds define `Round.expected_update`.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
         counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
@@ -148,6 +228,18 @@ class Algorithm(ABC):
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. By default it can train any module."""
+        return None
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Raise ``ValueError`` if clients cannot train with one of the user's optimizers; warn if they train worse."""
+        return None
+
+    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` if the server cannot step with ``optimizer``."""
+        return None
+
+    def check_average_estimation(self) -> None:
+        """Raise ``ValueError`` if the server's running averages are not those of the whole model, which may be set."""
         return None
 
     def new_state(self, server: nn.Module, seed: int) -> nn.Module | None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.capabilities import CutsInto, HasCapacities, MovesFrozenTensors, PlansAhead
+from lightning_spectral.algorithms.capabilities import CutsInto, HasCapacities, PlansAhead
 from lightning_spectral.algorithms.turn_costs import turn_costs
 from lightning_spectral.client.local_optimizer import check_optimizer, untrained_parameters
 from lightning_spectral.client.training_checks import foreign_parameters
@@ -85,7 +85,7 @@ class Counted:
                 warnings.simplefilter("ignore", SpectralWarning)
                 choice.check(self.module)
             half = choice.bind(self.module, self._state(choice), untrained=self.untrained)
-            moving = half.moving_tensors if isinstance(half, MovesFrozenTensors) else ()
+            moving = half.moving_tensors
             first = turn_costs(half, keep_ratios, example, 0, moving, self.optimizer)
             second = first if half.rounds_are_alike else turn_costs(half, keep_ratios, None, 1, moving)
         return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}

@@ -8,7 +8,6 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import ServerHalf
-from lightning_spectral.algorithms.capabilities import CostsBesides
 from lightning_spectral.algorithms.step_memory import step_memory, widest_step
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import LocalOptimizer, options_of
@@ -36,7 +35,7 @@ def turn_costs(
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
     opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
     side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
-    besides = half.cost_besides if isinstance(half, CostsBesides) else Cost()
+    besides = half.cost_besides
     costs = []
     names = {id(parameter): name for name, parameter in half.server.named_parameters()}
     forms = Forms(half.server, side.take_form, () if optimizer is None else (optimizer,))

@@ -6,7 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from lightning_spectral.algorithms.capabilities import Narrows, SavesPeftAdapters
+from lightning_spectral.algorithms.lora.peft_export import save_adapter
+from lightning_spectral.algorithms.width.config import narrowed
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.module import FederatedModule
 
@@ -43,10 +44,7 @@ def save_peft_adapter(model: FederatedModule, folder: str | PathLike[str], submo
         (2, 8.0, True, 'hidden\\.0|head')
     """
     check_is("model", model, FederatedModule)
-    algorithm = model.algorithm
-    if not isinstance(algorithm, SavesPeftAdapters):
-        raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm).__name__}.")
-    algorithm.save_peft_adapter(model.module, model.state, Path(folder), submodule)
+    save_adapter(model.algorithm, model.module, model.state, Path(folder), submodule)
 
 
 def narrow_model(model: FederatedModule, width: float) -> Any:
@@ -78,10 +76,4 @@ def narrow_model(model: FederatedModule, width: float) -> Any:
         Linear(in_features=2, out_features=3, bias=True)
     """
     check_is("model", model, FederatedModule)
-    algorithm = model.algorithm
-    if not isinstance(algorithm, Narrows):
-        raise ValueError(
-            f"Only a federation with WidthSharding trains models by width, got {type(algorithm).__name__}; train "
-            "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
-        )
-    return algorithm.narrow(model.module, model.state, width)
+    return narrowed(model.algorithm, model.module, model.state, width)

@@ -9,8 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 import torch
 from torch import nn
 
-from lightning_spectral.algorithms.base import Round, ServerHalf
-from lightning_spectral.algorithms.capabilities import RemediesUnusedLayers, Warns, WarnsAfterwards
+from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.client.training_checks import WATCHED_ROUNDS
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
@@ -88,8 +87,8 @@ class FirstRounds:
 
     def begin(self, opened: Round, round_idx: int) -> None:
         """Pass on what the algorithm finds wrong with its first round, before any client trains."""
-        if self._warns and round_idx == 0 and isinstance(opened, Warns):
-            for message in opened.warnings():
+        if self._warns and round_idx == 0:
+            for message in opened.advice(Moment.BEFORE_TRAINING):
                 _warn(round_idx, message)
 
     def end(self, half: ServerHalf, summary: RoundSummary) -> None:
@@ -101,8 +100,8 @@ class FirstRounds:
         """
         server = half.server
         has_trained = any(client.num_steps for client in summary.averaged)
-        if self._warns and summary.round_idx == 0 and has_trained and isinstance(half, WarnsAfterwards):
-            for message in half.warnings_after(summary):
+        if self._warns and summary.round_idx == 0 and has_trained:
+            for message in half.advice(Moment.AFTER_TRAINING, summary):
                 _warn(summary.round_idx, message)
         if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
             self._look_at_update(half, summary.round_idx)
@@ -120,8 +119,7 @@ class FirstRounds:
             _warn(summary.round_idx, _put_back(names))
         if summary.round_idx < WATCHED_ROUNDS:
             self._unreached.note(summary.clients)
-            if isinstance(half, RemediesUnusedLayers):
-                self._unreached.remedy = half.remedy_for_unused_layers
+            self._unreached.remedy = ", or ".join(half.advice(Moment.UNUSED_LAYERS))
             self._last_watched = summary.round_idx
             if summary.round_idx == WATCHED_ROUNDS - 1:
                 self._say_what_is_unreached()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
-from lightning_spectral.algorithms.base import ServerHalf
-from lightning_spectral.algorithms.capabilities import RemediesFlatLosses, RemediesLargeUpdates
+from lightning_spectral.algorithms.base import Moment, ServerHalf
 
 ROUNDS_OF_EXPLOSIONS = 20
 LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
@@ -46,7 +45,7 @@ class Losses:
         return self._plateau(half) if self.is_over else ""
 
     def _plateau(self, half: ServerHalf) -> str:
-        remedy = half.remedy_for_flat_losses if isinstance(half, RemediesFlatLosses) else ""
+        remedy = ", or ".join(half.advice(Moment.FLAT_LOSSES))
         first, early, late = next(iter(self._losses.values()), math.nan), self._mean(EARLY), self._mean(LATE)
         if not remedy or not stays_flat(first, early, late):
             return ""
@@ -98,8 +97,8 @@ def smaller_updates(half: ServerHalf) -> str:
         >>> smaller_updates(FedAvg().bind(nn.Linear(1, 1)))
         'Lower the learning rate, or clip gradients with `local_hooks=[GradientClip(...)]`'
     """
-    own = half.remedy_for_large_updates if isinstance(half, RemediesLargeUpdates) else ""
-    return f"Lower the learning rate, {CLIP}, or {own}" if own else f"Lower the learning rate, or {CLIP}"
+    *first, last = ["Lower the learning rate", CLIP, *half.advice(Moment.LARGE_UPDATES)]
+    return f"{', '.join(first)}, or {last}"
 
 
 def _explosion(loss: float, first_round: int, first: float, remedies: str) -> str:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from lightning_spectral.algorithms.base import Round
-from lightning_spectral.algorithms.capabilities import BoundsSummands, ExpectsUpdates
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
@@ -72,7 +71,6 @@ class OpenRound:
             self.opened: Round = run.half.open(self.cohort)
             limits = run.half.buffers.limits
             self.extremes = Extremes(select_tensors(run.server, limits), limits)
-            self._bounds = self.opened if isinstance(self.opened, BoundsSummands) else None  # a slow check: only once
             tasks = {unit: self._simulated_task(unit) for unit in self.units}
             self.simulated = run.simulation.outcomes(round_idx, tasks)
 
@@ -120,17 +118,13 @@ class OpenRound:
         if self.run.half.buffers.limits:
             self.extremes.add(upload.tensors, self.opened.positions(receipt))
 
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """The largest value that an upload adds to sums of something else than its own tensors; 0 if there are none."""
-        return 0.0 if self._bounds is None else self._bounds.largest_summand(receipt, upload)
-
     def update_norm(self, receipt: Receipt, download: Download | None, upload: Upload) -> float:
         """Norm of one unit's update if this run's sampler or its bound uses it, NaN otherwise."""
         is_used = self.run.update_bound is not None or self.run.figure in ("update", "stale update")
         if download is None or not is_used:
             return math.nan
         expected = None
-        if self.run.figure == "stale update" and isinstance(self.opened, ExpectsUpdates):
+        if self.run.figure == "stale update":
             expected = self.opened.expected_update(upload.unit)
         sent, returned = self.averaged(receipt, download), self.averaged(receipt, upload)
         return update_norm(sent.tensors, returned.tensors, expected)

@@ -108,7 +108,7 @@ class Turn:
             return "not_finite", _too_large(averaged)
         if names := self.round.extremes.not_numbers(upload.tensors):
             return "not_finite", f"NaN in {', '.join(names)}"
-        if not can_be_summed(largest := self.round.largest_summand(self._receipt, averaged)):
+        if not can_be_summed(largest := self.round.opened.largest_summand(self._receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         bound = self.round.run.update_bound
         if bound is not None and self.download is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
@@ -56,8 +55,7 @@ class Trial:
             base = self._load(saved)
         self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
         if saved is None:
-            if isinstance(self.half, Initializes):
-                self.half.initialize(Alone())
+            self.half.initialize(Alone())
             self.half.settle()
         self.template = SGD([p for p in self.server.parameters() if p.requires_grad], lr=case.lr)
         own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]

@@ -11,7 +11,6 @@ from torch import Tensor
 from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.capabilities import Initializes
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
@@ -116,8 +115,7 @@ def test_a_round_without_lightning_is_that_of_a_trainer(
 ) -> None:
     fitted = fit(seeded(lit_mlp), uneven, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
     server = seeded(lit_mlp)
-    if isinstance(half := algorithm.bind(server), Initializes):
-        half.initialize(Alone())
+    algorithm.bind(server).initialize(Alone())
     weights, _ = played(algorithm, executor, server, uneven, rounds=1)
     assert same_state(weights, fitted.state)
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Moment
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
@@ -199,7 +200,7 @@ class TestSubModels:
         opened: Any = algorithm.bind(server).open(cohort)
         errors = opened.term_draws["net.2"].client_errors()
         assert errors[0.1] > 1 > errors[0.5]
-        (told,) = opened.warnings()
+        (told,) = opened.advice(Moment.BEFORE_TRAINING)
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
         assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation
 from lightning_spectral.algorithms.lora.checks import (
-    changes_base,
     check_holds,
     check_merges,
     check_peft_adapters,
@@ -24,7 +22,6 @@ from lightning_spectral.algorithms.lora.checks import (
     trained_parts,
     trained_whole,
 )
-from lightning_spectral.algorithms.lora.peft_export import save_adapter
 from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.lora.server import LoRAHalf
 from lightning_spectral.algorithms.lora.state import LoRAState, new_adapter
@@ -160,7 +157,7 @@ class LoRA(Algorithm):
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         layers, parts = self.adapted(server), trained_parts(self.aggregation)
         origins = [layer.origins[layer.parts[part]] for layer in layers for part in parts]
-        whole = self._trained_whole(server, layers)
+        whole = self.whole_of(server, layers)
         check_holds(template, server, [*dict.fromkeys(origins), *whole])
 
     def check_server_optimizer(self, optimizer: Optimizer) -> None:
@@ -198,17 +195,6 @@ class LoRA(Algorithm):
         chosen = frozenset(name for name in named if matches(name, self.train) or rule_of(name, self.buffers))
         return buffer_rules(server, self.buffers, decisions).only(chosen)
 
-    def _trained_whole(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
+    def whole_of(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:
+        """What clients train whole, by name."""
         return trained_whole(server, layers, self.train, self._buffer_rules(server))
-
-    def save_peft_adapter(self, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str) -> None:
-        assert isinstance(state, LoRAState), "made by `new_state`"
-        if changes_base(self.aggregation, self.merge_every):
-            what = "`merge_every`" if self.merge_every else type(self.aggregation).__name__
-            raise ValueError(
-                f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
-                "`state_dict`."
-            )
-        whole = self._trained_whole(server, state.layers)
-        alpha = ALPHA if self.alpha is None else self.alpha
-        save_adapter(server, state, whole, folder, submodule, r=self.max_rank, lora_alpha=alpha)

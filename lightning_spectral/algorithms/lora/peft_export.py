@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.lora.checks import changes_base
+from lightning_spectral.algorithms.lora.config import ALPHA, LoRA
 from lightning_spectral.algorithms.lora.state import LoRAState
 from lightning_spectral.extras import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
@@ -19,15 +22,25 @@ PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
 def save_adapter(
-    server: nn.Module, state: LoRAState, trained: Tensors, folder: Path, submodule: str, **config: float
+    algorithm: Algorithm, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str
 ) -> None:
     """Write an adapter on the part of a module that PEFT is to adapt, with what was trained whole beside it.
 
     Raises:
-        ValueError: If PEFT has made the adapters, or something that is trained is not part of ``submodule`` or cannot
-            be named in PEFT's configuration.
+        ValueError: If there is no adapter; if PEFT has made it; if the aggregation changes the base; or if something
+            that is trained is not part of ``submodule`` or cannot be named in PEFT's configuration.
     """
+    if not (isinstance(algorithm, LoRA) and isinstance(state, LoRAState)):
+        raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm).__name__}.")
+    if changes_base(algorithm.aggregation, algorithm.merge_every):
+        what = "`merge_every`" if algorithm.merge_every else type(algorithm.aggregation).__name__
+        raise ValueError(
+            f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
+            "`state_dict`."
+        )
     layers = state.layers
+    trained = algorithm.whole_of(server, layers)
+    alpha = ALPHA if algorithm.alpha is None else algorithm.alpha
     if any(layer.brings_factors for layer in layers):
         raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
     names = dict(_inside(submodule, [layer.name for layer in layers]))
@@ -36,7 +49,8 @@ def save_adapter(
     for layer, adapter in state.pairs:
         for part in ("A", "B"):
             tensors[f"{names[layer.name]}.lora_{part}.weight"] = adapter.get_parameter(part)
-    _write(folder, {**config, **_config(layers, list(names.values()), whole)}, tensors)
+    config = {"r": algorithm.max_rank, "lora_alpha": alpha, **_config(layers, list(names.values()), whole)}
+    _write(folder, config, tensors)
 
 
 def _inside(submodule: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:

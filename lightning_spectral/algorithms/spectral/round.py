@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.base import Moment, Round
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
@@ -162,9 +162,10 @@ class SpectralRound(Round):
     def visited_terms(self) -> Mapping[str, Tensor]:
         return {name: layer.mean.visited for name, layer in self.layers.items()}
 
-    def warnings(self) -> Sequence[str]:
-        dtypes = {name: layer.mean.u.dtype for name, layer in self.layers.items()}
-        return [*noisy_sub_models(self.term_draws, self._starts_random), *empty_terms(self.term_draws, dtypes)]
-
-    def remarks(self) -> Sequence[str]:
-        return equal_sub_models(self.term_draws)
+    def advice(self, moment: Moment) -> Sequence[str]:
+        if moment is Moment.REMARK:
+            return equal_sub_models(self.term_draws)
+        if moment is Moment.BEFORE_TRAINING:
+            dtypes = {name: layer.mean.u.dtype for name, layer in self.layers.items()}
+            return [*noisy_sub_models(self.term_draws, self._starts_random), *empty_terms(self.term_draws, dtypes)]
+        return ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.base import Moment, ServerHalf
 from lightning_spectral.algorithms.spectral.device import SpectralSide
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule, naming_layer
 from lightning_spectral.algorithms.spectral.round import LayerRound, Sampling, SpectralRound
@@ -16,6 +16,7 @@ from lightning_spectral.functional.factors import singular_terms
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import untraced_ends
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.records import RoundSummary
 
 
 class SpectralHalf(ServerHalf):
@@ -79,21 +80,15 @@ class SpectralHalf(ServerHalf):
         with naming_layer(name):
             return self.sampling.open(self.plan.blocks[name], terms, cohort, started=name in self.started)
 
-    @property
-    def remedy_for_large_updates(self) -> str:
-        bounded = self.device_half.clip_weight_lr <= 1
-        return "" if bounded else "bound the steps along large terms and multipliers with `clip_weight_lr=1`"
-
-    @property
-    def remedy_for_flat_losses(self) -> str:
-        """Given only after a spectral start: weights that were trained may have little left to learn."""
-        if not self.started:
-            return ""
-        remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
-        names = " ".join(self.plan.blocks)
-        found = next((word for word in ("attn", "attention", "Attention") if word in names), "")
-        return f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy
-
-    @property
-    def remedy_for_unused_layers(self) -> str:
-        return "keep them dense with `SpectralSharding(exclude=[...])`"
+    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+        """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""
+        if moment is Moment.UNUSED_LAYERS:
+            return ["keep them dense with `SpectralSharding(exclude=[...])`"]
+        if moment is Moment.LARGE_UPDATES and self.device_half.clip_weight_lr > 1:
+            return ["bound the steps along large terms and multipliers with `clip_weight_lr=1`"]
+        if moment is Moment.FLAT_LOSSES and self.started:
+            remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
+            names = " ".join(self.plan.blocks)
+            found = next((word for word in ("attn", "attention", "Attention") if word in names), "")
+            return [f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy]
+        return ()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
 from lightning_spectral.algorithms.width.averages import (
     WidthAverages,
@@ -124,7 +124,7 @@ class WidthSharding(ByKeepRatio):
             raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")
 
     def check(self, server: nn.Module) -> None:
-        plan = self._plan(server)
+        plan = self.plan_for(server)
         if not plan.groups:
             warn_of_uncut_module(server)
         if self.scaler and {*entries_of(self.keep_ratio)} != {1.0}:
@@ -136,17 +136,18 @@ class WidthSharding(ByKeepRatio):
         for keep_ratio in sorted({*entries_of(self.keep_ratio), *self.step_widths} - {1.0}):
             check_cut(server, plan, keep_ratio)
 
-    def _plan(self, server: nn.Module) -> WidthPlan:
+    def plan_for(self, server: nn.Module) -> WidthPlan:
+        """Which channels belong together, from the choice's own plan if it has one."""
         if self.plan is None:
             return width_plan(server, exclude=self.exclude)
         self.plan.check_module(server)
         return self.plan
 
     def cut_sizes(self, server: nn.Module) -> set[int]:
-        return {group.num_units for group in self._plan(server).groups}
+        return {group.num_units for group in self.plan_for(server).groups}
 
     def planned(self, server: nn.Module) -> WidthSharding:
-        return replace(self, plan=self._plan(server))
+        return replace(self, plan=self.plan_for(server))
 
     def _averages(self, server: nn.Module) -> tuple[str, ...]:
         return running_averages(server, self.buffers) if self.averages_per_width else ()
@@ -157,7 +158,7 @@ class WidthSharding(ByKeepRatio):
 
     def new_state(self, server: nn.Module, seed: int) -> WidthAverages | None:
         names, widths = self._averages(server), [width for width in self.step_widths if width < self.widest]
-        return WidthAverages(server, self._plan(server), names, widths) if names and widths else None
+        return WidthAverages(server, self.plan_for(server), names, widths) if names and widths else None
 
     def bind(
         self,
@@ -167,7 +168,7 @@ class WidthSharding(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> ServerHalf:
-        plan = self._plan(server)
+        plan = self.plan_for(server)
         return WidthHalf(
             server,
             state if isinstance(state, WidthAverages) else None,
@@ -183,17 +184,28 @@ class WidthSharding(ByKeepRatio):
     def check_average_estimation(self) -> None:
         check_estimation(self.averages_per_width, self.widest)
 
-    def narrow(self, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
-        keep_ratio = KEEP_RATIO("width", width)
-        check_narrow(self.channels, self.scaler)
-        averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}
-        if averages and keep_ratio < self.widest and keep_ratio not in averages:
-            raise ValueError(
-                f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
-                f"`step_widths={self.step_widths}` have some."
-            )
-        warn_of_untrained_channels(keep_ratio, self.widest)
-        small: nn.Module = copy_module(server)
-        cut_to(small, self._plan(server), keep_ratio)
-        load_tensors(small, averages.get(keep_ratio, {}))
-        return small
+
+def narrowed(algorithm: Algorithm, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
+    """A copy of the server's module at a smaller width, in (0, 1].
+
+    Raises:
+        ValueError: If the algorithm does not train models by width, or no model of this one.
+    """
+    if not isinstance(algorithm, WidthSharding):
+        raise ValueError(
+            f"Only a federation with WidthSharding trains models by width, got {type(algorithm).__name__}; train "
+            "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
+        )
+    keep_ratio = KEEP_RATIO("width", width)
+    check_narrow(algorithm.channels, algorithm.scaler)
+    averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}
+    if averages and keep_ratio < algorithm.widest and keep_ratio not in averages:
+        raise ValueError(
+            f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
+            f"`step_widths={algorithm.step_widths}` have some."
+        )
+    warn_of_untrained_channels(keep_ratio, algorithm.widest)
+    small: nn.Module = copy_module(server)
+    cut_to(small, algorithm.plan_for(server), keep_ratio)
+    load_tensors(small, averages.get(keep_ratio, {}))
+    return small

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_spectral.algorithms.base import Round, ServerHalf
+from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.zampling.checks import hardly_moved
 from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide, is_settled
@@ -76,9 +76,9 @@ class ZamplingHalf(ServerHalf):
         self.state.settle()
         load_tensors(self.server, self.state.network())
 
-    def warnings_after(self, summary: RoundSummary) -> Sequence[str]:
-        moved = summary.logged.get(MOVED)
-        return hardly_moved(moved.value, len(summary.averaged)) if moved else ()
+    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+        moved = summary.logged.get(MOVED) if summary and moment is Moment.AFTER_TRAINING else None
+        return hardly_moved(moved.value, len(summary.averaged)) if summary and moved else ()
 
 
 class ZamplingRound(Round):

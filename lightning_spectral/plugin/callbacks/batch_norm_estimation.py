@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_spectral.algorithms.capabilities import ChecksAverageEstimation
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.metrics import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, UserStep
@@ -83,8 +82,7 @@ class BatchNormEstimation(RoundCallback):
         members = as_host(pl_module, "BatchNormEstimation acts after rounds").members.values()
         check_estimated([member.module for member in members])
         for member in members:
-            if isinstance(member.algorithm, ChecksAverageEstimation):
-                member.algorithm.check_average_estimation()
+            member.algorithm.check_average_estimation()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx

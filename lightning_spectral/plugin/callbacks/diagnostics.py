@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.capabilities import DrawsTerms
+from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
 from lightning_spectral.arguments import Whole
 from lightning_spectral.functional.figures.discrepancy import (
@@ -53,19 +53,19 @@ class SpectralDiagnostics(RoundCallback):
         return round_idx % self.every_n_rounds == 0
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
-        if isinstance(opened, DrawsTerms) and opened.term_draws and self.is_due(trainer.current_epoch):
+        if opened.term_draws and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
 
-def layer_figures(opened: DrawsTerms) -> dict[str, dict[str, float]]:
+def layer_figures(opened: Round) -> dict[str, dict[str, float]]:
     """The figures of each sharded layer in one open round."""
     return {name: _layer_figures(layer) for name, layer in opened.term_draws.items()}
 
 
-def spectral_figures(opened: DrawsTerms, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
+def spectral_figures(opened: Round, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
     """The figures of one open round, by the names under which they are logged."""
     by_layer = layer_figures(opened) if by_layer is None else by_layer
     chosen = {name: _chosen_figures(layer) for name, layer in opened.term_draws.items()}

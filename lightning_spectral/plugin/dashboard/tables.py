@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.capabilities import DrawsTerms, HasHistograms
+from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.capabilities import HasHistograms
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.plugin.dashboard.drawings import spectra_drawing
 from lightning_spectral.plugin.dashboard.records import Cell, Histogram, Shown, Table, histogram, table
@@ -84,7 +85,7 @@ LayerFigures = Mapping[str, Mapping[str, float]]
 
 
 def algorithm_records(
-    opened: object, state: nn.Module | None, round_idx: int, figures: LayerFigures, draws: bool = False
+    opened: Round, state: nn.Module | None, round_idx: int, figures: LayerFigures, draws: bool = False
 ) -> list[Shown]:
     """All records of a finished round of one model, apart from its clients; none for a dense algorithm.
 
@@ -95,8 +96,8 @@ def algorithm_records(
         figures: Further figures of each layer, for the table.
         draws: Whether to draw the spectra as well.
     """
-    if isinstance(opened, DrawsTerms):
-        pictures = [spectra_drawing(opened.term_draws)] if draws and opened.term_draws else []
+    if opened.term_draws:
+        pictures = [spectra_drawing(opened.term_draws)] if draws else []
         return [*spectral_histograms(opened.term_draws), layer_table(opened, round_idx, figures), *pictures]
     shown: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
     return [histogram(name, values) for name, values in shown.items()]
@@ -111,7 +112,7 @@ def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[Histogram]:
             yield histogram(f"multipliers/{name}/{ratio:g}", plan.multipliers[plan.inclusion_probs > 0])
 
 
-def layer_table(opened: DrawsTerms, round_idx: int, figures: LayerFigures) -> Table:
+def layer_table(opened: Round, round_idx: int, figures: LayerFigures) -> Table:
     """One row per sharded layer, of a round whose clients were added, with further figures of each layer."""
     visited = opened.visited_terms()
     return table(

@@ -15,14 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import ServerHalf
-from lightning_spectral.algorithms.capabilities import (
-    ChecksOptimizers,
-    ChecksServerOptimizer,
-    Initializes,
-    MayRestAverages,
-    Remarks,
-)
+from lightning_spectral.algorithms.base import Moment, ServerHalf
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import (
     check_optimizer,
@@ -123,8 +116,7 @@ class Member:
         for template in templates:
             check_optimizer(template)
             check_own_parameters(template, module, module.configure_optimizers)
-            if isinstance(owner.algorithm, ChecksOptimizers):
-                owner.algorithm.check_optimizer(template, module)
+            owner.algorithm.check_optimizer(template, module)
         self.optimizers = [self._server_optimizer(templates), *templates]
         self._name_optimizers()
         return schedulers
@@ -139,8 +131,7 @@ class Member:
         server = (owner.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
-        if isinstance(owner.algorithm, ChecksServerOptimizer):
-            owner.algorithm.check_server_optimizer(server)
+        owner.algorithm.check_server_optimizer(server)
         return server
 
     def _name_optimizers(self) -> None:
@@ -160,15 +151,15 @@ class Member:
             self.frozen_base = FrozenBase()
             self._initialize(half)
         self.decisions = half.decisions
-        may_rest = isinstance(half, MayRestAverages) and half.averages_may_rest
+        may_rest = half.averages_may_rest or runtime.averages_are_set
         unreached = self._unreached if resumed else None
-        self.first_rounds = FirstRounds(runtime.processes.rank == 0, unreached, may_rest or runtime.averages_are_set)
+        self.first_rounds = FirstRounds(runtime.processes.rank == 0, unreached, may_rest)
         owner.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         self._engine = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
 
     def _initialize(self, half: ServerHalf) -> None:
         with suspecting_weights(self.owner.module, 0):
-            done = half.initialize(self.runtime.processes) if isinstance(half, Initializes) else ""
+            done = half.initialize(self.runtime.processes)
         half.settle()
         self._say(done.splitlines())
 
@@ -231,8 +222,8 @@ class Member:
             check_still_own(template, self.owner.module)
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(opened.opened, round_idx)
-        if round_idx == 0 and isinstance(opened.opened, Remarks):
-            self._say(opened.opened.remarks())
+        if round_idx == 0:
+            self._say(opened.opened.advice(Moment.REMARK))
         return opened
 
     def apply_round(self) -> RoundSummary:

@@ -7,16 +7,15 @@ a torch optimizer, so Lightning runs its steps, counts them and saves its state.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.arguments import Number, check_fields
-from lightning_spectral.server.adaptive import ServerAdagrad, ServerAdam, ServerYogi
-from lightning_spectral.server.bounded_momentum import BoundedMomentumSGD
 
 POSITIVE = Number(above=0)
 DECAY = Number(at_least=0, below=1, hint="it is the share of the past that a moment keeps")
@@ -228,3 +227,143 @@ class FedYogi(_TwoMoments):
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Create the optimizer of the server's parameters."""
         return ServerYogi(parameters, self.lr, self.betas, self.tau)
+
+
+class BoundedMomentumSGD(Optimizer):
+    """The step of `BoundedMomentum`, with norms and the cosine over the parameters of all groups.
+
+    The first step, and all of them with momentum 0, is plain averaging, to the last bit.
+
+    Args:
+        params: The server's parameters.
+        lr: Learning rate eta; that of a group acts on its own part of the step.
+        momentum: The share beta of the past that is kept.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the server's parameters at the end of a round."""
+        loss = closure() if closure is not None else None
+        moved = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if moved:
+            changes = [change for _, change, _ in moved]
+            agreement = self._agreement(moved)
+            directions = [self._direction(p, change, group["momentum"]) for p, change, group in moved]
+            # Of the first change and its direction, which are equal, this is exactly 1; 0 / 0 is a round of no change.
+            factor = ((1 + agreement.clamp(max=0.0)) * _norm(changes) / _norm(directions)).nan_to_num(nan=1.0)
+            rates = [group["lr"] * factor for *_, group in moved]
+            torch._foreach_sub_([p for p, *_ in moved], list(map(torch.mul, directions, rates)))
+        return loss
+
+    def _agreement(self, moved: Sequence[tuple[Tensor, Tensor, dict[str, float]]]) -> Tensor:
+        """The cosine of the angle between the changes and the past; 0 if there is none."""
+        pasts = {p: state["momentum_buffer"] for p, *_ in moved if "momentum_buffer" in (state := self.state[p])}
+        if not pasts:
+            return moved[0][1].new_zeros((), dtype=torch.float64)
+        changes = [change for p, change, _ in moved if p in pasts]
+        products = [(change.double() * past).sum() for change, past in zip(changes, pasts.values(), strict=True)]
+        return (torch.stack(products).sum() / (_norm(changes) * _norm(list(pasts.values())))).nan_to_num(nan=0.0)
+
+    def _direction(self, parameter: Tensor, change: Tensor, momentum: float) -> Tensor:
+        """Minus the direction d of one parameter, whose past is updated."""
+        state = self.state[parameter]
+        if momentum == 0.0:
+            return change
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = change.clone()
+            return change
+        past: Tensor = state["momentum_buffer"].mul_(momentum).add_(change)
+        return change + momentum * past
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of all entries together; in float64, in which no entry of a change overflows when it is squared."""
+    whole: Tensor = torch.stack([tensor.double().norm() for tensor in tensors]).norm()
+    return whole
+
+
+class AdaptiveServerOptimizer(Optimizer, ABC):
+    r"""Algorithm 2 of Reddi et al. (2021); subclasses define the second moment.
+
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t , \qquad
+        x_{t+1} = x_t + \eta\, m_t / (\sqrt{v_t} + \tau)
+
+    with :math:`m_{-1} = 0` and :math:`v_{-1} = \tau^2`; the pseudo-gradient is :math:`-\Delta_t`. Unlike
+    `torch.optim.Adam` it does not correct bias, and unlike `torch.optim.Adagrad` it has a first moment.
+
+    Args:
+        params: The server's parameters.
+        lr: Server learning rate eta.
+        betas: Decay of the first and of the second moment.
+        tau: Degree of adaptivity, in units of a parameter's change per round.
+    """
+
+    def __init__(self, params: Iterable[Tensor], lr: float, betas: tuple[float, float], tau: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "tau": tau})
+
+    @staticmethod
+    @abstractmethod
+    def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
+        """Update second moments in place with the squares of the pseudo-gradients; both lists may be overwritten."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the server's parameters at the end of a round."""
+        loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                self._step_group(parameters, group)
+        return loss
+
+    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        states = [self._state_of(p, group["tau"]) for p in parameters]
+        first, second = [s["first_moment"] for s in states], [s["second_moment"] for s in states]
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(first, beta1)
+        torch._foreach_add_(first, gradients, alpha=1 - beta1)
+        self.accumulate(second, list(torch._foreach_mul(gradients, gradients)), beta2)
+        roots = torch._foreach_sqrt(second)
+        torch._foreach_add_(roots, group["tau"])
+        torch._foreach_addcdiv_(parameters, first, roots, value=-group["lr"])
+
+    def _state_of(self, parameter: Tensor, tau: float) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["first_moment"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["second_moment"] = torch.full_like(parameter, tau**2, memory_format=torch.preserve_format)
+        return state
+
+
+class ServerAdagrad(AdaptiveServerOptimizer):
+    """The step of `FedAdagrad`; the second of ``betas`` is ignored."""
+
+    @staticmethod
+    def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
+        """Add the squares to the second moments."""
+        torch._foreach_add_(second, squares)
+
+
+class ServerAdam(AdaptiveServerOptimizer):
+    """The step of `FedAdam`."""
+
+    @staticmethod
+    def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
+        """Update the moving average of the squares."""
+        torch._foreach_mul_(second, beta)
+        torch._foreach_add_(second, squares, alpha=1 - beta)
+
+
+class ServerYogi(AdaptiveServerOptimizer):
+    """The step of `FedYogi`."""
+
+    @staticmethod
+    def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
+        """Move each second moment towards its square, by a share of that square."""
+        signs = torch._foreach_sub(second, squares)
+        torch._foreach_sign_(signs)
+        torch._foreach_addcmul_(second, squares, signs, value=beta - 1)

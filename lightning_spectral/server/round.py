@@ -17,10 +17,9 @@ from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.broken_weights import check_weights, suspecting_weights
+from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import clients_by_reason
-from lightning_spectral.server.losses import smaller_updates
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import raise_everywhere
 from lightning_spectral.server.run import Run, SubModelSize

@@ -11,7 +11,7 @@ from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
 from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.broken_weights import check_weights
+from lightning_spectral.server.advice import check_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import OpenRound, address, client_error, named
 from lightning_spectral.sums.exact_sum import can_be_summed

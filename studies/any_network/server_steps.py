@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_spectral.server.bounded_momentum import BoundedMomentumSGD
-from lightning_spectral.server.optimizers import FedOptimizer
+from lightning_spectral.server.optimizers import BoundedMomentumSGD, FedOptimizer
 
 
 class ExponentialMeanSGD(torch.optim.Optimizer):

@@ -19,8 +19,7 @@ from lightning_spectral.algorithms.base import Moment
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.first_rounds import FirstRounds, relative_updates
-from lightning_spectral.server.losses import smaller_updates
+from lightning_spectral.server.advice import FirstRounds, relative_updates, smaller_updates
 
 
 class LitPushed(pl.LightningModule):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.server.losses import Losses
+from lightning_spectral.server.advice import Losses
 
 
 class LitFlat(pl.LightningModule):

@@ -23,8 +23,8 @@ from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.processes import deal
 from lightning_spectral.server.round import client_error
-from lightning_spectral.server.scheduling import deal
 
 
 class ClientEvaluation(RoundCallback):

@@ -14,8 +14,8 @@ from lightning_spectral.plugin.host import Share
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server import scheduling
 from lightning_spectral.server.measuring import measure_figures
+from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.sampled_cohorts import SampledCohorts
 from lightning_spectral.sums.exact_sum import MOST_TERMS
 
@@ -130,7 +130,7 @@ class Cohorts:
         """The units that this process takes of those of a round."""
         processes = self._runtime.processes
         work = self._work(units) if processes.size > 1 else []
-        return Share(round_idx, scheduling.shares(units, work, processes.size), processes.rank)
+        return Share(round_idx, shares(units, work, processes.size), processes.rank)
 
     def _work(self, units: Sequence[WorkUnit]) -> list[float]:
         """Predicted time of each unit's turn; with several models, it takes their sizes into account."""
@@ -139,5 +139,5 @@ class Cohorts:
 
     def _work_of(self, member: Member, unit: WorkUnit) -> float:
         clients = member.engine.run.clients
-        work = scheduling.predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
+        work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
         return work if len(self._members) == 1 else work * sum(p.numel() for p in member.owner.module.parameters())

@@ -33,9 +33,8 @@ from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Options, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
-from lightning_spectral.server.broken_weights import suspecting_weights
+from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.engine import Engine
-from lightning_spectral.server.first_rounds import FirstRounds
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run

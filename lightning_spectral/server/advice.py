@@ -1,20 +1,21 @@
-"""What the first rounds show of mistakes: large updates, and layers that no client's gradient reaches."""
+"""What a run tells its user: what the first rounds and losses show of mistakes, and weights that are not finite."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
 
 import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.client.training_checks import WATCHED_ROUNDS
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
-from lightning_spectral.server.losses import Losses, smaller_updates
 from lightning_spectral.server.metrics import mean_loss
 
 
@@ -225,3 +226,166 @@ def _huge_update(ratio: float, name: str, remedies: str) -> str:
 
 def _warn(round_idx: int, what: str) -> None:
     warnings.warn(f"Round {round_idx}: {what}", SpectralWarning, stacklevel=4)
+
+
+ROUNDS_OF_EXPLOSIONS = 20
+LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
+LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
+EARLY, LATE = range(5, 10), range(25, 30)  # rounds whose mean losses are compared
+FLAT = 0.9  # of the early loss
+HALF = 0.5  # of the first loss: below it a run has learned, and may have converged
+CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
+
+
+class Losses:
+    """Watches the losses of the first rounds of one fit; warns at most once.
+
+    Attributes:
+        is_over: Whether nothing more is to be noted.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._losses: dict[int, float] = {}  # the finite ones by round
+
+    def note(self, half: ServerHalf, loss: float, round_idx: int) -> str:
+        """Record a round, and return a warning for the user; mostly empty.
+
+        Args:
+            half: The server's half, which knows the remedies of its algorithm.
+            loss: The mean training loss; NaN if nobody trained.
+            round_idx: The index of the round.
+        """
+        if round_idx < LATE.stop and math.isfinite(loss):
+            self._losses[round_idx] = loss
+            begin, first = next(iter(self._losses.items()))
+            if round_idx < ROUNDS_OF_EXPLOSIONS and has_exploded(loss, first):
+                self.is_over = True
+                return _explosion(loss, begin, first, smaller_updates(half))
+        self.is_over = round_idx >= LATE[-1]
+        return self._plateau(half) if self.is_over else ""
+
+    def _plateau(self, half: ServerHalf) -> str:
+        remedy = ", or ".join(half.advice(Moment.FLAT_LOSSES))
+        first, early, late = next(iter(self._losses.values()), math.nan), self._mean(EARLY), self._mean(LATE)
+        if not remedy or not stays_flat(first, early, late):
+            return ""
+        return (
+            f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {late:.3g} now, {early:.3g} "
+            f"then. If the validation metrics do not improve either, {remedy}."
+        )
+
+    def _mean(self, rounds: range) -> float:
+        """The mean loss of some rounds; NaN if nobody trained in any of them."""
+        found = [self._losses[round_idx] for round_idx in rounds if round_idx in self._losses]
+        return fmean(found) if found else math.nan
+
+
+def has_exploded(loss: float, first: float) -> bool:
+    """Whether a loss is finite and far above the first one; never true if the first was negative or nearly zero.
+
+    Example:
+        >>> has_exploded(9.0, 2.0), has_exploded(5.0, 2.0), has_exploded(5.0, -2.0), has_exploded(float("nan"), 2.0)
+        (True, False, False, False)
+    """
+    return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
+
+
+def stays_flat(first: float, early: float, late: float) -> bool:
+    """Whether losses have hardly fallen since the first few rounds; never true if one of them is unknown.
+
+    The first few rounds do not count: in them clients learn to predict their few labels, even if the network learns
+    nothing else.
+
+    Args:
+        first: Loss of the first round.
+        early: Mean of a few rounds soon after; NaN for none, as in a run that was resumed later.
+        late: Mean of a few rounds at the end.
+
+    Example:
+        >>> stays_flat(2.3, 2.3, 2.3), stays_flat(2.3, 0.4, 0.4), stays_flat(2.3, float("nan"), 2.3)
+        (True, False, False)
+    """
+    return first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
+
+
+def smaller_updates(half: ServerHalf) -> str:
+    """What the user can do about updates that are too large, as a sentence without its full stop.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_spectral.algorithms import FedAvg
+        >>> smaller_updates(FedAvg().bind(nn.Linear(1, 1)))
+        'Lower the learning rate, or clip gradients with `local_hooks=[GradientClip(...)]`'
+    """
+    *first, last = ["Lower the learning rate", CLIP, *half.advice(Moment.LARGE_UPDATES)]
+    return f"{', '.join(first)}, or {last}"
+
+
+def _explosion(loss: float, first_round: int, first: float, remedies: str) -> str:
+    return (
+        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). "
+        f"{remedies}. Where rounds have few clients whose data differ much, look at the validation loss first."
+    )
+
+
+_NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
+
+
+def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = None) -> None:
+    """Raise an error if the server's weights are not finite.
+
+    This reads every weight, so it is called only after something else has gone wrong. Buffers are not checked:
+    attention masks and running limits are infinite by design.
+
+    Args:
+        server: The server's module.
+        round_idx: The round that trains from these weights, from 0.
+        cause: What went wrong.
+
+    Raises:
+        RoundError: If a parameter holds a NaN, or a trainable one an infinite value. All processes raise it, since they
+            have the same weights.
+    """
+    if broken := [name for name, parameter in server.named_parameters() if _is_broken(parameter)]:
+        raise RoundError(
+            f"Round {round_idx}: the server's weights were not finite before it began: {_listed(broken)} had a NaN or "
+            f"an infinite value, so no client can train from them. {_suspects(round_idx)}"
+        ) from cause
+
+
+@contextmanager
+def suspecting_weights(server: nn.Module, round_idx: int) -> Iterator[None]:
+    """If the block fails, raise the error of `check_weights`, or the block's own error if the weights are finite."""
+    try:
+        yield
+    except Exception as error:
+        check_weights(server, round_idx, error)
+        raise
+
+
+def _is_broken(parameter: nn.Parameter) -> bool:
+    """Whether training from a parameter is impossible; a frozen one may be a mask, which is infinite on purpose."""
+    wrong = ~torch.isfinite(parameter) if parameter.requires_grad else torch.isnan(parameter)
+    return bool(wrong.any())
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names in quotes, and the number of the remaining ones.
+
+    Example:
+        >>> _listed(["a", "b"]), _listed(["a", "b", "c", "d", "e"])
+        ("'a', 'b'", "'a', 'b', 'c' and 2 more")
+    """
+    more = len(names) - _NAMED
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+
+
+def _suspects(round_idx: int) -> str:
+    if round_idx == 0:
+        return "These are the initial weights: look at how your module sets them, and at the checkpoint they come from."
+    return (
+        "Updates of clients are averaged only if they are finite, so most likely the run diverged and the server "
+        "optimizer's step did it: lower its learning rate and the clients', and resume from an earlier checkpoint. Or "
+        "look for a hook or callback that changes weights between rounds."
+    )

@@ -661,9 +661,9 @@ def zampling_cases() -> dict[str, Case]:
                 "Zampling/coordinated": lambda: ls.Zampling(3, degree=4, coordinated=True),
                 "Zampling/downlink bits": lambda: ls.Zampling(4, degree=3, downlink_bits=4),
                 "Zampling/not sampled, smoothed": lambda: ls.Zampling(
-                    4, degree=3, sampled=False, smoothing=1.0, weigh_clients=True, init="paper"
+                    4, degree=3, sampled=False, smoothing=1.0, init="paper"
                 ),
-                "Zampling/settled bits skipped": lambda: ls.Zampling(4, degree=3, skip_settled=True, gain=1.5),
+                "Zampling/gain": lambda: ls.Zampling(4, degree=3, gain=1.5),
                 "Zampling/no memory, normal scores": lambda: ls.Zampling(4, degree=3, memory=0, normal_scores=True),
             }
         ),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lightning_spectral.partition.by_class import CountLaw, draw_slot_classes
+from lightning_spectral.partition.dirichlet import CountLaw, draw_slot_classes
 
 CLIENT_SIZES = np.array([4, 3])  # seven of ten examples, so that classes run out nearly always
 Moments = tuple[np.ndarray, np.ndarray]

@@ -44,10 +44,10 @@ from lightning_spectral.functional.sampling.inclusion import (
     collective_inclusion_probs,
     collective_multipliers,
     proportional_inclusion_probs,
+    schatten_inclusion_probs,
     top_inclusion_probs,
 )
 from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
-from lightning_spectral.functional.sampling.schatten import schatten_inclusion_probs
 from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.partition.base import Partitioner
-from lightning_spectral.partition.by_class import Ints, deal_by_class
-from lightning_spectral.partition.dirichlet import Floats, class_concentration, draw_dirichlet_counts
+from lightning_spectral.partition.dirichlet import (
+    Floats,
+    Ints,
+    class_concentration,
+    deal_by_class,
+    draw_dirichlet_counts,
+)
 from lightning_spectral.partition.partition import Partition
 
 __all__ = ["PachinkoPartitioner", "TwoStages", "two_stages"]

@@ -73,7 +73,7 @@ class Processes:
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace float64 tensors by their sums over processes, in place; the same everywhere if sums are exact."""
+        """Replace int64 tensors by their sums over processes, in place."""
         if self.size == 1:
             return
         for bucket in _buckets(tensors):

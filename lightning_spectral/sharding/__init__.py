@@ -3,8 +3,7 @@
 from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels, RandomChannels, RollingChannels
 from lightning_spectral.sharding.collective import Collective, EffectiveCohort
-from lightning_spectral.sharding.one_client import Scaled, Schatten, TopN, Unbiased
-from lightning_spectral.sharding.prism import PriSM
+from lightning_spectral.sharding.one_client import PriSM, Scaled, Schatten, TopN, Unbiased
 
 __all__ = [
     "ChannelChoice",

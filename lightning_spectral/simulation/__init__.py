@@ -1,8 +1,13 @@
 """Simulated dropout and device speed: which clients of a round report back, and when."""
 
 from lightning_spectral.simulation.clock import DeviceProfile, SimulatedTask, VirtualClock
-from lightning_spectral.simulation.dropout import ClientDropout
-from lightning_spectral.simulation.outcomes import Conditions, SimulatedOutcome, SimulatedRound, Simulation
+from lightning_spectral.simulation.outcomes import (
+    ClientDropout,
+    Conditions,
+    SimulatedOutcome,
+    SimulatedRound,
+    Simulation,
+)
 
 __all__ = [
     "ClientDropout",

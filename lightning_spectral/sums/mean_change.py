@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums.change_blocks import Block, ChangeBlocks, put_differences, rows_in_a_block
-from lightning_spectral.sums.exact_sum import ExactSum, Weights, cut, largest_magnitudes, unit_for
+from lightning_spectral.sums.exact_sum import (
+    FINE,
+    NEAR,
+    ONE,
+    Weights,
+    check_can_be_summed,
+    cut,
+    join,
+    largest_magnitudes,
+    unit_for,
+)
 
 Tensors = Mapping[str, Tensor]
 
@@ -16,18 +25,19 @@ Tensors = Mapping[str, Tensor]
 class MeanChange:
     r"""Weighted mean over clients of the change of tensors during training, held whole or in parts.
 
-    Changes are computed in the tensors' own type; their sum is exact (`ExactSum`), so its bits do not depend on the
-    order of the clients. A client that changed nothing adds exact zeros.
+    Changes are computed in the tensors' own type. Each weighted change is rounded once, on its own, to a whole number
+    of steps of 2^-50 units, where the unit is the power of two above the tensor's largest magnitude before training, at
+    least 1. These whole numbers are added in int64, so the bits of the sum depend neither on the order of the clients
+    nor on their processes. A client that changed nothing adds exact zeros.
 
     With n clients of weights :math:`w_c` that sum to W, out of a total T, the error of the mean of changes
     :math:`\Delta_c` is at most
 
     .. math:: 2^{-50}\, n\, \tfrac{T}{W}\, \text{unit} + 2^{-51}\, \big(1 + n\, \tfrac{T}{W}\big) \max_c |\Delta_c|.
 
-    The first term is the rounding of n weighted changes to the grid, whose unit is the power of two above the
-    tensor's largest magnitude before training, at least 1. In the second term, the 1 is the rounding of the products,
-    of the addition of two sums and of the division; the rest is the rounding of the weights, which vanishes if they
-    are whole numbers.
+    The first term is the rounding of n weighted changes to the grid. In the second term, the 1 is the rounding of the
+    products, of the sum and of the division; the rest is the rounding of the weights, which vanishes if they are whole
+    numbers.
 
     A client may hold a part of a tensor ``by_index``: slices along a dimension, such as singular terms, or single
     entries. Slice i averages over its holders, :math:`\sum_c w_c \Delta_{ci} / \sum_c w_c`; slices held by no client do
@@ -47,7 +57,16 @@ class MeanChange:
         before: As given.
         names: Names of the tensors.
         weights: The clients' weights so far.
-        held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, float64.
+        held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, int64.
+
+    Note:
+        A weight has 2^52 steps and all weights together at most 1, so changes of up to 2^12 units sum to 2^62 steps at
+        most. A client that moves a tensor further adds a multiple of a coarse step of 2^40 steps to a sum of its own,
+        and the remainder to the same sum as others. The coarse sum is created once a client needs it; that depends only
+        on the largest magnitudes before and after the client's own training.
+
+    Reference:
+        Demmel & Nguyen (2015), "Parallel reproducible summation", here with grids that are fixed beforehand.
 
     Example:
         >>> mean = MeanChange({"b": torch.zeros(1)}, total_weight=4)
@@ -75,29 +94,23 @@ class MeanChange:
         self._absolute = frozenset(before).difference(always_divided) if absolute else frozenset()
         by_index = by_index or {}
         self._dims = {name: dim or 0 for name, dim in by_index.items()}
-        self._sliced = {n: before[n].reshape(-1) if dim is None else before[n] for n, dim in by_index.items()}
-        magnitudes = largest_magnitudes(before)
-        # a tensor held by index has blocks of its own, which a client's part leaves out
-        kinds = {n: (unit_for(magnitude), n if n in self._dims else "") for n, magnitude in magnitudes.items()}
-        self._blocks = ChangeBlocks(before, kinds)
-        device = next((tensor.device for tensor in before.values()), None)
-        self._fine = torch.zeros(self._blocks.size, dtype=torch.float64, device=device)
-        shapes = {name: tensor.shape for name, tensor in {**before, **self._sliced}.items()}
-        fine = {name: self._fine[self._blocks.ranges[name]].view(shape) for name, shape in shapes.items()}
-        self._sums = {name: ExactSum(fine[name], magnitude) for name, magnitude in magnitudes.items()}
-        self.held = {name: self._fine.new_zeros(shapes[name][dim]) for name, dim in self._dims.items()}
+        flat = {n for n, t in before.items() if by_index.get(n, None if t.is_contiguous() else 0) is None}
+        self._rows = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in before.items()}
+        self._largest = largest_magnitudes(before)
+        self._units = {name: unit_for(magnitude) for name, magnitude in self._largest.items()}
+        self._sums = {n: torch.zeros(t.shape, dtype=torch.int64, device=t.device) for n, t in self._rows.items()}
+        self._coarse: dict[str, Tensor] = {}
+        self.held = {name: self._sums[name].new_zeros(self._sums[name].shape[dim]) for name, dim in self._dims.items()}
 
     @property
-    def sums(self) -> list[ExactSum]:
-        """One sum for each tensor."""
-        return list(self._sums.values())
+    def coarse(self) -> Collection[str]:
+        """Names of the tensors that have a coarse sum."""
+        return self._coarse.keys()
 
-    @property
-    def totals(self) -> list[Tensor]:
-        """The fine sums of all tensors, as one vector, and the weights of the slices' holders."""
-        return [self._fine, *self.held.values()]
+    def totals(self, coarse: Collection[str]) -> list[Tensor]:
+        """All sums, int64, where the named tensors have a coarse one."""
+        return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
 
-    @torch.no_grad()
     def add(
         self,
         after: Tensors,
@@ -118,17 +131,8 @@ class MeanChange:
             OverflowError: If a value is not finite or too large, or there are too many clients.
             ValueError: If weights are negative or sum to more than their total.
         """
-        known, steps = self._checked(after, weight, magnitudes)
-        parts = self.held.keys() & where.keys() if where else set()
-        if whole := {name: after[name] for name in self.names if name not in parts}:
-            self._add_whole(whole, known, steps)
-        for name, held in self.held.items():
-            if where and name in parts:
-                self._add_part(name, after[name], where[name].to(held.device), known[name], steps)
-            else:
-                held.add_(steps)
+        self._add(after, weight, magnitudes, where or {}, is_change=False)
 
-    @torch.no_grad()
     def add_change(self, change: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None) -> None:
         """Add the change that one client returned, e.g. compressed, in place of its tensors; errors as for `add`.
 
@@ -141,54 +145,54 @@ class MeanChange:
             >>> dict(mean.finish())
             {'b': tensor([0.1250], dtype=torch.float64)}
         """
-        known, steps = self._checked(change, weight, magnitudes)
-        whole = {name: change[name] for name in self.names}
-        self._add_blocks(self._blocks.given(whole), self._wide(whole, known), steps)
-        for held in self.held.values():
-            held.add_(steps)
+        self._add(change, weight, magnitudes, {}, is_change=True)
 
-    def _checked(
-        self, tensors: Tensors, weight: float, magnitudes: Mapping[str, float] | None
-    ) -> tuple[Mapping[str, float], float]:
-        """The largest magnitudes, all of which can be summed, and the client's weight in steps, which is counted."""
-        known = largest_magnitudes({name: tensors[name] for name in self.names}) if magnitudes is None else magnitudes
-        for name, total in self._sums.items():
-            total.check(name, known[name])
-        return known, float(self.weights.add(weight))
+    @torch.no_grad()
+    def _add(
+        self,
+        tensors: Tensors,
+        weight: float,
+        magnitudes: Mapping[str, float] | None,
+        where: Tensors,
+        is_change: bool,
+    ) -> None:
+        magnitudes = largest_magnitudes({n: tensors[n] for n in self.names}) if magnitudes is None else magnitudes
+        for name in self.names:
+            check_can_be_summed(name, self._largest[name], magnitudes[name])
+        weight_in_steps = self.weights.add(weight)
+        for name, before in self._rows.items():
+            given = tensors[name].reshape(-1) if before.ndim == 1 else tensors[name]
+            indices = where[name].reshape(-1).to(before.device) if name in self.held and name in where else None
+            farthest, dim = self._largest[name] + magnitudes[name], self._dims.get(name, 0)
+            overflows = before.is_floating_point() and farthest > torch.finfo(before.dtype).max
+            is_far, factor = farthest > NEAR * self._units[name], self._factor(name, weight_in_steps)
+            sums = (self._sums[name], self._coarse_sum(name)) if is_far else (self._sums[name],)
+            for own, new, (old, *totals) in _in_blocks(given, indices, dim, (before, *sums)):
+                if is_change:
+                    change = new.clone()
+                else:
+                    old = old if own is None else old.index_select(dim, own)
+                    change = new.double() - old.double() if overflows else new - old
+                steps = change.double().mul_(factor)
+                coarse = [cut(steps)] if is_far else []
+                for total, part in zip(totals, [steps.round_(), *coarse], strict=True):
+                    if own is None:
+                        total.add_(part.long())
+                    else:
+                        total.index_add_(dim, own, part.long())
+            if indices is not None:
+                self.held[name].index_add_(0, indices, torch.ones_like(indices), alpha=weight_in_steps)
+            elif name in self.held:
+                self.held[name].add_(weight_in_steps)
 
-    def _wide(self, tensors: Tensors, largest: Mapping[str, float]) -> set[str]:
-        return {name for name in tensors if self._sums[name].is_wide(largest[name])}
+    def _factor(self, name: str, weight_in_steps: float) -> float:
+        """The exact factor from changes to weighted changes in steps."""
+        return weight_in_steps * (FINE / ONE / self._units[name])
 
-    def _add_whole(self, after: Tensors, largest: Mapping[str, float], steps: float) -> None:
-        in_float64 = {name for name in after if self._sums[name].overflows(largest[name], self.before[name].dtype)}
-        self._add_blocks(self._blocks.changes(after, in_float64), self._wide(after, largest), steps)
-
-    def _add_blocks(self, blocks: Iterable[tuple[Block, Tensor]], wide: Collection[str], steps: float) -> None:
-        for block, change in blocks:
-            change.mul_(self._sums[block.pieces[0].name].factor(steps))
-            for piece in block.pieces if wide else ():
-                if piece.name in wide:
-                    run = slice(piece.start - block.where.start, piece.stop - block.where.start)
-                    self._add_coarse(piece.name, piece.start, cut(change[run]))
-            self._fine[block.where].add_(change.round_())
-
-    def _add_coarse(self, name: str, start: int, coarse: Tensor) -> None:
-        offset = start - self._blocks.ranges[name].start
-        self._sums[name].widen().view(-1)[offset : offset + len(coarse)].add_(coarse)
-
-    def _add_part(self, name: str, after: Tensor, indices: Tensor, largest: float, steps: float) -> None:
-        total, dim, before = self._sums[name], self._dims[name], self._sliced[name]
-        if before.ndim == 1:
-            after, indices = after.reshape(-1), indices.reshape(-1)
-        wide, in_float64 = total.is_wide(largest), total.overflows(largest, before.dtype)
-        for own, rows, trained in _in_blocks(after, indices, dim):
-            change = torch.empty(trained.shape, dtype=torch.float64, device=trained.device)
-            put_differences([(trained, before[rows].index_select(dim, own), in_float64)], [change])
-            change.mul_(total.factor(steps))
-            if wide:
-                total.widen()[rows].index_add_(dim, own, cut(change))
-            total.fine[rows].index_add_(dim, own, change.round_())
-        self.held[name].index_add_(0, indices, torch.ones_like(indices, dtype=torch.float64), alpha=steps)
+    def _coarse_sum(self, name: str) -> Tensor:
+        if name not in self._coarse:
+            self._coarse[name] = torch.zeros_like(self._sums[name])
+        return self._coarse[name]
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor's name and mean change, float64, one after another; zero where no client contributed."""
@@ -197,13 +201,17 @@ class MeanChange:
 
     def change(self, name: str, indices: Tensor | None = None) -> Tensor:
         """Mean change of one tensor, float64, or of some of its slices."""
-        total, dim = self._sums[name], self._dims.get(name)
+        dim = self._dims.get(name)
+        parts = [sums[name] for sums in (self._sums, self._coarse) if name in sums]
+        if indices is not None:
+            parts = [part.index_select(dim or 0, indices) for part in parts]
+        total = join(*parts)
         if dim is None:
             divisor = self.weights.one if name in self._absolute else float(max(self.weights.sum, 1))
-            return total.total().div_(total.factor(divisor))
+            return total.div_(self._factor(name, divisor))
         held = self.held[name] if indices is None else self.held[name][indices]
-        holders = held.clamp(min=1).mul_(total.factor(1.0)).view(-1, *[1] * (total.fine.ndim - dim - 1))
-        mean = total.total(dim, indices).div_(holders)
+        holders = held.clamp(min=1).double().mul_(self._factor(name, 1.0))
+        mean = total.div_(holders.view(-1, *[1] * (total.ndim - dim - 1)))
         return mean.mul_(self.weights.value) if name in self._absolute else mean
 
     def visited(self, name: str) -> Tensor:
@@ -217,27 +225,25 @@ class MeanChange:
         return visited / max(1, sum(map(len, self.held.values())))
 
 
-def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A client's tensors and their places for `MeanChange.add`, without some rows of some tensors.
+def _in_blocks(
+    part: Tensor, indices: Tensor | None, dim: int, whole: Sequence[Tensor]
+) -> Iterator[tuple[Tensor | None, Tensor, Sequence[Tensor]]]:
+    """Yield runs of rows of a part, or of all, with their slices' indices and where these are in the whole tensors."""
+    size = rows_in_a_block(part)
+    if len(part) <= size:
+        yield indices, part, whole
+    elif indices is None or dim != 0:
+        for rows, *wholes in zip(*(torch.split(tensor, size) for tensor in (part, *whole)), strict=True):
+            yield indices, rows, wholes
+    else:  # a row is a slice
+        for own, rows in zip(torch.split(indices, size), torch.split(part, size), strict=True):
+            yield own, rows, whole
 
-    ``positions`` are as ``where`` in `MeanChange.add`, for single entries; ``rows`` are indices along the first
-    dimension of each tensor.
+
+def rows_in_a_block(tensor: Tensor) -> int:
+    """Number of slices of the first dimension to process at a time, at least one.
+
+    On a CPU a block fits its cache, elsewhere it keeps the device busy.
     """
-    left, where = dict(after), dict(positions)
-    for name in rows.keys() & after.keys():
-        tensor = after[name]
-        all_positions = positions.get(name, torch.arange(tensor.numel()).view(tensor.shape))
-        stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows[name].cpu(), False)
-        left[name], where[name] = tensor[stays.to(tensor.device)], all_positions[stays.to(all_positions.device)]
-    return left, where
-
-
-def _in_blocks(after: Tensor, indices: Tensor, dim: int) -> Iterator[tuple[Tensor, slice, Tensor]]:
-    """Yield the slices' indices in some rows of ``after``, the place of the rows in the whole tensor, and the rows.
-
-    If a row is a slice, its place is in the indices; else each row has all slices, and keeps its place.
-    """
-    size = rows_in_a_block(after)
-    for first in range(0, len(after) if len(indices) else 0, size):
-        run = slice(first, first + size)
-        yield (indices[run], slice(None), after[run]) if dim == 0 else (indices, run, after[run])
+    block = 2**16 if tensor.device.type == "cpu" else 2**22
+    return max(1, block * len(tensor) // max(tensor.numel(), 1))

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from direct_rounds import DirectRounds
-from federation import Fit, said_during, same_state, seeded
+from federation import Fit, said_during, seeded
 from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -206,13 +206,10 @@ def test_a_rate_that_hardly_moves_scores_is_named_once(
     assert [text.split(" by only")[0] for text in said] == ["Round 0: clients move their probabilities"] * times
 
 
-def test_clients_can_count_by_their_examples(toy: TensorDataset, fit: Fit) -> None:
+def test_clients_count_the_same_whatever_their_number_of_examples(toy: TensorDataset, fit: Fit) -> None:
     uneven = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 30 + [1] * 90), val=toy, batch_size=10)
-    options = {"clients_per_round": 2, "max_epochs": 1}
-    even = fit(seeded(LitNet), uneven, algorithm=SMALL, **options).model.state.probs
-    weighed = fit(seeded(LitNet), uneven, algorithm=ls.Zampling(4, degree=3, weigh_clients=True), **options)
-    assert set(even.tolist()) == {0.0, 0.5, 1.0}
-    assert set(weighed.model.state.probs.tolist()) == {0.0, 0.25, 0.75, 1.0}
+    fitted = fit(seeded(LitNet), uneven, algorithm=SMALL, clients_per_round=2, max_epochs=1)
+    assert set(fitted.model.state.probs.tolist()) == {0.0, 0.5, 1.0}
 
 
 def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: Fit) -> None:
@@ -240,28 +237,6 @@ def test_coordinated_bits_have_a_mean_nearer_to_the_probabilities(data: Any, fit
     assert float((joint - 3 * start).abs().max()) < 1
     assert float((alone - 3 * start).abs().max()) > 1
     assert more == bytes_down + 8
-
-
-@pytest.mark.parametrize("algorithm", [SMALL, ls.Zampling(4, degree=3, coordinated=True)], ids=["alone", "coordinated"])
-def test_bits_that_are_settled_need_not_travel(algorithm: ls.Zampling, data: Any, fit: Fit) -> None:
-    all_sent, open_sent = (
-        fit(seeded(LitNet), data, algorithm=replace(algorithm, skip_settled=skip), max_epochs=4)
-        for skip in (False, True)
-    )
-    assert same_state(all_sent.tensors, open_sent.tensors)
-    of_round = [sum(row.uplink_bytes for row in open_sent.ledger.rows if row.round_idx == i) for i in range(4)]
-    assert of_round[0] == 4 * 4
-    assert of_round[3] < of_round[0]
-
-
-def test_a_hook_that_moves_settled_scores_is_found_out(data: Any, fit: Fit) -> None:
-    class Moves(LitNet):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            with torch.no_grad():
-                self.get_parameter("_zampling.scores").fill_(0.5)
-
-    with pytest.raises(ls.ClientError, match="so its bit must be sent: use skip_settled=False"):
-        fit(seeded(Moves), data, algorithm=ls.Zampling(4, degree=3, skip_settled=True), max_epochs=4)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
@@ -374,10 +349,6 @@ class TestWhatIsRefused:
             ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
             ({"smoothing": -1.0}, "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count"),
             ({"downlink_bits": 32}, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
-            (
-                {"skip_settled": True, "link": ls.functional.zampling.Sigmoid()},
-                "`skip_settled` needs scores that stay at 0 and 1",
-            ),
             ({"init": "kaiming"}, "`init` must be 'he' or 'paper', got 'kaiming'"),
         ],
     )

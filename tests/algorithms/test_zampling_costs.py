@@ -49,7 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"downlink_bits": 5},
     {"buffers": {"offset": "server", "net.1.*": "server"}},
     {"exclude": ["head.*", "*.bias"]},
-    {"include": ["scale"], "degree": 3},
+    {"degree": 3},
 ]
 
 

@@ -33,9 +33,7 @@ ALGORITHMS: dict[str, ls.Algorithm] = {
     "EffectiveCohort": ls.SpectralSharding(ls.EffectiveCohort(), keep_ratio=0.5, design=ls.Systematic()),
     "MinimumSupport": ls.SpectralSharding(keep_ratio=0.5, design=ls.MinimumSupport()),
     "Zampling": ls.Zampling(compression=2, degree=3),
-    "Zampling, every option": ls.Zampling(
-        compression=2, degree=3, downlink_bits=4, skip_settled=True, coordinated=True, weigh_clients=True, memory=0
-    ),
+    "Zampling, more options": ls.Zampling(compression=2, degree=3, downlink_bits=4, coordinated=True, memory=0),
     "Zampling, not sampled": ls.Zampling(compression=2, degree=3, sampled=False),
     "supermask": ls.Zampling.supermask(),
     "FedPM": ls.Zampling.fed_pm(),

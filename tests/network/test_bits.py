@@ -31,7 +31,6 @@ ALGORITHMS = {
     "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
     "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
     "Zampling": ls.Zampling(4, degree=3),
-    "Zampling, settled bits skipped": ls.Zampling(4, degree=3, skip_settled=True),
     "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
     "SCAFFOLD": ls.Scaffold(),
     "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),

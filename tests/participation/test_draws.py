@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_spectral.designs import Brewer, ConditionalPoisson, Design, Systematic
 from lightning_spectral.functional import step_size_variance
 from lightning_spectral.participation import LossVarianceReduced, Population, Sampler, Uniform, UniformParticipation
-from lightning_spectral.participation.draws import draw_choices, processor_joint_probs
+from lightning_spectral.participation.sampler import draw_choices, processor_joint_probs
 
 PROBS = LossVarianceReduced(active=2).probs(
     torch.tensor([[6.0, 2.0, 1.0], [0.0, 1.0, 1.5], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.5, 1.0]])

@@ -8,8 +8,7 @@ from scipy.special import betaln
 from scipy.stats import betabinom
 
 from lightning_spectral.partition import PachinkoPartitioner
-from lightning_spectral.partition.by_class import CountLaw
-from lightning_spectral.partition.dirichlet import draw_class_counts, draw_dirichlet_counts, log_dirichlet
+from lightning_spectral.partition.dirichlet import CountLaw, draw_class_counts, draw_dirichlet_counts, log_dirichlet
 from lightning_spectral.partition.pachinko import TwoStages, two_stages
 
 # Superclass 0 has classes 0, 2 and 4, superclass 1 the others; both run out often.

@@ -6,66 +6,59 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spectral.sums.exact_sum import (
-    COARSE,
+    COARSE_BITS,
     FINE,
     LARGEST,
     MOST_TERMS,
-    NARROW,
-    ExactSum,
+    NEAR,
+    check_can_be_summed,
     cut,
+    join,
     largest_magnitudes,
     unit_for,
 )
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def exact_sum(before: float, size: int = 1) -> ExactSum:
-    return ExactSum(torch.zeros(size, dtype=torch.float64), before)
+COARSE = 2**COARSE_BITS
 
 
 @given(st.floats(-(2.0**91), 2.0**91))
 def test_cut_splits_a_number_without_loss_into_whole_coarse_steps_and_less_than_one(steps: float) -> None:
     rest = torch.tensor([steps], dtype=torch.float64)
     coarse = cut(rest)
-    assert float(coarse) == round(Fraction(steps) / Fraction(COARSE))
-    assert Fraction(float(coarse)) * Fraction(COARSE) + Fraction(float(rest)) == Fraction(steps)
+    assert float(coarse) == round(Fraction(steps) / COARSE)
+    assert Fraction(float(coarse)) * COARSE + Fraction(float(rest)) == Fraction(steps)
     assert abs(float(rest)) <= COARSE / 2
 
 
 def test_both_sums_have_room_for_the_worst_round() -> None:
-    """Whole numbers are exact in float64 up to 2^53; weights sum to 1, plus a step of 2^-52 for each."""
+    """Weights sum to 1, plus a step of 2^-52 for each; the coarse sum must also be exact in float64."""
     weights = 1 + Fraction(MOST_TERMS, 2**52)
-    rounding = Fraction(1, 2) * MOST_TERMS
-    narrow, rests = Fraction(NARROW * FINE), Fraction(COARSE / 2) * MOST_TERMS
-    assert weights * narrow + rests + rounding <= 2**53
-    assert weights * Fraction(2 * LARGEST * FINE / COARSE) + rounding <= 2**53
+    near, rests, rounding = Fraction(NEAR * FINE), Fraction(COARSE, 2) * MOST_TERMS, Fraction(1, 2) * MOST_TERMS
+    assert weights * near + rests + rounding < 2**63
+    assert weights * Fraction(2 * LARGEST * FINE) / COARSE + rounding + Fraction(2**63, COARSE) <= 2**53
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**52), 2**52))
+def test_sums_are_joined_with_one_rounding(steps: int, coarse: int) -> None:
+    joined = join(torch.tensor([steps]), torch.tensor([coarse]))
+    assert joined.tolist() == [float(steps + coarse * COARSE)]
+    assert join(torch.tensor([steps])).tolist() == [float(steps)]
 
 
 @given(st.floats(0, LARGEST))
 def test_unit_is_the_power_of_two_above_the_tensor_and_at_least_one(before: float) -> None:
     unit = unit_for(before)
     assert unit == 1 or unit / 2 <= before < unit
-    assert not exact_sum(before).is_wide((NARROW - 1) * unit)
-    assert exact_sum(before).is_wide(NARROW * unit * (1 + 2**-50))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2 * LARGEST])
 def test_what_cannot_be_summed_is_refused_by_rule_and_value(value: float) -> None:
     with pytest.raises(OverflowError, match=r"at most 1\.09951e\+12 in magnitude; 'w' has .* after local training"):
-        exact_sum(1.0).check("w", value)
+        check_can_be_summed("w", 1.0, value)
     with pytest.raises(OverflowError, match=r"'w' has .* before local training"):
-        exact_sum(value).check("w", 1.0)
-    exact_sum(LARGEST).check("w", LARGEST)
-
-
-def test_coarse_part_exists_once_a_term_needs_it() -> None:
-    total = exact_sum(0.0, size=2)
-    total.fine += 3.0
-    assert torch.equal(total.total(), torch.full((2,), 3.0, dtype=torch.float64))
-    total.widen()[1] = 2.0
-    assert torch.equal(total.total(), torch.tensor([3.0, 3.0 + 2 * COARSE], dtype=torch.float64))
-    assert torch.equal(total.total(0, torch.tensor([1])), torch.tensor([3.0 + 2 * COARSE], dtype=torch.float64))
+        check_can_be_summed("w", value, 1.0)
+    check_can_be_summed("w", LARGEST, LARGEST)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int8, torch.bool])

@@ -79,10 +79,10 @@ def test_without_clients_the_mean_is_0_and_the_smoothed_one_a_half() -> None:
 
 def test_nothing_is_rounded_so_only_the_counts_travel_between_processes() -> None:
     mean = mean_of(clients([1.0, 3.0]), 4.0)
-    assert mean.sums == []
-    (total,) = mean.totals
-    assert total.dtype == torch.float64
-    assert total is mean.totals[0]  # added up in place
+    assert not mean.coarse
+    (total,) = mean.totals(())
+    assert total.dtype == torch.int64
+    assert total is mean.totals(())[0]  # added up in place
     assert (total / mean.weights.sum).tolist() == mean.finish().tolist()
 
 

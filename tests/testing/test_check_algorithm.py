@@ -55,7 +55,7 @@ DRAWING = {
     "matrix means": ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.MatrixMeans()),
     "Zampling": ls.Zampling(4, degree=3),
     "Zampling, coordinated": ls.Zampling(4, degree=3, coordinated=True),
-    "Zampling, quantised": ls.Zampling(4, degree=3, downlink_bits=4, smoothing=0.5, weigh_clients=True),
+    "Zampling, quantised": ls.Zampling(4, degree=3, downlink_bits=4, smoothing=0.5),
     "Zampling, continuous": ls.Zampling(4, degree=3, sampled=False),
     "supermask": ls.Zampling.supermask(),
     "FedPM": ls.Zampling.fed_pm(),

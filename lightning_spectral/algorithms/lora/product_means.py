@@ -58,7 +58,7 @@ class TruncatedRound(AdapterRound):
     def close(self, adapter: Adapter) -> None:
         weights, held = self.mean.weights, self.mean.visited("u")
         left, right = (self.mean.change(name, held) for name in "uv")
-        shares = self.mean.held["u"][held] / max(weights.sum, 1)
+        shares = self.mean.held["u"][held].double() / max(weights.sum, 1)
         scale, rest = (weights.value, 1.0 - weights.value) if self.opened.cohort.absolute else (1.0, 0.0)
         own = (rest, self.opened.B, self.opened.A)  # with weight 0, its rows are where spare terms come from
         set_factors(adapter, *stacked([(scale, left * shares, right), own]))

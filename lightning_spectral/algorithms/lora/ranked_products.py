@@ -31,7 +31,7 @@ class RankedRound(TruncatedRound):
 
     def _shares(self) -> tuple[Tensor, Tensor]:
         """The weight of each column of the clients' factors, and of each term of the server's; float64."""
-        weights, held, absolute = self.mean.weights, self.mean.held["u"], self.opened.cohort.absolute
+        weights, held, absolute = self.mean.weights, self.mean.held["u"].double(), self.opened.cohort.absolute
         of_place = held.new_zeros(len(self.opened.A)).index_add_(0, self.places, held)
         step = weights.value if absolute else 1.0
         return step * held / of_place[self.places].clamp(min=1), torch.where(of_place > 0, 1.0 - step, 1.0)

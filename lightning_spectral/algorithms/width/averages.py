@@ -139,3 +139,18 @@ def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> 
 
 def _key(name: str, width: float) -> str:
     return at_width(name, width).replace(".", ":")
+
+
+def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A client's tensors and their places for `MeanChange.add`, without some rows of some tensors.
+
+    ``positions`` are as ``where`` in `MeanChange.add`, for single entries; ``rows`` are indices along the first
+    dimension of each tensor.
+    """
+    left, where = dict(after), dict(positions)
+    for name in rows.keys() & after.keys():
+        tensor = after[name]
+        all_positions = positions.get(name, torch.arange(tensor.numel()).view(tensor.shape))
+        stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows[name].cpu(), False)
+        left[name], where[name] = tensor[stays.to(tensor.device)], all_positions[stays.to(all_positions.device)]
+    return left, where

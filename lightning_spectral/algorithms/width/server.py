@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Round, ServerHalf
-from lightning_spectral.algorithms.width.averages import WidthAverages, arrange, by_width, first_entries
+from lightning_spectral.algorithms.width.averages import WidthAverages, arrange, by_width, first_entries, without_rows
 from lightning_spectral.algorithms.width.device import WidthSide
 from lightning_spectral.nn.batch_norm import names_of_averages
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
@@ -26,8 +26,7 @@ from lightning_spectral.protocol.records import Download, Receipt, Upload
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
-from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.mean_change import MeanChange, without_rows
+from lightning_spectral.sums import MeanChange, RunningMean
 
 Tensors = Mapping[str, Tensor]
 

@@ -18,8 +18,8 @@ from lightning_spectral.algorithms.zampling.server import ZamplingHalf
 from lightning_spectral.algorithms.zampling.state import ZamplingState
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
+from lightning_spectral.functional.zampling.matrix import Values
 from lightning_spectral.nn.zampling.compressed import (
     COMPRESSION,
     DOWNLINK_BITS,
@@ -58,8 +58,6 @@ class Zampling(Algorithm):
             becomes 0 or 1 if all clients' bits agree, and an absorbing `Clip` keeps it there.
         link: From scores to probabilities; ``None`` for `Clip()`.
         values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
-        weigh_clients: Whether the mean of bits is weighted by numbers of examples; as published, each client counts the
-            same.
         downlink_bits: Number of bits per probability in the download, from 1 to 16, rounded at random; ``None`` for a
             float.
         coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities. The mean of
@@ -67,10 +65,7 @@ class Zampling(Algorithm):
             client is told its place in the round, in eight bytes.
         normal_scores: Whether training starts from standard normal scores, whose probabilities the link gives;
             by default the first probabilities are uniform.
-        skip_settled: Whether to omit bits whose probability is 0 or 1, which the server knows, because an absorbing
-            `Clip` never changes them. As published, all are sent.
         exclude: Shell-style patterns of the names of parameters that travel whole.
-        include: Patterns of the names of further parameters, of two dimensions or more, to compress.
         buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
             what does not fit is drawn again in every product.
@@ -95,11 +90,8 @@ class Zampling(Algorithm):
     smoothing: float = 0.0
     link: Link = field(default_factory=Clip)
     values: Values = "normal"
-    weigh_clients: bool = False
     downlink_bits: int | None = None
-    skip_settled: bool = False
     exclude: Sequence[str] = ()
-    include: Sequence[str] = ()
     buffers: Rules = field(default_factory=dict)
     memory: int = 2**30
     gain: float = 1.0
@@ -112,19 +104,12 @@ class Zampling(Algorithm):
             self,
             **COMPRESSION,
             exclude=as_patterns,
-            include=as_patterns,
             buffers=as_rules,
             smoothing=Number(at_least=0, hint="it is a pseudo-count"),
-            weigh_clients=flag,
             downlink_bits=DOWNLINK_BITS,
             coordinated=flag,
-            skip_settled=flag,
             normal_scores=flag,
         )
-        if self.skip_settled and self.link != Clip():
-            raise ValueError(
-                f"`skip_settled` needs scores that stay at 0 and 1, as with `Clip()`; got link={self.link!r}."
-            )
         self.scheme()
 
     @classmethod
@@ -133,29 +118,28 @@ class Zampling(Algorithm):
         return cls(compression=1, degree=None, link=Sigmoid())
 
     @classmethod
-    def fed_pm(cls, straight_through: bool = False) -> Zampling:
+    def fed_pm(cls) -> Zampling:
         r"""FedPM (Isik et al., 2023), as in its authors' code: a bit decides if a weight is there or zero.
 
         Weights are :math:`\pm e / \sqrt{\text{fan-in}}`, and scores start from normal draws. The server takes the mode
         of a Beta posterior whose prior, Beta(1, 1), is reset in each round: this is the mean of the bits. The authors
-        evaluate sampled networks, as `SampledNetworks` does.
-        If ``straight_through``, gradients pass through the draw unchanged. In FedPM's code they are multiplied by p.
+        evaluate sampled networks, as `SampledNetworks` does. Gradients that pass through the draw are multiplied by p.
 
         Note:
             There, clients' bits count as 0.01 and 0.99, and their optimizers keep their state over rounds. Here, the
             sigmoid clips the mean of the bits to these values instead, and optimizers start afresh in every round.
         """
-        link = Sigmoid(straight_through)
+        link = Sigmoid(straight_through=False)
         return cls(compression=1, degree=None, link=link, values="sign", gain=math.e / 2, normal_scores=True)
 
     @classmethod
-    def fed_pm_posterior_mean(cls, straight_through: bool = False) -> Zampling:
+    def fed_pm_posterior_mean(cls) -> Zampling:
         """Relative of FedPM: the *mean* of the Beta(1, 1) posterior, constants of He's variance, uniform probabilities.
 
         No probability becomes 0 or 1, so bits that all clients agree on stay uncertain: with ten clients, one sample
         in twelve has the other value.
         """
-        return cls(compression=1, degree=None, link=Sigmoid(straight_through), values="sign", smoothing=1.0)
+        return cls(compression=1, degree=None, link=Sigmoid(straight_through=False), values="sign", smoothing=1.0)
 
     def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
         factors = each("capacities", capacities, COMPRESSION["compression"])
@@ -175,7 +159,6 @@ class Zampling(Algorithm):
             self.sampled,
             self.values,
             self.exclude,
-            self.include,
             self.memory,
             self.gain,
         )
@@ -220,14 +203,12 @@ class Zampling(Algorithm):
             tuple(returned_tensors(server, names, buffers)),
             self.sampled,
             self.downlink_bits,
-            self.skip_settled,
         )
         return ZamplingHalf(
             server,
             state,
             side,
             smoothing=self.smoothing,
-            weigh_clients=self.weigh_clients,
             coordinated=self.coordinated,
             buffers=buffers,
         )

@@ -33,7 +33,6 @@ class ZamplingSide(ClientSide):
         dense: Names of the tensors that travel back whole.
         sampled: Whether local steps use bits, or else probabilities.
         downlink_bits: Number of bits per probability in the download; ``None`` for a float.
-        skip_settled: Whether bits of probabilities 0 and 1 are not sent.
     """
 
     matrix: InfluenceMatrix = field(repr=False)
@@ -42,7 +41,6 @@ class ZamplingSide(ClientSide):
     dense: tuple[str, ...]
     sampled: bool = True
     downlink_bits: int | None = None
-    skip_settled: bool = False
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         SampledWeights(module, self.weights, self.matrix, self.link, self.sampled)
@@ -74,17 +72,10 @@ class ZamplingSide(ClientSide):
         if not bool(torch.isfinite(weights.scores).all()):
             return Upload(download.unit, {}, left_out="not_finite")
         trained, probs = weights.probs, self.received(download.tensors[PROBS])
-        bits = _drawn(trained, download)
-        asked = self.asked(probs)
-        if not torch.equal(bits[~asked], probs[~asked] == 1):
-            raise ValueError(
-                "A score at 0 or 1 has changed, perhaps in a hook, so its bit must be sent: use skip_settled=False."
-            )
         moved = float((trained - probs).square().mean().sqrt())
         logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
-        return Upload(
-            download.unit, {BITS: pack_bits(bits[asked]), **select_tensors(client, self.dense)}, logged=logged
-        )
+        bits = pack_bits(_drawn(trained, download))
+        return Upload(download.unit, {BITS: bits, **select_tensors(client, self.dense)}, logged=logged)
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         return {"the compressed weights": sampled_weights(client).scores}
@@ -94,10 +85,6 @@ class ZamplingSide(ClientSide):
         if self.downlink_bits is None:
             return sent
         return unpack_levels(sent, self.matrix.num_columns, self.downlink_bits)
-
-    def asked(self, probs: Tensor) -> Tensor:
-        """Which bits a client sends if it was sent these probabilities, as booleans of shape ``(n,)``."""
-        return ~is_settled(probs) if self.skip_settled else torch.ones_like(probs, dtype=torch.bool)
 
 
 def _drawn(probs: Tensor, download: Download) -> Tensor:
@@ -109,11 +96,6 @@ def _drawn(probs: Tensor, download: Download) -> Tensor:
     shared = derived_generator(download.seed, "strata of bits", download.round_idx, download.unit.model)
     numbers = coordinated_uniforms(len(probs), place, num_places, shared, own)
     return (numbers < probs.cpu()).to(probs.device)
-
-
-def is_settled(probs: Tensor) -> Tensor:
-    """Which probabilities are 0 or 1."""
-    return ~((probs > 0) & (probs < 1))
 
 
 def sampled_weights(client: nn.Module) -> SampledWeights:

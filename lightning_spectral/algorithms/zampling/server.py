@@ -10,7 +10,7 @@ from torch import nn
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.zampling.checks import hardly_moved
-from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide, is_settled
+from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide
 from lightning_spectral.algorithms.zampling.state import ZamplingState, on_grid
 from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
 from lightning_spectral.functional.zampling.matrix import BYTES_PER_ENTRY
@@ -41,14 +41,12 @@ class ZamplingHalf(ServerHalf):
         side: ZamplingSide,
         *,
         smoothing: float = 0.0,
-        weigh_clients: bool = False,
         coordinated: bool = False,
         buffers: BufferRules = NO_RULES,
     ) -> None:
         super().__init__(server, state, buffers)
         self.side = side
         self.smoothing = smoothing
-        self.weigh_clients = weigh_clients
         self.coordinated = coordinated
         self.compressed = frozenset(weight.name for weight in state.weights)
 
@@ -87,7 +85,6 @@ class ZamplingRound(Round):
     Attributes:
         tensors: What every client is sent: probabilities and dense tensors, by name.
         probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
-        asked: Which bits clients send, shape ``(n,)``; the others are settled.
         bits: Running mean of the clients' bits.
         dense: Running mean of the changes of dense tensors.
     """
@@ -99,11 +96,9 @@ class ZamplingRound(Round):
             generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
             sent = pack_levels(sent, half.side.downlink_bits, generator)
             self.probs = half.side.received(sent).to(self.probs)
-        self.asked = half.side.asked(self.probs)
-        self.num_asked = int(self.asked.sum())
         self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
-        total = cohort.total if half.weigh_clients else float(sum(map(len, cohort.groups.values())))
-        self.bits = MeanBits(len(self.probs), total, self.probs.device)
+        num_clients = sum(map(len, cohort.groups.values()))
+        self.bits = MeanBits(len(self.probs), num_clients, self.probs.device)
         self.dense = dense_mean(half.server, averaged_tensors(half.server, half.compressed, half.buffers), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
@@ -111,11 +106,9 @@ class ZamplingRound(Round):
         return Download(unit, 1.0, {**self.tensors, **place}), Receipt(unit, 1.0)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        coefficient = receipt.unit.coefficient
-        bits = self.probs == 1
-        bits[self.asked] = unpack_bits(upload.tensors[BITS], self.num_asked)
-        self.bits.add(bits, coefficient if self.half.weigh_clients else 1.0)
-        self.dense.add(upload.tensors, coefficient, upload.largest)
+        """Add a client's bits, which count the same for each client, and its dense tensors."""
+        self.bits.add(unpack_bits(upload.tensors[BITS], len(self.probs)), 1.0)
+        self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
 
     @property
     def sums(self) -> Sequence[RunningMean]:
@@ -138,5 +131,5 @@ class ZamplingRound(Round):
             "bit_entropy": float(bit_entropy(mean).mean()),
             "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
             "bit_disagreement": float(pairs.mean()),
-            "probs_settled": float(is_settled(self.probs).double().mean()),
+            "probs_settled": float(((self.probs <= 0) | (self.probs >= 1)).double().mean()),
         }

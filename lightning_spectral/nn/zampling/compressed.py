@@ -24,8 +24,7 @@ from lightning_spectral.arguments import (
     matches_any,
 )
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.influence import Values
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
+from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows, Values
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
 from lightning_spectral.nn.torch_hooks import has_gradient_hook, weight_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
@@ -79,7 +78,6 @@ class Compression:
     sampled: bool = True
     values: Values = "normal"
     exclude: Sequence[str] = ()
-    include: Sequence[str] = ()
     memory: int = 2**30
     gain: float = 1.0
 
@@ -90,7 +88,6 @@ class Compression:
             self,
             factor=lambda _, value: factor("compression", value),
             exclude=as_patterns,
-            include=as_patterns,
             **rules,
         )
         if self.degree is None and self.factor != 1.0:
@@ -138,12 +135,10 @@ class Compression:
         check_is("module", module, nn.Module)
         named = dict(module.named_parameters(remove_duplicate=False))
         check_matches("exclude", self.exclude, named, "parameter")
-        check_matches("include", self.include, named, "parameter")
         found = {weight.name: weight for weight in self._weights(module)}
         if not found:
             raise ValueError(
-                f"{type(module).__name__} has no trainable weight of an affine layer to compress; unfreeze some, or "
-                "name parameters of your own layers with `include=`."
+                f"{type(module).__name__} has no trainable weight of an affine layer to compress; unfreeze some."
             )
         return tuple(found.values())
 
@@ -153,15 +148,16 @@ class Compression:
         dense = {id(p) for name, p in named if matches_any(name, self.exclude)} | _of_special_embeddings(module)
         dense |= {id(p) for p in module.parameters() if has_gradient_hook(p)}
         for path, owner in module.named_modules():
+            if not (is_affine(owner) and not weight_hooks(owner)) and not isinstance(owner, nn.Embedding):
+                continue
             fan_in: int | None = None
-            known = (is_affine(owner) and not weight_hooks(owner)) or isinstance(owner, nn.Embedding)
             for own_name, parameter in owner.named_parameters(recurse=False):
                 name = f"{path}.{own_name}" if path else own_name
                 if not parameter.requires_grad or id(parameter) in dense:
                     continue
-                if parameter.ndim >= 2 and (known or matches_any(name, self.include)):
+                if parameter.ndim >= 2:
                     fan_in = _fan_in(owner, parameter)
-                elif not (parameter.ndim == 1 and known and fan_in is not None and "bias" in own_name):
+                elif not (parameter.ndim == 1 and fan_in is not None and "bias" in own_name):
                     continue
                 if not parameter.is_floating_point():
                     raise ValueError(

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.influence import Values
 from lightning_spectral.functional.zampling.links import Clip, Link
+from lightning_spectral.functional.zampling.matrix import Values
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
@@ -142,7 +142,6 @@ def zample(
     values: Values = "normal",
     seed: int = 0,
     exclude: Sequence[str] = (),
-    include: Sequence[str] = (),
     memory: int = 2**30,
     gain: float = 1.0,
 ) -> Module:
@@ -164,7 +163,6 @@ def zample(
         values: Distribution of the entries of Q, ``"normal"`` or ``"sign"``.
         seed: Seed of Q, of the first probabilities and of every draw.
         exclude: Shell-style patterns of parameter names that stay dense.
-        include: Patterns of additional parameters, with two or more dimensions, to compress.
         memory: Bytes of Q that may be kept.
         gain: Factor on the standard deviation of the entries of Q.
 
@@ -187,7 +185,7 @@ def zample(
     check_is("link", link, Link)
     if hasattr(module, NAME):
         raise ValueError(f"{type(module).__name__} holds scores already; restore its weights with `unzample` first.")
-    choices = Compression(compression, degree, init, sampled, values, exclude, include, memory, gain)
+    choices = Compression(compression, degree, init, sampled, values, exclude, memory, gain)
     LocalWeights(module, choices.weights_of(module), choices, link, Whole()("seed", seed))
     return module
 

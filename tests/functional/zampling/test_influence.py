@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import math
-import runpy
 import subprocess
 import sys
 from statistics import NormalDist
@@ -13,8 +12,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from lightning_spectral.functional.zampling import influence
-from lightning_spectral.functional.zampling.influence import BLOCK_ROWS, draw_rows
+from lightning_spectral.functional.zampling import matrix
+from lightning_spectral.functional.zampling.matrix import BLOCK_ROWS, draw_rows
 
 WORD = 2**64 - 1
 LEVEL = 1e-6  # of every test of a hypothesis; seeds are fixed, so each passes or fails for good
@@ -89,11 +88,11 @@ def test_a_fresh_process_draws_the_same_rows_whatever_was_drawn_before() -> None
     torch.rand(3), np.random.rand(3)
     assert all(map(np.array_equal, draw_rows(42, 3, 1000, 500, 10), (columns, values)))
     code = (
-        "import hashlib, runpy, sys; columns, values = runpy.run_path(sys.argv[1])['draw_rows'](42, 3, 1000, 500, 10);"
+        "import hashlib; from lightning_spectral.functional.zampling.matrix import draw_rows;"
+        "columns, values = draw_rows(42, 3, 1000, 500, 10);"
         "print(hashlib.sha256(columns.tobytes() + values.tobytes()).hexdigest())"
     )
-    assert runpy.run_path(influence.__file__)["BLOCK_ROWS"] == BLOCK_ROWS  # it can be run on its own, which is fast
-    printed = subprocess.run([sys.executable, "-c", code, influence.__file__], capture_output=True, text=True)
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert printed.stdout.strip() == hashlib.sha256(columns.tobytes() + values.tobytes()).hexdigest(), printed.stderr
 
 
@@ -118,7 +117,7 @@ def test_every_subset_of_columns_is_equally_likely(num_columns: int, degree: int
 
 
 def test_the_table_of_values_is_normal() -> None:
-    table = influence._table("normal").astype(float)
+    table = matrix._table("normal").astype(float)
     assert np.array_equal(table, -table[::-1])  # so all odd moments are exactly 0
     # each entry moves by at most half a step of the grid, so the mean square by at most one step times E|x| < 1
     assert np.mean(table**2) == pytest.approx(1.0, rel=0, abs=2.0**-20)
@@ -126,8 +125,8 @@ def test_the_table_of_values_is_normal() -> None:
     # a density of at most 0.4 times half a step of the grid, and x times it, at most 0.25, times the scale
     probabilities = np.array([NormalDist().cdf(x) for x in table])
     assert np.abs(probabilities - (np.arange(2**16) + 0.5) / 2**16).max() < 0.4 * 2.0**-21 + 0.25 * SECOND / 2
-    assert set(influence._table("sign").tolist()) == {-1.0, 1.0}
-    assert influence._table("sign").sum() == 0
+    assert set(matrix._table("sign").tolist()) == {-1.0, 1.0}
+    assert matrix._table("sign").sum() == 0
 
 
 def test_no_value_of_the_table_is_so_close_to_a_rounding_boundary_that_a_platform_could_flip_it() -> None:
@@ -136,4 +135,4 @@ def test_no_value_of_the_table_is_so_close_to_a_rounding_boundary_that_a_platfor
     steps = upper / math.sqrt(math.fsum(upper**2) / 2**15) * 2.0**20
     from_boundary = np.abs(steps - np.floor(steps) - 0.5)
     assert from_boundary.min() > 1e-7
-    assert np.array_equal(np.round(steps) / 2**20, influence._table("normal")[2**15 :])
+    assert np.array_equal(np.round(steps) / 2**20, matrix._table("normal")[2**15 :])

@@ -18,7 +18,7 @@ def main() -> None:
             line is wrong.
     """
     if sys.argv[1:2] == ["doctor"]:
-        from lightning_spectral.plugin.doctor.command import main as doctor
+        from lightning_spectral.testing.doctor import main as doctor
 
         sys.exit(doctor(sys.argv[2:]))
     if sys.argv[1:2] == ["report"]:  # it does not wait for Lightning to be imported

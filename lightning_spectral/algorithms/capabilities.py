@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.term_draws import TermDraws
-from lightning_spectral.nn.cost.cost import Cost
+from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.cohort import SharesWork
 from lightning_spectral.protocol.records import Receipt, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.turn_costs import turn_cost
+from lightning_spectral.algorithms.costs import turn_costs
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, check_is
 from lightning_spectral.protocol.exchange import copy_module
@@ -172,7 +172,7 @@ def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> No
 def _check_bytes(case: Case) -> None:
     trial = Trial(case, over_codec=True)
     for round_idx in range(ROUNDS):
-        cost = {c: turn_cost(trial.half, trial.capacity(c), None, round_idx) for c in range(len(trial.units))}
+        cost = {c: turn_costs(trial.half, [trial.capacity(c)], round_idx=round_idx)[0] for c in range(len(trial.units))}
         for outcome in trial.play().clients:
             where = f"{case.algorithm!r}, round {round_idx}, client {outcome.client_id}"
             counted = outcome.downlink_bytes, outcome.uplink_bytes
@@ -184,7 +184,7 @@ def _check_bytes(case: Case) -> None:
             moving = outcome.downlink_bytes - outcome.frozen_bytes, outcome.uplink_bytes
             said = expected.downlink_bytes, expected.uplink_bytes
             assert moving == said, (
-                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_cost` says {said}."
+                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_costs` says {said}."
             )
 
 

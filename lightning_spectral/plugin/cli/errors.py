@@ -8,13 +8,12 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jsonargparse
 import lightning
 from lightning.pytorch.cli import LightningArgumentParser
-
-import lightning_spectral
 
 # How lines of jsonargparse's messages begin that only say what it has tried.
 TRIED = (
@@ -23,9 +22,8 @@ TRIED = (
 )
 TYPE = "Expected a "  # a line for each that would do
 
-OWN, LIGHTNING, JSONARGPARSE = (
-    os.path.dirname(str(package.__file__)) + os.sep for package in (lightning_spectral, lightning, jsonargparse)
-)
+OWN = str(Path(__file__).parents[2]) + os.sep
+LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
 
 
 class OneLineParser(LightningArgumentParser):

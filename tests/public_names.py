@@ -21,7 +21,7 @@ IN_PACKAGES = {
     "participation": "Sampler",
     "partition": "Partitioner",
     "plugin": """
-        AtomicCheckpointIO ClientParallelStrategy RunEstimate estimate load_user_module narrow_model
+        AtomicCheckpointIO ClientParallelStrategy load_user_module narrow_model
         save_peft_adapter tune_allocator
     """,
     "plugin.callbacks": """

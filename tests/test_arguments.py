@@ -91,7 +91,6 @@ LEFT_OUT = {
     "ClientRow",
     "ClientTable",
     "CostTable",
-    "RunEstimate",
     "load_user_module",
 }
 MAY_BE_NEGATIVE = {"absent", "seed"}

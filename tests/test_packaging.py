@@ -13,7 +13,7 @@ from packaging.version import Version
 
 import lightning_spectral as ls
 from lightning_spectral.partition import Partition, report
-from lightning_spectral.plugin.doctor.command import OPTIONAL, REQUIRED
+from lightning_spectral.testing.doctor import OPTIONAL, REQUIRED
 
 tomllib: Any = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
 ROOT = Path(__file__).parents[1]

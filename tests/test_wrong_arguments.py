@@ -104,7 +104,6 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
         r"`link` must be .* got the class Sigmoid; write Sigmoid",
     ),
     (ls.nn.zample, {"module": nn.Linear}, r"`module` must be .* got the class Linear"),
-    (ls.plugin.estimate, {"trainer": None, "model": None, "data": None}, r"`trainer` must be an instance of Trainer"),
     (
         testing.check_algorithm,
         {"algorithm": ls.FedAvg, "module": net(), "batch": EXAMPLE},

@@ -13,7 +13,7 @@ from setups import SHORTCUTS
 from tables import row_of
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.table import show_count
+from lightning_spectral.nn.cost import show_count
 
 COUNTED = {"parameters": "parameters", "macs": "MACs", "kept_values": "memory, values"}
 

@@ -1,8 +1,7 @@
 """What clients hold, what travels, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.budgets import largest_that_fits
-from lightning_spectral.algorithms.costs import cost_table
+from lightning_spectral.algorithms.costs import cost_table, largest_that_fits
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
 from lightning_spectral.algorithms.lora import (

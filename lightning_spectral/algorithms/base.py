@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.nn.cost.cost import Cost
+from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.frozen_base import frozen_parameters

@@ -1,22 +1,63 @@
-"""The cost to a client of each capacity, for any algorithm."""
+"""What clients of any algorithm cost at each capacity, and the largest capacity for a budget.
+
+An algorithm is bound to the module, which is put back. A round is opened, and what a client is sent, holds and sends
+back is counted, as is one forward pass, and one step if there is an optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
-from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.counted import Counted, check_both
+from lightning_spectral.algorithms.base import Algorithm, ServerHalf
+from lightning_spectral.algorithms.capabilities import (
+    CutsInto,
+    HasCapacities,
+    PlansAhead,
+)
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Number, each
-from lightning_spectral.nn.cost.cost import required_example, whole_cost
-from lightning_spectral.nn.cost.table import CostTable
-from lightning_spectral.nn.plan.trace import Example
-from lightning_spectral.protocol.buffer_rules import buffer_rules
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.local_optimizer import LocalOptimizer, check_optimizer, options_of, untrained_parameters
+from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.client.training_checks import foreign_parameters
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.functional.factors import KEEP_RATIO
+from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
+from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.kept_state import trying
+from lightning_spectral.protocol.records import Download, num_bytes
+from lightning_spectral.protocol.work_unit import WorkUnit
 
 CAPACITY = Number(above=0)
+BUDGET = Number(at_least=0, finite=False)
+PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
+Budget: TypeAlias = float | Sequence[float]
+MemoryBudget: TypeAlias = float | str | Sequence[float | str]
+# The figure of a cost that each budget bounds. All of them grow with the capacity; memory does not always.
+NEEDS: Mapping[str, str] = MappingProxyType(
+    {
+        "budget_bytes": "round_bytes",
+        "budget_downlink_bytes": "downlink_bytes",
+        "budget_uplink_bytes": "uplink_bytes",
+        "budget_macs": "macs",
+        "budget_params": "parameters",
+        "memory": "memory_bytes",
+    }
+)
+OF_A_PASS = ("budget_macs", "memory")  # needs that are counted in a pass of the example
 
 
 def cost_table(
@@ -72,15 +113,126 @@ def cost_table(
         >>> cost_table(mlp, SpectralSharding(), [0.1], torch.zeros(32, 64), optimizer=adam).at[0.1].memory_bytes
         796416
     """
-    check_both(module, algorithm)
+    check_is("module", module, nn.Module)
+    check_is("algorithm", algorithm, Algorithm)
     capacities = each("capacities", capacities, CAPACITY)
     example = required_example(module, example_input)
-    counted = Counted(module, algorithm, example, optimizer)
+    counted = _Counted(module, algorithm, example, optimizer)
     costs = counted.at(capacities, example)  # first, because it says what is wrong with the algorithm
-    full = whole_cost(module, example, buffer_rules(module, getattr(algorithm, "buffers", None)))
-    if optimizer is not None:
-        full = full.with_memory(Counted(module, FedAvg(), example, optimizer).at([1.0], example)[1.0])
-    return CostTable(full, costs, counted.capacity)
+    whole = FedAvg(buffers=getattr(algorithm, "buffers", {}))
+    return CostTable(_Counted(module, whole, example, optimizer).at([1.0], example)[1.0], costs, counted.capacity)
+
+
+def largest_that_fits(
+    module: nn.Module,
+    algorithm: Algorithm,
+    example_input: Example = None,
+    *,
+    budget_bytes: Budget | None = None,
+    budget_downlink_bytes: Budget | None = None,
+    budget_uplink_bytes: Budget | None = None,
+    budget_macs: Budget | None = None,
+    budget_params: Budget | None = None,
+    memory: MemoryBudget | None = None,
+    optimizer: Optimizer | None = None,
+) -> float | list[float]:
+    """The largest capacity of an algorithm whose cost fits a budget: a keep ratio, a rank, or the least compression.
+
+    Give exactly one budget: a number, or a sequence with one number for each client. The algorithm takes the result,
+    also a list, in place of its own keep ratio, rank or compression.
+
+    Args:
+        module: Any module; it is not changed.
+        algorithm: As in `cost_table`.
+        example_input: As in `cost_table`; needed for ``budget_macs`` and ``memory``, and where the algorithm plans with
+            it.
+        budget_bytes: Bytes that may be sent in a round, down and up together, without frozen parameters, which are sent
+            only once.
+        budget_downlink_bytes: Bytes that may be sent down.
+        budget_uplink_bytes: Bytes that may be sent up.
+        budget_macs: Multiply-accumulate operations of one forward pass of ``example_input``.
+        budget_params: Number of parameters that a client's model may have.
+        memory: Bytes that a client may need while it trains on batches like ``example_input``: a number, or a string
+            such as ``"512 MB"`` or ``"0.5 GiB"``.
+        optimizer: As in `cost_table`; needed for ``memory``.
+
+    Raises:
+        TypeError: If ``algorithm`` is no algorithm, or several budgets are given where all clients share one capacity.
+        ValueError: If not exactly one budget is given, nothing fits, or `cost_table` would raise it.
+
+    Note:
+        Memory need not grow with the capacity: where a layer rebuilds its weight, it keeps fewer activations. The
+        answer for ``memory`` fits, and the next larger capacity does not; one much larger may.
+
+    Example:
+        >>> import torch
+        >>> from lightning_spectral.algorithms import LoRA, SpectralSharding
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))  # 178 parameters outside 16 x 16
+        >>> largest_that_fits(mlp, SpectralSharding(), torch.zeros(1, 8), budget_params=[300, 400, 1000])
+        [0.1875, 0.375, 1.0]
+        >>> largest_that_fits(mlp, LoRA(train=["2"]), budget_bytes=[1_000, 1_800])  # a term has 24 + 32 values
+        [1, 3]
+    """
+    given = {
+        "budget_bytes": budget_bytes,
+        "budget_downlink_bytes": budget_downlink_bytes,
+        "budget_uplink_bytes": budget_uplink_bytes,
+        "budget_macs": budget_macs,
+        "budget_params": budget_params,
+        "memory": memory,
+    }
+    check_is("module", module, nn.Module)
+    check_is("algorithm", algorithm, Algorithm)
+    name, as_given, one = _only_budget(given)
+    budgets = [(as_bytes if name == "memory" else BUDGET)(name, entry) for entry in as_given]
+    if name == "memory" and optimizer is None:
+        raise ValueError(
+            "`memory` depends on the optimizer of clients: give `optimizer`, such as "
+            "torch.optim.Adam(module.parameters()), or what your `configure_optimizers()` returns."
+        )
+    example = required_example(module, example_input) if name in OF_A_PASS else example_input
+    counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None)
+    if not one and isinstance(counted.algorithm, HasCapacities) and counted.algorithm.capacity_is_shared:
+        raise TypeError(f"`{name}` must be one number, since all clients share one {counted.capacity}; give the least.")
+    candidates = counted.candidates()
+
+    @cache
+    def needed(index: int) -> int:
+        # clients of several capacities may be sent more than clients of one: multipliers, for example
+        beside = [] if one else [candidates[0], candidates[min(1, len(candidates) - 1)]]
+        capacities = list(dict.fromkeys([*beside, candidates[index]]))
+        passed = example if name in OF_A_PASS else None
+        return int(getattr(counted.at(capacities, passed)[candidates[index]], NEEDS[name]))
+
+    def largest(budget: float, as_given: float | str) -> float:
+        if needed(len(candidates) - 1) <= budget:
+            return candidates[-1]
+        if needed(0) > budget:
+            raise ValueError(_nothing_fits(name, counted.capacity, as_given, needed(0)))
+        return candidates[bisect_right(range(len(candidates)), budget, key=needed) - 1]
+
+    found = [largest(*entry) for entry in zip(budgets, as_given, strict=True)]
+    return found[0] if one else found
+
+
+def _nothing_fits(name: str, capacity: str, budget: float | str, least: int) -> str:
+    shown, needed = f"{budget!r}" if isinstance(budget, str) else f"{budget:,}", f"{least:,}"
+    remedy = "Raise the budget, or let the algorithm cut more layers."
+    if name == "memory":
+        needed, remedy = show_bytes(least), remedy.replace("or let", "take a smaller batch, or let")
+    return f"No {capacity} fits `{name}={shown}`: the smallest sub-model takes {needed}. {remedy}"
+
+
+def _only_budget(given: Mapping[str, MemoryBudget | None]) -> tuple[str, Sequence[Any], bool]:
+    """The name of the budget that was given, its entries, and whether it is one for all."""
+    budgets = [(name, budget) for name, budget in given.items() if budget is not None]
+    if len(budgets) != 1:
+        got = ", ".join(name for name, _ in budgets) or "none"
+        raise ValueError(f"Give exactly one of {', '.join(given)}; got {got}.")
+    name, budget = budgets[0]
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        return name, budget, False
+    return name, [budget], True
 
 
 def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[float]) -> dict[float, int]:
@@ -97,5 +249,191 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
         >>> round_bytes(mlp, SpectralSharding(keep_ratio={0.25: 0.5, 1.0: 0.5}), [0.25, 1.0])
         {0.25: 2592, 1.0: 5712}
     """
-    counted = Counted(module, algorithm, None)
-    return {r: cost.round_bytes for r, cost in counted.of_own(keep_ratios).items()}
+    counted = _Counted(module, algorithm, None)
+    return {r: cost.round_bytes for r, cost in counted.of_federation(counted.algorithm, keep_ratios, None).items()}
+
+
+class _Counted:
+    """An algorithm on a module, which is put back: what its clients cost, and the capacities that differ."""
+
+    def __init__(
+        self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
+    ) -> None:
+        if optimizer is not None:
+            _check_optimizer_of(optimizer, module)
+        self.module, self.optimizer = module, optimizer
+        if isinstance(algorithm, PlansAhead):
+            with trying(module):
+                if example is not None and example_of(module) is None:
+                    module.example_input_array = example
+                algorithm = algorithm.planned(module)
+        self.algorithm = algorithm
+        self.capacity = algorithm.capacity_name if isinstance(algorithm, HasCapacities) else "keep ratio"
+
+    def at(self, capacities: Sequence[float], example: Example) -> dict[float, Cost]:
+        """The costs of some capacities; those of one federation are counted in the same rounds."""
+        federations: dict[int, tuple[Algorithm, dict[float, float]]] = {}
+        for capacity, (choice, keep_ratio) in self._choices(capacities).items():
+            federations.setdefault(id(choice), (choice, {}))[1][capacity] = keep_ratio
+        found: dict[float, Cost] = {}
+        for choice, keep_ratios in federations.values():
+            costs = self.of_federation(choice, list(dict.fromkeys(keep_ratios.values())), example)
+            found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in keep_ratios.items()}
+        return {capacity: found[capacity] for capacity in capacities}
+
+    def _choices(self, capacities: Sequence[float]) -> Mapping[float, tuple[Algorithm, float]]:
+        """For each capacity, the choice that has it, and the keep ratio of its client."""
+        if isinstance(self.algorithm, HasCapacities):
+            return self.algorithm.with_capacities(capacities)
+        ratios = [KEEP_RATIO("capacities", capacity) for capacity in capacities]
+        if not self._has_ratios and {*ratios} != {1.0}:
+            raise ValueError(
+                f"`capacities` must be [1] with {type(self.algorithm).__name__}, whose clients all train the whole "
+                f"model; got {list(capacities)}."
+            )
+        return {keep_ratio: (self.algorithm, keep_ratio) for keep_ratio in ratios}
+
+    def of_federation(self, choice: Algorithm, keep_ratios: Sequence[float], example: Example) -> dict[float, Cost]:
+        """The larger costs of two rounds in a row."""
+        module, optimizer = self.module, self.optimizer
+        with trying(module):
+            with warnings.catch_warnings():  # what would make a poor run has a cost like any other
+                warnings.simplefilter("ignore", SpectralWarning)
+                choice.check(module)
+            state, parameter = choice.new_state(module, 0), next(module.parameters(), None)
+            if state is not None and parameter is not None:
+                state.to(parameter.device)  # where a Trainer would move it
+            untrained = () if optimizer is None else untrained_parameters([optimizer], module)
+            half = choice.bind(module, state, untrained=untrained)
+            moving = half.moving_tensors
+            first = second = turn_costs(half, keep_ratios, example, moving=moving, optimizer=optimizer)
+            if not half.rounds_are_alike:
+                second = turn_costs(half, keep_ratios, moving=moving, round_idx=1)
+        return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
+
+    def candidates(self) -> Sequence[float]:
+        """All capacities that may differ in cost, from the smallest sub-model to the largest."""
+        if isinstance(self.algorithm, HasCapacities):
+            return self.algorithm.all_capacities(self.module)
+        if not self._has_ratios:
+            return [1.0]
+        sizes = self.algorithm.cut_sizes(self.module) if isinstance(self.algorithm, CutsInto) else {PARTS}
+        # a client gains another of N items at each multiple of 1 / N
+        return sorted({min(1.0, part / size) for size in {1, *sizes} for part in range(1, math.ceil(size) + 1)})
+
+    @property
+    def _has_ratios(self) -> bool:
+        return type(self.algorithm).keep_ratios is not Algorithm.keep_ratios
+
+
+def _check_optimizer_of(optimizer: Optimizer, module: nn.Module) -> None:
+    check_is("optimizer", optimizer, Optimizer)
+    if foreign := foreign_parameters(optimizer, module):
+        raise ValueError(
+            f"`optimizer` must train the parameters of the module, and {foreign[0][0]} is not among them; make it with "
+            f"torch.optim.{type(optimizer).__name__}(module.parameters())."
+        )
+    check_optimizer(optimizer)
+
+
+def turn_costs(
+    half: ServerHalf,
+    keep_ratios: Sequence[float],
+    example: Example = None,
+    *,
+    round_idx: int = 0,
+    moving: Collection[str] = (),
+    optimizer: Optimizer | None = None,
+) -> list[Cost]:
+    """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
+
+    Without an example, no pass is counted; with an optimizer, so is the memory of a local step. Frozen tensors that
+    change between rounds, and so travel in each, are named in ``moving``.
+    """
+    units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
+    shares = {unit.key: 1.0 / len(units) for unit in units.values()}
+    opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
+    side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
+    names = {id(parameter): name for name, parameter in half.server.named_parameters()}
+    forms = Forms(half.server, side.take_form, () if optimizer is None else (optimizer,))
+    costs = []
+    for unit in units.values():
+        download = replace(opened.send(unit)[0], round_idx=round_idx)  # tells the device what it trains
+        frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
+        with forms.client(download.capacity) as client:
+            side.load(client, download)
+            cost = half.cost_besides
+            if example is not None:
+                if draw := _widest_step(side, client, download).before_forward:
+                    draw()  # weights that are drawn for a step have a gradient only in it
+                cost += count_pass(client, example)
+            cost += Cost(
+                parameters=sum(parameter.numel() for parameter in client.parameters()),
+                downlink_bytes=download.num_bytes - frozen,
+                uplink_bytes=side.collect(client, download).num_bytes,
+                frozen_bytes=frozen,
+            )
+            if optimizer is not None:  # last, because it changes the client
+                options = options_of(optimizer)
+                LocalOptimizer(optimizer, names, client, side.origin, side.overrides).start_client(options)
+                cost += _step_memory(side, client, download, optimizer, example)
+        costs.append(cost)
+    return costs
+
+
+def _widest_step(side: ClientSide, client: nn.Module, download: Download) -> StepActions:
+    """What an algorithm does in a local step, in the largest one where it draws a width for each."""
+    actions = side.start(client, download)
+    return StepActions() if actions is None or actions.after_forward is not None else actions
+
+
+def _step_memory(
+    side: ClientSide, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
+) -> Cost:
+    """Take a local step like those after the first, in the order of the local loop, and count what is alive.
+
+    The gradients of the step before are alive until the backward pass begins, and the optimizer's state is there. The
+    loss is the output, if that has a single number; otherwise all outputs get a gradient, as from a loss.
+    """
+    example = as_input(client, example)
+    with LiveBytes() as live:
+        actions = _widest_step(side, client, download)
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()  # which makes its state
+        if actions.before_forward is not None:
+            actions.before_forward()
+        output = run_example(client, example)
+        optimizer.zero_grad()
+        _backward(output, client)
+        if actions.before_step is not None:
+            actions.before_step(optimizer)
+        optimizer.step()
+    gradients, state = _bytes_of(trained), _bytes_of(_tensors(optimizer.state.values()))
+    batch = _bytes_of(_tensors([example]))
+    return Cost(
+        weight_bytes=_bytes_of([*client.parameters(), *client.buffers()]),
+        gradient_bytes=gradients,
+        optimizer_bytes=state,
+        activation_bytes=live.most + batch - gradients - state,
+    )
+
+
+def _backward(output: Any, client: nn.Module) -> None:
+    ends = [tensor for tensor in _tensors([output]) if tensor.requires_grad]
+    if not ends:
+        raise ValueError(
+            f"The memory of a step is counted in a backward pass, and nothing that {type(client).__name__} returns for "
+            "the example needs a gradient; let its `forward` return what the loss is computed from."
+        )
+    losses = [tensor for tensor in ends if tensor.dim() == 0] or ends
+    torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
+
+
+def _tensors(trees: Iterable[Any]) -> list[Tensor]:
+    return [leaf for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

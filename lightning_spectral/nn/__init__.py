@@ -1,8 +1,7 @@
 """Layers that hold sampled singular terms, and their substitution for a user's own layers."""
 
 from lightning_spectral.nn.batch_norm import use_batch_statistics
-from lightning_spectral.nn.cost.cost import Cost
-from lightning_spectral.nn.cost.table import CostTable
+from lightning_spectral.nn.cost import Cost, CostTable
 from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d

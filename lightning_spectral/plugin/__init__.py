@@ -9,7 +9,6 @@ from lightning_spectral.plugin.lightning.client_parallel import ClientParallelSt
 from lightning_spectral.plugin.lightning.saved_modules import load_user_module
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule
-from lightning_spectral.plugin.run_estimate import RunEstimate, estimate
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -18,8 +17,6 @@ __all__ = [
     "FederatedModule",
     "MultiModelDataModule",
     "MultiModelModule",
-    "RunEstimate",
-    "estimate",
     "latest_checkpoint",
     "load_user_module",
     "narrow_model",

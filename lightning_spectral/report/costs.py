@@ -11,11 +11,11 @@ from lightning_spectral.report.ends import spread_of
 from lightning_spectral.report.groups import Group
 from lightning_spectral.report.measures import Curve, curve, megabytes, megabytes_at, total
 from lightning_spectral.report.media import LoggedTable
-from lightning_spectral.report.names import MULTIPLICATIONS, VIRTUAL_SECONDS
+from lightning_spectral.report.names import VIRTUAL_SECONDS
 from lightning_spectral.report.runs import LoggedRun
 
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of the megabytes that all runs have sent
-COSTS = ("rounds", "megabytes", "multiplications", "virtual seconds")
+COSTS = ("rounds", "megabytes", "virtual seconds")
 
 
 def target_table(groups: Sequence[Group], metric: str, target: float, minimise: bool) -> LoggedTable:
@@ -45,7 +45,7 @@ def cost_to_reach(run: LoggedRun, metric: str, target: float, minimise: bool) ->
         >>> from pathlib import Path
         >>> rows = tuple({"fl/round": float(i), "fl/bytes_up": 1e6, "acc": acc} for i, acc in enumerate((0.3, 0.8)))
         >>> cost_to_reach(LoggedRun("run", Path("run"), {}, rows), "acc", 0.5, minimise=False)
-        (2.0, 2.0, nan, nan)
+        (2.0, 2.0, nan)
     """
     found = curve(run, metric)
     assert found is not None, "the metric was chosen among those that all runs have"
@@ -53,7 +53,7 @@ def cost_to_reach(run: LoggedRun, metric: str, target: float, minimise: bool) ->
     if not len(good):
         return None
     round_idx = float(found.rounds[good[0]])
-    spent = (megabytes(run), total(run, MULTIPLICATIONS), total(run, VIRTUAL_SECONDS, np.max))
+    spent = (megabytes(run), total(run, VIRTUAL_SECONDS, np.max))
     return (round_idx + 1, *(math.nan if one is None else _at(one, round_idx) for one in spent))
 
 

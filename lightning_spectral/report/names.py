@@ -2,7 +2,6 @@
 
 ROUND = "fl/round"
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
-MULTIPLICATIONS = "fl/multiplications"  # of local training, of all clients
 VIRTUAL_SECONDS = "fl/virtual_seconds"  # until the last client of a round is done
 VISITED = "fl/terms_visited"
 EXPECTED_COVERAGE = "fl/expected_coverage"

@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_spectral.plugin.callbacks import Multiplications
 from lightning_spectral.plugin.cli.command import FederatedCLI
 from lightning_spectral.plugin.cli.errors import explained, one_line
 from lightning_spectral.sweep.plan import SEED, PlannedRun
@@ -70,11 +69,10 @@ class _Training(_ConfigOnly):
         own = self.config_init.trainer.callbacks or []
         listed: list[Callback] = list(own) if isinstance(own, Sequence) else [own]
         kept = [callback for callback in listed if not isinstance(callback, ProgressBar)]  # nobody would see its bars
-        counting = [] if any(isinstance(one, Multiplications) for one in kept) else [Multiplications()]
         last = LastCheckpoint(self.folder.path, "last", enable_version_counter=False)
         return super().instantiate_trainer(
             logger=self._logger(),
-            callbacks=[*kept, *counting, last],
+            callbacks=[*kept, last],
             default_root_dir=self.folder.path,
             enable_checkpointing=True,
             enable_progress_bar=False,

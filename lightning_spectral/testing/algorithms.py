@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.turn_costs import turn_cost
+from lightning_spectral.algorithms.costs import turn_costs
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, check_is
 from lightning_spectral.protocol.exchange import copy_module
@@ -21,6 +23,8 @@ from lightning_spectral.testing.trial_processes import play_in_two_processes
 
 ROUNDS = 3
 TOLERANCE = 1e-5  # relative; norms are of the same values, in the same type
+# Of a tensor's largest value. Devices round sums in another order, by about 1e-7 in each step; a wrong step is of 1e-2.
+ROUNDING = 1e-4
 
 
 def check_algorithm(
@@ -31,6 +35,7 @@ def check_algorithm(
     local_hooks: Sequence[LocalHook] = (),
     lr: float = 0.05,
     rests: bool = True,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Check that an algorithm satisfies the contract of :class:`~lightning_spectral.algorithms.Algorithm`.
 
@@ -44,7 +49,9 @@ def check_algorithm(
     - a device elsewhere gives the same bits: its half is pickled, and records travel as bytes. No other process is
       started;
     - as many bytes travel as the ledger and the cost of a turn say;
-    - norms of updates, if the algorithm says that it has them, are those of the clients' changes.
+    - norms of updates, if the algorithm says that it has them, are those of the clients' changes;
+    - on another device than the CPU, a run that is resumed after every round ends with the CPU's weights, up to
+      rounding. Everything else is checked on the CPU.
 
     Args:
         algorithm: The algorithm.
@@ -54,6 +61,7 @@ def check_algorithm(
         lr: Learning rate of the clients, who use plain SGD.
         rests: Whether the server's weights must stay as they are if nobody trains. Say no for an algorithm with
             momentum of its own, or that averages what it draws or cuts, such as the bits of Zampling.
+        device: The device to compare with the CPU.
 
     Raises:
         AssertionError: If a rule is broken; it names the rule, the case and the values.
@@ -85,6 +93,8 @@ def check_algorithm(
     _check_bytes(case)
     if algorithm.updates_have_norms:
         _check_norms(case)
+    if torch.device(device).type != "cpu":
+        _check_device(replace(case, device=torch.device(device)), expected)
 
 
 def _uninterrupted(case: Case) -> list[dict[str, Tensor]]:
@@ -162,7 +172,7 @@ def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> No
 def _check_bytes(case: Case) -> None:
     trial = Trial(case, over_codec=True)
     for round_idx in range(ROUNDS):
-        cost = {c: turn_cost(trial.half, trial.capacity(c), None, round_idx) for c in range(len(trial.units))}
+        cost = {c: turn_costs(trial.half, [trial.capacity(c)], round_idx=round_idx)[0] for c in range(len(trial.units))}
         for outcome in trial.play().clients:
             where = f"{case.algorithm!r}, round {round_idx}, client {outcome.client_id}"
             counted = outcome.downlink_bytes, outcome.uplink_bytes
@@ -174,7 +184,7 @@ def _check_bytes(case: Case) -> None:
             moving = outcome.downlink_bytes - outcome.frozen_bytes, outcome.uplink_bytes
             said = expected.downlink_bytes, expected.uplink_bytes
             assert moving == said, (
-                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_cost` says {said}."
+                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_costs` says {said}."
             )
 
 
@@ -203,3 +213,21 @@ def _check_learns(case: Case, after: Sequence[Mapping[str, Tensor]]) -> None:
         f"{case.algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a "
         "module and a batch that train."
     )
+
+
+def _check_device(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    trial = Trial(case)
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
+        for round_idx in range(ROUNDS):
+            trial = Trial(case, saved=trial.save()) if round_idx else trial
+            trial.play()
+            for name, tensor in trial.weights().items():
+                if tensor.numel() == 0:
+                    continue
+                on_cpu = expected[round_idx + 1][name].double()
+                largest = on_cpu.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+                difference = float((tensor.cpu().double() - on_cpu).abs().max() / largest)
+                assert difference <= ROUNDING, (  # not-a-number is not
+                    f"{case.algorithm!r}, round {round_idx} on {case.device}: {name!r} differs from the CPU's by "
+                    f"{difference:.0e} of its largest value."
+                )

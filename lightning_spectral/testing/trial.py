@@ -48,9 +48,12 @@ class Trial:
         self, case: Case, saved: Mapping[str, Any] | None = None, *, local_epochs: int = 1, over_codec: bool = False
     ) -> None:
         self.case, self.round_idx = case, 0
-        self.server: nn.Module = copy_module(case.module)
+        self.server: nn.Module = copy_module(case.module).to(case.device)
         self.state = case.algorithm.new_state(self.server, SEED)
+        if self.state is not None:
+            self.state.to(case.device)
         self.store, base = ClientStore(), FrozenBase()
+        self.store.to(case.device)
         if saved is not None:
             base = self._load(saved)
         self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
@@ -87,7 +90,7 @@ class Trial:
             half,
             [optimizer],
             self.case.data,
-            LocalSettings(Placement(moves_batches=False), self.case.local_hooks, hasattr),
+            LocalSettings(Placement(self.case.device, moves_batches=False), self.case.local_hooks, hasattr),
         )
 
     @property

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import TensorDataset
 
 from lightning_spectral.algorithms import Algorithm
@@ -44,6 +45,7 @@ class Case:
         batch: What its ``training_step`` receives.
         lr: Learning rate of the clients' SGD.
         local_hooks: What acts in every local step.
+        device: Where the server is, and where clients train.
     """
 
     algorithm: Algorithm
@@ -51,10 +53,12 @@ class Case:
     batch: Any
     lr: float
     local_hooks: tuple[LocalHook, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def data(self, download: Download) -> ClientData:
         """The data of a download's client: from one to three steps."""
-        return SomeSteps(self.batch, 1 + download.unit.client_id % 3)
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), self.batch)
+        return SomeSteps(batch, 1 + download.unit.client_id % 3)
 
 
 class OverTheCodec(Executor):

@@ -10,7 +10,7 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral import cost_table, largest_that_fits
 from lightning_spectral.nn import Cost
-from lightning_spectral.nn.cost.table import show_bytes, show_count
+from lightning_spectral.nn.cost import show_bytes, show_count
 
 
 def mlp() -> nn.Sequential:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.budgets import NEEDS
+from lightning_spectral.algorithms.costs import NEEDS
 
 EXAMPLE = torch.zeros(5, 6)
 OPTIONS: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
@@ -75,7 +75,7 @@ def test_the_answer_fits_and_no_larger_rank_does(budgeted: str, aggregation: Any
     algorithm = ls.LoRA(aggregation=aggregation, **OPTIONS)
     ranks = range(1, 7)  # 6 is the smallest side
     tables = [ls.cost_table(LitMLP(), algorithm, [*ranks] if several else [rank], EXAMPLE) for rank in ranks]
-    needed = {rank: NEEDS[budgeted](table.at[rank]) for rank, table in zip(ranks, tables, strict=True)}
+    needed = {rank: getattr(table.at[rank], NEEDS[budgeted]) for rank, table in zip(ranks, tables, strict=True)}
     budgets = [need + change for need in needed.values() for change in (-1, 0, 1)][1:9]
     expected = [max(rank for rank in ranks if needed[rank] <= budget) for budget in budgets]
     if several:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.budgets import NEEDS
+from lightning_spectral.algorithms.costs import NEEDS
 
 EXAMPLE, RATIOS = torch.zeros(5, 6), (0.1, 0.3, 0.75, 1.0)
 
@@ -90,7 +90,7 @@ def test_the_answer_fits_and_no_larger_ratio_does(algorithm: Any, ratios: list[f
     """Every keep ratio is tried, and budgets just below, at and above what each takes."""
     example = torch.zeros(5, 3)
     table = ls.cost_table(net(), algorithm, ratios, example)
-    needed = {keep_ratio: NEEDS[budgeted](cost) for keep_ratio, cost in table.at.items()}
+    needed = {keep_ratio: getattr(cost, NEEDS[budgeted]) for keep_ratio, cost in table.at.items()}
     budgets = sorted({need + change for need in needed.values() for change in (-1, 0, 1)})[1:]
     expected = [max(keep_ratio for keep_ratio in ratios if needed[keep_ratio] <= budget) for budget in budgets]
     found = ls.largest_that_fits(net(), algorithm, example, **{budgeted: budgets})

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.budgets import NEEDS
+from lightning_spectral.algorithms.costs import NEEDS
 from lightning_spectral.nn.zampling.compressed import Compression, Compressions
 
 EXAMPLE = torch.zeros(5, 6)
@@ -131,7 +131,7 @@ def test_the_answer_fits_and_no_smaller_compression_does(budgeted: str, downlink
     algorithm = ls.Zampling(degree=degree, downlink_bits=downlink_bits)
     factors = dict(zip(range(degree, num_weights + 1), Compressions(num_weights, degree), strict=True))
     table = ls.cost_table(module, algorithm, list(factors.values()), torch.zeros(2, 4))
-    needed = {n: NEEDS[budgeted](table.at[factor]) for n, factor in factors.items()}
+    needed = {n: getattr(table.at[factor], NEEDS[budgeted]) for n, factor in factors.items()}
     assert [cost.parameters - 6 for cost in table.at.values()] == list(factors)
     for budget in sorted({value + change for value in needed.values() for change in (-1, 0, 1)})[1:]:
         compression: Any = ls.largest_that_fits(module, algorithm, torch.zeros(2, 4), **{budgeted: budget})

@@ -15,6 +15,8 @@ from toy_models import LitSmall, Remembering
 
 import lightning_spectral as ls
 from lightning_spectral import models
+from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.testing import check_algorithm, doctor
 
 HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
 ALGORITHMS: dict[str, ls.Algorithm] = {
@@ -60,6 +62,28 @@ SLOW |= {"RollingChannels", "LoRA, TruncatedProducts", "LoRA, FrozenA", "LoRA, P
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
     agree(*(run(lit(), data, algorithm=ALGORITHMS[name], max_epochs=2) for run in (fit, there)))
+
+
+def test_the_doctor_finds_nothing_wrong(device: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--device", str(device.torch)]) == 0, capsys.readouterr().out
+
+
+class DriftingRound(DenseRound):
+    def close(self) -> None:
+        super().close()
+        for parameter in self.half.server.parameters():
+            if parameter.device.type != "cpu":
+                parameter.grad += 1e-3 * parameter.detach()
+
+
+class DriftsElsewhere(ls.FedAvg):
+    round = DriftingRound
+
+
+def test_an_algorithm_that_is_wrong_on_the_device_alone_is_found(device: Any) -> None:
+    batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(AssertionError, match=rf"round 0 on {device.torch}: .* differs from the CPU's by \de-"):
+        check_algorithm(DriftsElsewhere(), seeded(LitSmall), batch, device=device.torch)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {

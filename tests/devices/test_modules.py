@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, same_state, seeded
@@ -102,14 +101,6 @@ def test_zampled_weights_move_there_and_back(device: Any) -> None:
     assert_same_outputs(net.to(device.torch), copy.deepcopy(net).cpu(), device)
     assert same_state(net.cpu().state_dict(), before)
     torch.testing.assert_close(net(EXAMPLE + 1), outputs)
-
-
-def test_an_estimate_runs_there(data: Any, quiet: dict[str, Any], device: Any) -> None:
-    model = ls.FederatedModule(seeded(LitSmall), algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=4)
-    before = copy.deepcopy(model.state_dict())
-    trainer = pl.Trainer(max_epochs=3, **{**quiet, "accelerator": "auto", **device.trainer()})
-    assert ls.plugin.estimate(trainer, model, data).num_rounds == 3
-    assert same_state(model.state_dict(), before)
 
 
 def test_a_narrow_model_is_that_of_the_cpu(data: Any, there: Fit, device: Any) -> None:

@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -95,14 +94,3 @@ def test_an_executor_that_returns_nothing_is_named(lit: Any, data: Any, fit: Fit
         ls.errors.RoundError, match=r"Round 0: nothing was received from client \d+, client \d+; an executor"
     ):
         fit(Federation(lit, clients_per_round=2), data)
-
-
-def test_a_failed_fit_can_be_estimated(lit_mlp: Any, data: Any, fit: Fit, quiet: Any, capsys: Any) -> None:
-    model = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)
-    model.module.training_step = lambda batch, batch_idx: [][0]
-    with pytest.raises(ls.ClientError, match="IndexError"):
-        fit(model, data)
-    del model.module.training_step
-    estimate = ls.plugin.estimate(pl.Trainer(max_epochs=3, **quiet), model, data)
-    assert estimate.num_rounds == 3
-    assert "3 rounds" in capsys.readouterr().out

@@ -8,7 +8,6 @@ from lightning_spectral.plugin.callbacks.dashboard import RoundDashboard, WandbR
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.history import RoundHistory
 from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
-from lightning_spectral.plugin.callbacks.multiplications import Multiplications
 from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
 from lightning_spectral.plugin.callbacks.round_callback import Aggregation, RoundCallback, SubmodelSampling, SVDRefresh
 from lightning_spectral.plugin.callbacks.round_lines import RoundLines
@@ -21,7 +20,6 @@ __all__ = [
     "ClientRow",
     "ClientTable",
     "CommunicationLedger",
-    "Multiplications",
     "RoundCallback",
     "RoundDashboard",
     "RoundHistory",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
-PROFILED = ("plan", "refresh", "sample", "load", "train", "aggregate", "apply", "validate")
-
 
 def action_name(stage: str) -> str:
     """The name of a stage in the profiler.

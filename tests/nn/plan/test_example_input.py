@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.cost import count_pass
+from lightning_spectral.nn.cost import count_pass
 
 Batch = namedtuple("Batch", "x y")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-from federation import same_state, seeded
+from federation import seeded
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_versions import needs_2_5_3
 from linear_models import LitLine, lines, one_model, two, two_lines
@@ -81,21 +81,6 @@ def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
         assert float(trainer.callback_metrics[f"{name}/loss"]) == pytest.approx(loss, rel=1e-5)
     trainer, _, _ = run(ls.FederatedModule(LitLine(), clients_per_round=1), data["words"])
     assert "loss" in trainer.callback_metrics
-
-
-def test_a_run_of_several_models_is_estimated(quiet: dict[str, Any]) -> None:
-    model, data = two_lines(FullParticipation())
-    trainer = pl.Trainer(**quiet, max_epochs=2)
-    before = copy.deepcopy(model.state_dict())
-    for _ in range(2):  # before a fit, and after one
-        found = ls.plugin.estimate(trainer, model, data)
-        assert found.total_seconds > 0
-        assert found.num_rounds == found.num_validations == 2
-        assert same_state(model.state_dict(), before)
-        trainer.fit(model, data)
-        before = copy.deepcopy(model.state_dict())
-    with pytest.raises(TypeError, match="MultiModelDataModule"):
-        ls.plugin.estimate(trainer, model, data.modules["words"])
 
 
 class Doubled(ls.FederatedDataModule):

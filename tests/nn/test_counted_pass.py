@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
-from lightning_spectral.nn.cost.cost import count_pass
+from lightning_spectral.nn.cost import count_pass
 from lightning_spectral.nn.plan.trace import run_example
 
 # Torch says that its own LSTM has a slower kernel for projections.

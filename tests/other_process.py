@@ -25,6 +25,8 @@ from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 
+Parts = tuple[bytes, bytes]
+
 
 class Worker:
     """Another process, which acts as one device after another, since starting it takes longer than most tests."""
@@ -64,8 +66,8 @@ class OtherProcess(Executor):
     make_data: Callable[[], Callable[[Download], ClientData]]
     local_hooks: tuple[LocalHook, ...] = ()
     keeps: bool = True
-    sent: list[bytes] = field(default_factory=list)
-    received: list[bytes] = field(default_factory=list)
+    sent: list[Parts] = field(default_factory=list)
+    received: list[Parts] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._start()
@@ -76,21 +78,30 @@ class OtherProcess(Executor):
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads in reverse order: each is a copy, so any order will do."""
-        yield from reversed([decode(self._ask(encode(download)), Upload) for download in downloads])
+        yield from reversed([decode(*self._ask(encode(download)), Upload) for download in downloads])
 
-    def _ask(self, download: bytes) -> bytes:
+    def _ask(self, download: Parts) -> Parts:
         if not self.keeps:
             self.close()
             self._start()
-        self.worker.pipe.send_bytes(download)
-        upload = self.worker.pipe.recv_bytes()
+        send(self.worker.pipe, download)
+        upload = receive(self.worker.pipe)
         self.sent.append(download)
         self.received.append(upload)
         return upload
 
     def close(self) -> None:
         """End the device; the process waits for the next one."""
-        self.worker.pipe.send_bytes(b"")
+        send(self.worker.pipe, (b"", b""))
+
+
+def send(pipe: Connection, parts: Parts) -> None:
+    for part in parts:
+        pipe.send_bytes(part)
+
+
+def receive(pipe: Connection) -> Parts:
+    return pipe.recv_bytes(), pipe.recv_bytes()
 
 
 def serve(pipe: Connection) -> None:
@@ -101,8 +112,8 @@ def serve(pipe: Connection) -> None:
         side, module, optimizers, make_data, local_hooks = pickle.loads(start)
         settings = LocalSettings(local_hooks=local_hooks)
         device = Device(module, side, optimizers, make_data(), settings, owned=True)
-        while download := pipe.recv_bytes():
-            pipe.send_bytes(encode(device.run(decode(download, Download))))
+        while (download := receive(pipe))[0]:
+            send(pipe, encode(device.run(decode(*download, Download))))
 
 
 def toy_data() -> ls.FederatedDataModule:

@@ -6,24 +6,27 @@
 | `TRAIN` | the digest of a `Start`, the start itself if the device may lack it, a `Download` | an `Upload` |
 | `EVALUATE` | the model's name, the precision, a `Download` of the server's weights | an `Upload` without tensors |
 
-A `Download` and an `Upload` are divided into a head and the values of their tensors, so that values which all clients
-get are one part that can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or
-why it refuses (`REFUSED`).
+A `Download` and an `Upload` are two parts, a head and the values of their tensors, so that values which all clients get
+can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or why it refuses
+(`REFUSED`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError
-from lightning_spectral.protocol.codec import VERSION, decode, decode_plain, encode, encode_plain, head_and_values
-from lightning_spectral.protocol.object_codec import from_plain, to_plain
+from lightning_spectral.extras import from_extra
+from lightning_spectral.protocol.codec import VERSION, decode, encode
 from lightning_spectral.protocol.records import Download, Upload
+
+with from_extra("network"):
+    from msgspec import Meta, MsgspecError, msgpack
 
 Parts = Mapping[str, bytes]
 
@@ -40,7 +43,7 @@ START, DIGEST, HEAD, VALUES, IDENTITY, LACKS, REFUSED = (
 )
 
 Record = TypeVar("Record", Download, Upload)
-Sent = TypeVar("Sent", "Identity", "Start")
+Count = Annotated[int, Meta(ge=0, lt=2**40)]
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,11 @@ class Holding:
         budget_bytes: Bytes that it may get and send in a round; ``None`` for any number.
     """
 
-    num_examples: int
-    examples_per_epoch: int
-    keep_ratio: float | None = None
-    num_held_out: int = 0
-    budget_bytes: float | None = None
+    num_examples: Count
+    examples_per_epoch: Count
+    keep_ratio: Annotated[float, Meta(gt=0, le=1)] | None = None
+    num_held_out: Count = 0
+    budget_bytes: Annotated[float, Meta(gt=0)] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Identity:
         version: Version of the format of records on the device.
     """
 
-    client: str
+    client: Annotated[str, Meta(max_length=1000)]
     holdings: Mapping[str, Holding]
     version: int = VERSION
 
@@ -98,38 +101,33 @@ class Start:
     num_rounds: int | None = None
 
 
-def encode_object(value: Identity | Start) -> bytes:
-    """Write who a device is, or what it needs once, as bytes.
-
-    Example:
-        >>> decode_object(encode_object(Identity("ward 7", {"": Holding(80, 64)})), Identity).holdings
-        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
-    """
-    name = type(value).__name__
-    return encode_plain(to_plain(value, name), name)
+def identity_parts(identity: Identity) -> dict[str, bytes]:
+    """The answer to `WHO`."""
+    return {IDENTITY: msgpack.encode(identity)}
 
 
-def decode_object(data: bytes, kind: type[Sent], trusted: Collection[str] = ()) -> Sent:
-    """Read what `encode_object` wrote.
-
-    Args:
-        data: The bytes.
-        kind: What they must be.
-        trusted: Packages whose dataclasses may be made, besides this one.
+def identity_of(parts: Parts) -> Identity:
+    """Who a device says that it is.
 
     Raises:
-        RecordError: If they are anything else.
+        RecordError: If it does not say so in this version of the format.
+
+    Example:
+        >>> identity_of(identity_parts(Identity("ward 7", {"": Holding(80, 64)}))).holdings
+        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
     """
-    found: Any = from_plain(decode_plain(data, kind.__name__), trusted, kind.__name__)
-    if not isinstance(found, kind):
-        raise RecordError(f"Expected an object of type {kind.__name__}, got a {type(found).__name__}.")
-    return found
+    try:
+        identity = msgpack.decode(parts.get(IDENTITY, b""), type=Identity)
+    except (MsgspecError, ValueError, RecursionError) as error:
+        raise RecordError(f"The record of who it is cannot be read: {error}.") from error
+    if identity.version != VERSION:
+        raise RecordError(f"it has version {identity.version} of the format of records, and here is {VERSION}.")
+    return identity
 
 
 def record_parts(record: Download | Upload) -> dict[str, bytes]:
     """A record as two parts."""
-    head, values = head_and_values(encode(record))
-    return {HEAD: bytes(head), VALUES: bytes(values)}
+    return dict(zip((HEAD, VALUES), encode(record), strict=True))
 
 
 def record_of(parts: Parts, kind: type[Record]) -> Record:
@@ -140,15 +138,9 @@ def record_of(parts: Parts, kind: type[Record]) -> Record:
     """
     if not {HEAD, VALUES} <= parts.keys():
         raise RecordError(f"The message holds no {kind.__name__}.")
-    return decode(parts[HEAD] + parts[VALUES], kind)
+    return decode(parts[HEAD], parts[VALUES], kind)
 
 
-@dataclass(frozen=True)
-class Starting:
-    """A `Start` as bytes, and its digest, by which devices that have it know it."""
-
-    data: bytes
-    digest: bytes = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", hashlib.sha256(self.data).hexdigest().encode())
+def digest_of(start: bytes) -> bytes:
+    """The digest of an encoded `Start`, by which devices that have it know it."""
+    return hashlib.sha256(start).hexdigest().encode()

@@ -27,8 +27,7 @@ from lightning_spectral.plugin.federation.federation import ALONE, Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
 from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.host import Host, Share
-from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
-from lightning_spectral.plugin.lightning.checkpoint_files import handle_whole_files
+from lightning_spectral.plugin.lightning.checkpoint_files import check_loadable, handle_whole_files
 from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
 from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
 from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments

@@ -1,42 +1,42 @@
 """Records as bytes, for executors whose devices are in other processes or on other machines.
 
-A record is a header, its plain data as JSON, and the values of its tensors::
+A record is two parts: a head, which holds its typed fields as MessagePack, and the values of its tensors as
+safetensors, so that values which all clients get are the same bytes, and can be sent once. Nothing in them is
+executed, and nothing is allocated for tensors that did not arrive. The head begins with a SHA-256 of all the rest,
+which finds damage, not forgery: over a network, peers must be authenticated by other means, such as TLS.
 
-    magic (8 bytes) | version (2) | length of the plain data (8) | of the tensors (8) | SHA-256 of all the rest (32)
-    {"record": "Upload", "byteorder": "little", "tensors": [["float32", [2, 3]], ...], "fields": ...}
-    values of the first tensor | of the second | ...
-
-Nothing in it is executed, and nothing is allocated for tensors that did not arrive. The checksum finds damage, not
-forgery: over a network, peers must be authenticated by other means, such as TLS.
+Needs msgspec and safetensors, the extra ``network``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
-import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_spectral.errors import RecordError
-from lightning_spectral.protocol.plain_data import conform, pack, unpack
+from lightning_spectral.extras import from_extra
 from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.tensor_bytes import describe, raw_bytes, read_tensors
 
-MAGIC = b"spectral"
-VERSION = 2  # raise it when a field of a record, or anything else that is written, changes
-MOST_PLAIN_BYTES = 2**24
-_PREFIX = struct.Struct("<8sHQQ")
-_HEADER_BYTES = _PREFIX.size + hashlib.sha256().digest_size
+with from_extra("network"):
+    from msgspec import MsgspecError, Raw, msgpack
+    from safetensors import torch as safetensors
+
+VERSION = 3  # raise it when a field of a record, or anything else that is written, changes
+MOST_HEAD_BYTES = 2**24
+_TENSOR = 1  # MessagePack's code for what holds the position of a tensor
+_SUM_BYTES = hashlib.sha256().digest_size
 
 Record = TypeVar("Record", Download, Upload)
 
 
-def encode(record: Download | Upload) -> bytes:
-    """Write a record as bytes; equal records give equal bytes.
+def encode(record: Download | Upload) -> tuple[bytes, bytes]:
+    """Write a record as a head and the values of its tensors; equal records give equal bytes.
 
     The frozen tensors that a client already has are left out of its download, and exceptions out of failures.
 
@@ -44,79 +44,128 @@ def encode(record: Download | Upload) -> bytes:
         RecordError: If it holds anything but numbers, text and dense tensors, and tuples, lists and mappings of them.
 
     Example:
-        >>> import torch
         >>> from lightning_spectral.protocol.work_unit import WorkUnit
         >>> upload = Upload(WorkUnit(3), {"weight": torch.tensor([1.0, -0.0])}, num_steps=5)
-        >>> decode(encode(upload), Upload).tensors
+        >>> decode(*encode(upload), Upload).tensors
         {'weight': tensor([1., -0.])}
     """
     if isinstance(record, Download):
         record = replace(record, tensors=record.travelling)
-    return encode_plain(record, type(record).__name__)
+    name, tensors = type(record).__name__, list[Tensor]()
+
+    def packed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            return msgpack.Ext(_TENSOR, (len(tensors) - 1).to_bytes(4, "big"))
+        if isinstance(value, np.generic):
+            return value.item()
+        if isinstance(value, Mapping):
+            return dict(value)
+        if isinstance(value, Exception):
+            return None
+        raise TypeError(f"it holds a {type(value).__name__}, and records hold numbers, text and tensors")
+
+    try:
+        head = msgpack.encode((VERSION, name, record), enc_hook=packed)
+    except (MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RecordError(f"The {name} cannot be sent: {error}.") from error
+    if len(head) > MOST_HEAD_BYTES:
+        raise RecordError(f"{name} holds {len(head)} bytes besides its tensors; at most {MOST_HEAD_BYTES} are sent.")
+    values = write_tensors({str(position): tensor for position, tensor in enumerate(tensors)})
+    return _checksum(head, values) + head, values
 
 
-def encode_plain(value: Any, name: str) -> bytes:
-    """Write any value that `plain_data.pack` accepts as bytes, as a record of a name.
-
-    Example:
-        >>> decode_plain(encode_plain(("hello", 3), "Greeting"), "Greeting")
-        ('hello', 3)
-    """
-    tensors = list[Tensor]()
-    fields = pack(value, tensors, name)
-    content = {"record": name, "byteorder": sys.byteorder, "tensors": [*map(describe, tensors)], "fields": fields}
-    written = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    plain = written.encode("utf-8", "surrogatepass")  # every str of Python
-    if len(plain) > MOST_PLAIN_BYTES:
-        raise RecordError(f"{name} holds {len(plain)} bytes besides its tensors; at most {MOST_PLAIN_BYTES} are sent.")
-    values = [raw_bytes(tensor) for tensor in tensors]
-    prefix = _PREFIX.pack(MAGIC, VERSION, len(plain), sum(map(len, values)))
-    return b"".join([prefix, _checksum(prefix, plain, *values), plain, *values])
-
-
-def decode(data: bytes | bytearray | memoryview, kind: type[Record]) -> Record:
+def decode(head: bytes, values: bytes, kind: type[Record]) -> Record:
     """Read a record that `encode` wrote: the same values, and tensors of the same bits, on the CPU.
 
-    Values need not be finite; the server leaves out such updates wherever they come from.
+    Values need not be finite; the server leaves out such updates wherever they come from. Lists among the options of a
+    download arrive as tuples.
 
     Args:
-        data: The bytes; the record shares no memory with them.
+        head: The head.
+        values: The values of its tensors; the record shares no memory with them.
         kind: `Download` or `Upload`.
 
     Raises:
         RecordError: If the bytes are not a complete and undamaged record of this kind and version.
     """
-    record: Record = conform(decode_plain(data, kind.__name__), kind, kind.__name__)
-    return record
+    if len(head) > MOST_HEAD_BYTES + _SUM_BYTES:
+        raise RecordError(
+            f"The record holds {len(head)} bytes besides its tensors; at most {MOST_HEAD_BYTES} are read."
+        )
+    plain = memoryview(head)[_SUM_BYTES:]
+    if _checksum(plain, values) != head[:_SUM_BYTES]:
+        raise RecordError("The record is damaged or truncated: its checksum does not match.")
+    try:
+        version, name, fields = msgpack.decode(plain, type=tuple[int, str, Raw])
+        if version != VERSION:
+            raise RecordError(
+                f"The record was written by version {version} of the format; this is version {VERSION}. Install the "
+                "same version of lightning_spectral on the server and on all devices."
+            )
+        if name != kind.__name__:
+            raise RecordError(f"Expected a record of type {kind.__name__}, got another type.")
+        tensors = read_tensors(values)
+        record: Any = msgpack.decode(
+            fields, type=kind, dec_hook=_checked, ext_hook=lambda _, at: tensors[str(int.from_bytes(at, "big"))]
+        )
+    except RecordError:
+        raise
+    except (MsgspecError, TypeError, ValueError, KeyError, RecursionError) as error:
+        raise RecordError(f"The record cannot be read: {error}.") from error
+    found: Record = replace(record, options=_as_tuples(record.options)) if kind is Download else record
+    return found
 
 
-def decode_plain(data: bytes | bytearray | memoryview, name: str) -> Any:
-    """Read a value that `encode_plain` wrote as a record of a name; whether it makes sense is for the caller to check.
+def write_tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Write named tensors as safetensors.
 
     Raises:
-        RecordError: If the bytes are not a complete and undamaged record of this name and version.
+        RecordError: If one is not dense, or of a type that safetensors lacks.
     """
-    plain, values = _split(memoryview(data).cast("B"))
-    content = _parse(plain)
-    if content["record"] != name:
-        raise RecordError(f"Expected a record of type {name}, got another type.")
-    if content["byteorder"] != sys.byteorder:
-        raise RecordError(f"The record was written on a machine that is not {sys.byteorder}-endian, unlike this one.")
-    return unpack(content["fields"], read_tensors(content["tensors"], values), name)
+    for tensor in tensors.values():
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            kind = f"{tensor.dtype}, {tensor.layout}, on device {tensor.device}"
+            raise RecordError(f"A tensor cannot be sent: it is not a dense tensor, but {kind}.")
+    try:
+        return safetensors.save({name: _apart(tensor) for name, tensor in tensors.items()})
+    except Exception as error:  # which one depends on the version of safetensors
+        raise RecordError(f"A tensor cannot be sent: {type(error).__name__}: {error}.") from error
 
 
-def head_and_values(data: bytes) -> tuple[memoryview, memoryview]:
-    """Divide a whole record into what is its own and the values of its tensors, which other records may share.
+def read_tensors(data: bytes) -> dict[str, Tensor]:
+    """Read what `write_tensors` wrote, into memory of torch's own.
 
-    Example:
-        >>> import torch
-        >>> record = encode_plain(torch.arange(3), "Numbers")
-        >>> [len(part) for part in head_and_values(record)], len(record)
-        ([147, 24], 171)
+    Raises:
+        RecordError: If it is anything else.
     """
-    _, _, num_plain, _ = _PREFIX.unpack_from(data)
-    whole = memoryview(data)
-    return whole[: _HEADER_BYTES + num_plain], whole[_HEADER_BYTES + num_plain :]
+    try:
+        found = safetensors.load(data)
+    except Exception as error:  # of Rust, of Python and of torch
+        raise RecordError(f"The record's tensors cannot be read: {type(error).__name__}: {error}.") from error
+    for name, tensor in found.items():
+        if tensor.dtype is torch.bool and bool((tensor.view(torch.uint8) > 1).any()):
+            raise RecordError("The record holds a Boolean tensor with values other than 0 and 1.")
+        found[name] = tensor.clone()  # aligned as always, because matrix products may round differently if not
+    return found
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The values of a tensor one after another, on the CPU, in memory that no other tensor shares."""
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return torch.empty(values.shape, dtype=values.dtype).copy_(values)
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"Expected `{kind.__name__}`, got `{type(value).__name__}`")
+    return value
+
+
+def _as_tuples(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_tuples, value))
+    return {name: _as_tuples(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:
@@ -124,40 +173,3 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
     for part in parts:
         hashed.update(part)
     return hashed.digest()
-
-
-def _split(data: memoryview) -> tuple[memoryview, memoryview]:
-    """The plain data and the values of the tensors, exactly as they were written."""
-    if data[: len(MAGIC)] != MAGIC[: len(data)]:
-        raise RecordError("These bytes are not a record of lightning_spectral.")
-    if len(data) < _HEADER_BYTES:
-        raise RecordError(f"The record is truncated: {len(data)} bytes arrived of a header of {_HEADER_BYTES}.")
-    _, version, num_plain, num_values = _PREFIX.unpack_from(data)
-    if version != VERSION:
-        raise RecordError(
-            f"The record was written by version {version} of the format; this is version {VERSION}. Install the same "
-            "version of lightning_spectral on the server and on all devices."
-        )
-    expected = _HEADER_BYTES + num_plain + num_values
-    if len(data) < expected:
-        raise RecordError(f"The record is truncated: {len(data)} of {expected} bytes arrived.")
-    if len(data) > expected:
-        raise RecordError(f"The record has {len(data) - expected} bytes too many; it ends after {expected}.")
-    if num_plain > MOST_PLAIN_BYTES:
-        raise RecordError(
-            f"The record holds {num_plain} bytes besides its tensors; at most {MOST_PLAIN_BYTES} are read."
-        )
-    body = data[_HEADER_BYTES:]
-    if _checksum(data[: _PREFIX.size], body) != data[_PREFIX.size : _HEADER_BYTES]:
-        raise RecordError("The record is damaged: its checksum does not match.")
-    return body[:num_plain], body[num_plain:]
-
-
-def _parse(plain: memoryview) -> dict[str, Any]:
-    try:
-        content = json.loads(str(plain, "utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise RecordError("The record's plain data is not JSON, or is nested too deeply.") from error
-    if not isinstance(content, dict) or content.keys() != {"record", "byteorder", "tensors", "fields"}:
-        raise RecordError("The record's plain data does not say what it holds.")
-    return content

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download
-from lightning_spectral.protocol.tensor_bytes import raw_bytes
 from lightning_spectral.protocol.work_unit import WorkUnit
 
 Key = tuple[int, str]
@@ -169,10 +169,11 @@ def digest(tensor: Tensor) -> str:
     """A digest of a tensor's type, shape and values; equal digests mean equal bits.
 
     Example:
-        >>> import torch
         >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
         (True, False)
     """
     hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    hashed.update(raw_bytes(tensor))
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # a contiguous tensor may have any stride along dimensions of length 0 or 1, which torch cannot view as bytes
+    hashed.update(values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().data)
     return hashed.hexdigest()

@@ -16,7 +16,6 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 
@@ -74,8 +73,10 @@ class OverTheCodec(Executor):
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Train one client after another."""
+        from lightning_spectral.protocol.codec import decode, encode  # which needs packages of an extra
+
         for download in downloads:
-            arrived = decode(encode(download), Download)
-            upload = decode(encode(self.device.run(arrived)), Upload)
+            arrived = decode(*encode(download), Download)
+            upload = decode(*encode(self.device.run(arrived)), Upload)
             self.bytes[upload.unit.client_id] = arrived.num_bytes, upload.num_bytes
             yield upload

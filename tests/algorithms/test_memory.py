@@ -66,9 +66,8 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
     packed = encode(replace(opened.send(unit)[0], options=(options_of(optimizer),), local_epochs=1))
     examples = TensorDataset(example.repeat(3, *[1] * (example.dim() - 1)), torch.zeros(3 * BATCH, dtype=torch.long))
 
-    def turn() -> None:  # the codec's tensors are views of the bytes, which torch's allocator does not see
-        received = decode(packed, Download)
-        received = replace(received, tensors={name: tensor.clone() for name, tensor in received.tensors.items()})
+    def turn() -> None:
+        received = decode(*packed, Download)
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
         device = Device(
             lit, half.device_half, [optimizer], lambda _: data, LocalSettings(Placement(moves_batches=False))

@@ -12,7 +12,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.network import ClientData
-from lightning_spectral.network.messages import IDENTITY, Identity, decode_object, encode_object
+from lightning_spectral.network.messages import identity_of, identity_parts
 from lightning_spectral.network.server.roster import Roster
 from lightning_spectral.protocol.codec import VERSION
 
@@ -82,8 +82,8 @@ class OfAnotherVersion(FakeLine):
     def _ask(self, question: Any) -> Any:
         ticket = super()._ask(question)
         answer = self._ready[str(ticket)]
-        identity = decode_object(answer.parts[IDENTITY], Identity)
-        parts = {IDENTITY: encode_object(replace(identity, version=identity.version + 1))}
+        identity = identity_of(answer.parts)
+        parts = identity_parts(replace(identity, version=identity.version + 1))
         self._ready[str(ticket)] = replace(answer, parts=parts)
         return ticket
 

@@ -167,7 +167,7 @@ def pickled(sent: Download) -> Download:
 
 
 def coded(sent: Download) -> Download:
-    return decode(encode(sent), Download)
+    return decode(*encode(sent), Download)
 
 
 def download(net: nn.Linear, travel: Travel, held: frozenset[str] = frozenset()) -> Download:

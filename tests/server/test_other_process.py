@@ -169,8 +169,8 @@ def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, f
 
 def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:
     executor = fit_as(Elsewhere, ls.FedAvg()).model.executor
-    sent = [decode(data, Download) for data in executor.sent]
-    assert [download.unit for download in sent] == [decode(data, Upload).unit for data in executor.received]
+    sent = [decode(*parts, Download) for parts in executor.sent]
+    assert [download.unit for download in sent] == [decode(*parts, Upload).unit for parts in executor.received]
     assert [download.round_idx for download in sent] == 4 * [0] + 4 * [1] + 4 * [2]
 
 

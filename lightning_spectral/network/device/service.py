@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.evaluation import evaluated
-from lightning_spectral.network.device.kept import read_kept, write_kept
 from lightning_spectral.network.device.workplace import Workplace, check_accelerator
 from lightning_spectral.network.messages import (
     DIGEST,
     EVALUATE,
-    IDENTITY,
     LACKS,
     MODEL,
     PRECISION,
@@ -27,11 +26,14 @@ from lightning_spectral.network.messages import (
     Identity,
     Parts,
     Start,
-    decode_object,
-    encode_object,
+    digest_of,
+    identity_parts,
     record_of,
     record_parts,
 )
+from lightning_spectral.network.objects import read_object
+from lightning_spectral.protocol.codec import read_tensors, write_tensors
+from lightning_spectral.protocol.frozen_base import digest
 from lightning_spectral.protocol.records import Download, Failure, Upload
 
 log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class DeviceService:
 
     def _answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
         if question == WHO:
-            return {IDENTITY: encode_object(self.identity())}
+            return identity_parts(self.identity())
         if question == TRAIN:
             return self._train(parts, memory)
         if question == EVALUATE:
@@ -101,21 +103,23 @@ class DeviceService:
         return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
 
     def _train(self, parts: Parts, memory: Memory) -> dict[str, bytes]:
-        digest = parts.get(DIGEST, b"")
-        if START in parts:
-            memory[f"start {digest.decode()}"] = parts[START]
-        if f"start {digest.decode()}" not in memory:
-            return {LACKS: digest}
+        known = parts.get(DIGEST, b"")
+        if START in parts and digest_of(parts[START]) == known:
+            memory[f"start {known.decode()}"] = parts[START]
+        if f"start {known.decode()}" not in memory:
+            return {LACKS: known}
         download = record_of(parts, Download)
-        model, workplace, device = self._device(digest, download.capacity, memory)
-        read_kept(device, memory, model)
+        model, workplace, device = self._device(known, download.capacity, memory)
+        if not device.kept.tensors:
+            placed = {n: (d, t.to(workplace.torch_device)) for n, (d, t) in read_kept(memory, model).items()}
+            device.kept.tensors.update(placed)
         device.generators.save()
         try:
             upload = device.run(workplace.arrive(download))
         finally:
             device.generators.restore()
         if download.frozen and not upload.missing:
-            write_kept(device, memory, model)
+            write_kept(memory, model, device.kept.tensors)
         return record_parts(upload)
 
     def _evaluate(self, parts: Parts) -> dict[str, bytes]:
@@ -135,12 +139,30 @@ class DeviceService:
         if model not in self.modules or model not in self.data:
             raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
 
-    def _device(self, digest: bytes, capacity: float, memory: Memory) -> tuple[str, Workplace, Device]:
-        key = digest, capacity
+    def _device(self, known: bytes, capacity: float, memory: Memory) -> tuple[str, Workplace, Device]:
+        key = known, capacity
         if key not in self._devices:
-            start = decode_object(memory[f"start {digest.decode()}"], Start, self.trusted)
+            start = read_object(memory[f"start {known.decode()}"], Start, self.trusted)
             self._check_model(start.model)
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
             module, data = self.modules[start.model](), self.data[start.model].batches
             self._devices[key] = start.model, workplace, workplace.make_device(module, start, data)
         return self._devices[key]
+
+
+def write_kept(memory: Memory, model: str, kept: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Write the frozen tensors that a device keeps from message to message, unless they are what was written last."""
+    digests = json.dumps({name: known for name, (known, _) in kept.items()}).encode()
+    if memory.get(f"kept digests {model}") != digests:
+        memory[f"kept {model}"] = write_tensors({name: tensor for name, (_, tensor) in kept.items()})
+        memory[f"kept digests {model}"] = digests
+
+
+def read_kept(memory: Memory, model: str) -> dict[str, tuple[str, Tensor]]:
+    """The frozen tensors that an earlier process wrote; what is damaged counts as lost."""
+    try:
+        digests = json.loads(memory[f"kept digests {model}"])
+        tensors = read_tensors(memory[f"kept {model}"])
+    except (KeyError, ValueError, RecordError):
+        return {}
+    return {name: (digests[name], t) for name, t in tensors.items() if digests.get(name) == digest(t)}

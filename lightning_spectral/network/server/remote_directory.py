@@ -83,7 +83,7 @@ class RemoteDirectory(ClientDirectory):
         if fitting := [keep_ratio for keep_ratio, needed in self._needed.items() if needed <= budget]:
             return max(fitting)
         raise ValueError(
-            f"Client {name!r} says `budget_bytes={budget:,}`, and the smallest sub-model takes "
+            f"Client {name!r} says `budget_bytes={budget:,.0f}`, and the smallest sub-model takes "
             f"{min(self._needed.values()):,} bytes a round; raise its budget, or let the algorithm cut more."
         )
 

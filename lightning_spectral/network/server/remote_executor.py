@@ -16,11 +16,11 @@ from lightning_spectral.network.messages import (
     TRAIN,
     Parts,
     Start,
-    Starting,
-    encode_object,
+    digest_of,
     record_of,
     record_parts,
 )
+from lightning_spectral.network.objects import write_object
 from lightning_spectral.network.server.asking import Asking
 from lightning_spectral.network.server.line import Answer, Question
 from lightning_spectral.network.server.reply_checks import ReplyChecks
@@ -50,7 +50,8 @@ class RemoteExecutor(Executor):
         self, roster: Roster, start: Start, checks: ReplyChecks, deadline: float | None, at_once: int | None = None
     ) -> None:
         self.roster, self.checks, self.deadline, self.at_once = roster, checks, deadline, at_once
-        self._start = Starting(encode_object(start))
+        self._start = write_object(start)
+        self._digest = digest_of(self._start)
         self._started: set[int] = set()  # nodes that have the start
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
@@ -69,9 +70,9 @@ class RemoteExecutor(Executor):
         yield from self._uploads(asking, sent, wait=True)
 
     def _question(self, node: int, sent: _Sent) -> Question:
-        parts = {**record_parts(sent.download), DIGEST: self._start.digest}
+        parts = {**record_parts(sent.download), DIGEST: self._digest}
         if not sent.has_start:
-            parts[START] = self._start.data
+            parts[START] = self._start
         return Question(node, TRAIN, parts, sent.download.round_idx, self.deadline)
 
     def _uploads(self, asking: Asking, sent: dict[int, _Sent], *, wait: bool) -> Iterator[Upload]:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_spectral.errors import RecordError, RoundError
-from lightning_spectral.network.messages import IDENTITY, REFUSED, WHO, Holding, Identity, decode_object
+from lightning_spectral.network.messages import REFUSED, WHO, Holding, Identity, identity_of
 from lightning_spectral.network.server.asking import Asking
 from lightning_spectral.network.server.line import Answer, Line, Question
-from lightning_spectral.protocol.codec import VERSION
 
 ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there
@@ -99,13 +98,10 @@ class Roster:
         try:
             if answer.reason is not None or REFUSED in answer.parts:
                 raise RecordError(answer.message or answer.parts[REFUSED].decode(errors="replace"))
-            identity = decode_object(answer.parts.get(IDENTITY, b""), Identity)
-            if identity.version != VERSION:
-                raise RecordError(f"it has version {identity.version} of the format of records, and here is {VERSION}.")
+            return identity_of(answer.parts)
         except RecordError as error:
             self._refuse(question.node, str(error))
             return None
-        return identity
 
     def _welcome(self, node: int, identity: Identity) -> None:
         name = identity.client

@@ -14,7 +14,7 @@ from lightning_spectral.plugin.cli.errors import OneLineParser
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
-from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.lightning.checkpoint_files import check_loadable
 from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model import MultiModelModule

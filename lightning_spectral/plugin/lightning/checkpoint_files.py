@@ -1,23 +1,32 @@
-"""Checkpoint files: written whole or not at all, and found again after a crash."""
+"""Checkpoint files: written whole or not at all, checked before they are loaded, and found again after a crash."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch import Tensor
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.lightning.archive import DamagedFile
-from lightning_spectral.plugin.lightning.checkpoint_archive import check_contents, check_loadable, saved_progress
+from lightning_spectral.protocol.frozen_base import digest
 
 NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
+DIGEST = "federation_digest"  # of the tensors in a checkpoint
+NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
+
+
+class DamagedFile(Exception):
+    """The file is not a checkpoint that can be loaded; the message says why."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -27,14 +36,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     one or the one that was there before. Lightning's own plugin writes to the system's temporary folder and moves the
     file. If that folder is on another file system, moving means copying, which can be interrupted.
 
-    A file is checked before it is loaded, because loading alone compares no checksums: a damaged file could be loaded
-    as other weights. That happens before Lightning reads anything of the file.
+    torch compares nothing when it loads a file, so a damaged one could be loaded as other weights. A file's checksums
+    are therefore compared before it is loaded, and then the tensors with their digest, which is saved with them.
 
     A run that fails before it has restored or trained anything writes nothing: it might replace a file that holds
     rounds.
 
     `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
-    with a protocol (``s3://...``) are left to Lightning.
+    with a protocol (``s3://...``) are written and read by Lightning, with the digest.
 
     Example:
         >>> trainer = pl.Trainer(plugins=[AtomicCheckpointIO()], logger=False, enable_checkpointing=False)
@@ -43,6 +52,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         if NOTHING_NEW in checkpoint:
             return
+        checkpoint = {**checkpoint, DIGEST: digest_of_tensors(checkpoint)}
         if storage_options is not None or "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
@@ -58,13 +68,71 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_loadable(path)
-        return super().load_checkpoint(path, *args, **options)
+        checkpoint = super().load_checkpoint(path, *args, **options)
+        check_tensors(checkpoint, path)
+        return checkpoint
 
 
 def handle_whole_files(trainer: pl.Trainer) -> None:
     """Have a Trainer's checkpoints written and read by `AtomicCheckpointIO`, unless the user has chosen a plugin."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def check_loadable(source: Any) -> None:
+    """Check a checkpoint before anything loads it: its checksums, that torch can read it, and that it is no script.
+
+    Args:
+        source: A path or an opened file. Paths with a protocol (``s3://...``) are not checked.
+
+    Raises:
+        ValueError: If it is not an intact checkpoint; the message names the file and says why.
+    """
+    if not isinstance(source, str | os.PathLike):
+        position = source.tell()
+        with _refusing("the given file"):
+            _check_archive(source)
+        source.seek(position)
+    elif Path(source).is_dir():
+        raise ValueError(f"{source} is a folder; latest_checkpoint({str(source)!r}) finds a checkpoint in it.")
+    elif "://" not in str(source):
+        with _refusing(source), suppress(pickle.UnpicklingError):
+            _check_archive(source)
+            _read(source, mmap=True)  # torch refuses some of what zipfile accepts
+
+
+def check_tensors(checkpoint: Mapping[str, Any], name: Any) -> None:
+    """Compare the tensors of a checkpoint that was loaded with the digest in it, if it has one.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    with _refusing(name):
+        _check_tensors(checkpoint)
+
+
+def digest_of_tensors(content: Any) -> str:
+    """A digest of the tensors in nested containers: of their order, types, shapes and values.
+
+    Example:
+        >>> ones = {"a": torch.ones(4), "b": [torch.zeros(1)], "c": "not a tensor"}
+        >>> digest_of_tensors(ones) == digest_of_tensors({**ones, "a": torch.ones(2, 2)})
+        False
+    """
+    hashed = hashlib.sha256()
+    for tensor in _tensors(content):
+        has_values = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+        kind = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+        hashed.update((digest(tensor) if has_values else kind).encode())
+    return hashed.hexdigest()
+
+
+def _tensors(content: Any) -> Iterator[Tensor]:
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, Mapping | list | tuple):
+        for inner in content.values() if isinstance(content, Mapping) else content:
+            yield from _tensors(inner)
 
 
 def latest_checkpoint(folder: str | Path) -> str | None:
@@ -82,7 +150,8 @@ def latest_checkpoint(folder: str | Path) -> str | None:
         A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch.
 
     Raises:
-        ValueError: If it is a file, and cannot be resumed from.
+        ValueError: If it is a file, and cannot be resumed from; or if an intact file holds objects that torch does not
+            load without executing code, because starting from scratch would be a surprise.
 
     Example:
         >>> latest_checkpoint("a folder that is not there")
@@ -95,19 +164,82 @@ def latest_checkpoint(folder: str | Path) -> str | None:
             progress[path] = saved_progress(path)
     for path in sorted(progress, key=lambda path: (*progress[path], path.stat().st_mtime_ns), reverse=True):
         with _skipping(path):
-            check_contents(path)  # for as few files as possible, because it reads them completely
+            _check_contents(path)  # for as few files as possible, because it reads them completely
             return str(path)
     return None
+
+
+def saved_progress(path: Path) -> tuple[int, int]:
+    """The server's steps and Lightning's epoch in a Trainer's checkpoint; the bytes of tensors are not read."""
+    try:
+        content = _read(path, mmap=True)
+    except pickle.UnpicklingError as error:
+        _check_archive(path)  # which raises, if it is damage that looks like a class that is not allowed
+        raise ValueError(
+            f"{path} holds objects other than tensors and plain values. Allow their classes, if you trust the file: "
+            "torch.serialization.add_safe_globals([...]); or leave them out of what your module saves."
+        ) from error
+    missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
+    if missing:
+        raise DamagedFile(f"it has no {', '.join(missing)}, and a run is resumed from them, not from weights alone")
+    for name in ("global_step", "epoch"):
+        if not isinstance(content[name], int):
+            raise DamagedFile(f"its {name} must be a whole number, got {type(content[name]).__name__}")
+    return content["global_step"], content["epoch"]
+
+
+def _check_contents(path: Path) -> None:
+    """Read all of a checkpoint, and compare it with its checksums and its digest."""
+    _check_archive(path)
+    _check_tensors(_read(path, mmap=False))
+
+
+def _check_archive(source: Any) -> None:
+    with _naming_the_cause(), ZipFile(source) as archive:
+        _check_no_script(archive)
+        if (damaged := archive.testzip()) is not None:
+            raise DamagedFile(f"the checksum of {damaged} does not match")
+
+
+def _check_no_script(archive: ZipFile) -> None:
+    """Some versions of torch execute what TorchScript has saved, whatever ``weights_only`` is."""
+    if any(name.lower().endswith("constants.pkl") for name in archive.namelist()):
+        raise DamagedFile("it is a TorchScript archive, which executes code when it is loaded")
+
+
+def _check_tensors(checkpoint: Any) -> None:
+    saved = checkpoint.get(DIGEST) if isinstance(checkpoint, Mapping) else None
+    if saved is not None and saved != digest_of_tensors(checkpoint):
+        raise DamagedFile(f"its tensors are not those that were saved (if you changed them, delete its {DIGEST!r})")
+
+
+def _read(path: str | os.PathLike[str], *, mmap: bool) -> Any:
+    """Load a checkpoint without executing anything in it; raise ``UnpicklingError`` if it holds other objects."""
+    with _naming_the_cause():
+        with ZipFile(path) as archive:
+            _check_no_script(archive)
+        return torch.load(path, "cpu", weights_only=True, mmap=mmap)
 
 
 def _checked(path: Path) -> str:
     """A single file, which is not skipped: a run that starts from scratch in its place would be a surprise."""
     try:
         saved_progress(path)
-        check_contents(path)
+        _check_contents(path)
     except DamagedFile as error:
         raise ValueError(f"{path} cannot be resumed from: {error}; give the folder to find an intact one.") from error
     return str(path)
+
+
+@contextmanager
+def _naming_the_cause() -> Iterator[None]:
+    """Turn whatever damage leads to into a `DamagedFile`: nearly any exception, of zipfile, pickle or Unicode."""
+    try:
+        yield
+    except (DamagedFile, FileNotFoundError, pickle.UnpicklingError):
+        raise
+    except Exception as error:
+        raise DamagedFile(f"{type(error).__name__}: {error}".splitlines()[0]) from error
 
 
 @contextmanager
@@ -117,6 +249,18 @@ def _skipping(path: Path) -> Iterator[None]:
         yield
     except DamagedFile as error:
         warnings.warn(f"{path} cannot be resumed from and is skipped: {error}.", SpectralWarning, stacklevel=4)
+
+
+@contextmanager
+def _refusing(name: Any) -> Iterator[None]:
+    """Raise an error that names the file and the remedy if the file turns out to be damaged."""
+    try:
+        yield
+    except DamagedFile as error:
+        raise ValueError(
+            f"{name} is empty or not a whole checkpoint: {error}; "
+            "latest_checkpoint(folder) finds the last whole one of a folder."
+        ) from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 
-from lightning_spectral.plugin.lightning.checkpoint_archive import check_loadable
+from lightning_spectral.plugin.lightning.checkpoint_files import check_loadable, check_tensors
 
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
@@ -96,6 +96,7 @@ def load_user_module(
     check_loadable(path)
     map_location = map_location or _if_available
     checkpoint = torch.load(path, map_location, weights_only=weights_only)
+    check_tensors(checkpoint, path)
     buffer = io.BytesIO()
     torch.save(_of_one_model(checkpoint, name), buffer)
     buffer.seek(0)

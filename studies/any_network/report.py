@@ -37,7 +37,7 @@ from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES
 
 from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, PRINTED, look
+from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
 ROWS = (*NETS, "transformer, SGD")
@@ -49,14 +49,6 @@ LOOKS: dict[Contender, Any] = {
     ("sharding", "averaging"): look(1),
     ("sharding", "momentum"): look(0),
     ("TopN, published", "averaging"): look(2),
-}
-# What a sub-model with a tenth of the terms reaches alone, in per cent: the last column that one_client.py prints.
-ALONE = {
-    "plain, GroupNorm": 92.4,
-    "MLP": 95.7,
-    "plain, BatchNorm": 95.3,
-    "residual": 90.5,
-    "residual, zero init": 95.9,
 }
 Run = Mapping[str, Any]
 
@@ -164,7 +156,7 @@ def name_axes(figure: Figure, x: str, y: str) -> None:
     """Name the axes of all panels, and add one legend for them."""
     figure.supxlabel(x)
     figure.supylabel(y)
-    legend_above(figure, len(LOOKS) + 1)
+    legend_above(figure, len(LOOKS))
 
 
 def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
@@ -182,8 +174,6 @@ def accuracy_against_bytes(runs: Sequence[Run], figure: Figure) -> None:
             axes.errorbar(
                 sizes, centre, [below, above], color=colour, marker=marker, label=name, capsize=2, markersize=7
             )
-        if net in ALONE:
-            axes.axhline(ALONE[net], color=PRINTED.ink, lw=0.8, ls=":", label="a tenth, alone")
         axes.set_xlim(left=0)
         by_error(axes)
     name_axes(figure, "kilobytes of a client's turn, down and up", "test accuracy after 100 rounds, %")

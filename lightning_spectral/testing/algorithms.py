@@ -22,6 +22,7 @@ from lightning_spectral.testing.trial_clients import Case
 from lightning_spectral.testing.trial_processes import play_in_two_processes
 
 ROUNDS = 3
+LEAST_SHARE = 0.5  # of a change; divided by all five clients' weights, 0.14. Draws of terms depend on the cohort.
 TOLERANCE = 1e-5  # relative; norms are of the same values, in the same type
 # Of a tensor's largest value. Devices round sums in another order, by about 1e-7 in each step; a wrong step is of 1e-2.
 ROUNDING = 1e-4
@@ -45,6 +46,9 @@ def check_algorithm(
     - wrong arguments are refused by name, and modules with nothing to train with a ``ValueError`` if at all;
     - a run that is saved and resumed has the same bits as one that is not interrupted;
     - if nobody trains, the server's weights do not change by one bit;
+    - if the server's optimizer does not step, its parameters do not change, however clients train;
+    - a client that is lost after its download is as if it had not been asked: the others' average is not divided by
+      its weight, and nothing else of it remains;
     - the order of clients, and which of several processes trains which of them, make no difference by one bit;
     - a device elsewhere gives the same bits: its half is pickled, and records travel as bytes. No other process is
       started;
@@ -87,6 +91,8 @@ def check_algorithm(
     _check_resume(case, expected)
     if rests:
         _check_rest(case)
+        _check_steps(case)
+    _check_lost(case)
     _check_order(case, expected)
     _check_grouping(case, expected)
     _check_elsewhere(case, expected)
@@ -130,6 +136,45 @@ def _check_rest(case: Case) -> None:
             trial.play()
             where = f"{case.algorithm!r}, after {start}: nobody trained, but the server's weights changed"
             assert_same_bits(trial.weights(), before, where)
+
+
+def _check_steps(case: Case) -> None:
+    trial = Trial(case, server_lr=0.0)
+    try:
+        case.algorithm.check_server_optimizer(trial.optimizer)
+    except ValueError:  # it says that the server's step is its own
+        return
+    for _ in range(ROUNDS):
+        before = _parameters(trial)
+        trial.play()
+        where = f"{case.algorithm!r}: the server's optimizer did not step, but the parameters changed"
+        assert_same_bits(_parameters(trial), before, f"{where}; give them a gradient in `Round.close`")
+
+
+def _check_lost(case: Case) -> None:
+    """One of five clients returns, and with the same weights as if it alone had been asked, it counts alone."""
+    where = f"{case.algorithm!r}, four of five clients lost after their downloads"
+    moved = []
+    for asked in (5, 1):
+        returning, *lost = Trial(case).units[:asked]
+        trial = Trial(case, lost=[unit.client_id for unit in lost])
+        before = _parameters(trial)
+        try:
+            trial.open([returning, *lost])
+            trial.share([returning, *lost])
+            trial.close()
+        except Exception as error:
+            raise AssertionError(f"{where}: the round failed: {type(error).__name__}: {error}") from error
+        changes = [after - before[name] for name, after in _parameters(trial).items()]
+        moved.append(math.sqrt(sum(float(change.double().square().sum()) for change in changes)))
+    assert moved[0] > LEAST_SHARE * moved[1], (
+        f"{where}: the server moved by {moved[0]:.3g}, and by {moved[1]:.3g} where the fifth alone was asked; divide "
+        "by the weights of the clients that reported, as `MeanChange` does."
+    )
+
+
+def _parameters(trial: Trial) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trial.server.named_parameters()}
 
 
 def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:

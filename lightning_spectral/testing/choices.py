@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,9 @@ def check_choice(algorithm: Any) -> None:
     )
     for field in dataclasses.fields(algorithm):
         if field.init:
-            _check_argument(algorithm, field.name)
+            _check_argument(algorithm, field.name, _WrongValue())
+            if type(getattr(algorithm, field.name)) is float:
+                _check_argument(algorithm, field.name, math.nan)
 
 
 class _WrongValue:
@@ -29,9 +32,9 @@ class _WrongValue:
         return "<an object of no use>"
 
 
-def _check_argument(algorithm: Any, name: str) -> None:
-    where = f"{algorithm!r} with {name}={_WrongValue()!r}"
-    refusal = _refusal(lambda: dataclasses.replace(algorithm, **{name: _WrongValue()}))
+def _check_argument(algorithm: Any, name: str, value: Any) -> None:
+    where = f"{algorithm!r} with {name}={value!r}"
+    refusal = _refusal(lambda: dataclasses.replace(algorithm, **{name: value}))
     assert refusal is not None, (
         f"{where}: it was not refused; call `lightning_spectral.arguments.check_fields` in `__post_init__`."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,28 +24,37 @@ from lightning_spectral.protocol.records import Download, RoundSummary, Upload
 from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
-from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.turn import play
 from lightning_spectral.server.update_norms import update_norm
-from lightning_spectral.testing.trial_clients import SEED, Case, OverTheCodec
+from lightning_spectral.testing.trial_clients import SEED, Case, Losing, OverTheCodec
 
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
 
 
 class Trial:
-    """Rounds of five clients, who step by plain SGD, as does the server, with learning rate 1.
+    """Rounds of five clients, who step by plain SGD, as does the server.
 
     Args:
         case: What is tried.
         saved: What `save` of another trial returned, to go on from there; ``None`` to begin.
         local_epochs: As for the federation; 0 trains nobody.
         over_codec: Whether devices share nothing with the server.
+        server_lr: Learning rate of the server.
+        lost: Clients of which nothing comes back.
     """
 
     def __init__(
-        self, case: Case, saved: Mapping[str, Any] | None = None, *, local_epochs: int = 1, over_codec: bool = False
+        self,
+        case: Case,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        local_epochs: int = 1,
+        over_codec: bool = False,
+        server_lr: float = 1.0,
+        lost: Collection[int] = (),
     ) -> None:
         self.case, self.round_idx = case, 0
         self.server: nn.Module = copy_module(case.module).to(case.device)
@@ -62,7 +71,7 @@ class Trial:
             self.half.settle()
         self.template = SGD([p for p in self.server.parameters() if p.requires_grad], lr=case.lr)
         own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
-        self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=1.0)
+        self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=server_lr)
         self.run = Run(
             case.algorithm,
             self.half,
@@ -76,7 +85,7 @@ class Trial:
             faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
         )
         self.executor: Executor = (
-            OverTheCodec(self.device(elsewhere=True)) if over_codec else SequentialExecutor(self.device())
+            OverTheCodec(self.device(elsewhere=True)) if over_codec else Losing(self.device(), lost)
         )
         self.engine = Engine(self.run, lambda: self.executor)
 
@@ -104,9 +113,9 @@ class Trial:
         self.share(self.units if units is None else units)
         return self.close()
 
-    def open(self) -> None:
-        """Open a round for all clients."""
-        self.engine.open_round(self.round_idx, self.units)
+    def open(self, units: Sequence[WorkUnit] | None = None) -> None:
+        """Open a round, for all clients by default."""
+        self.engine.open_round(self.round_idx, self.units if units is None else units)
 
     def can_share(self) -> bool:
         """Whether several processes can train a round's clients."""

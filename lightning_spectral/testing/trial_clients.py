@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.executor import Executor, SequentialExecutor
 
 SEED = 3
 
@@ -58,6 +58,20 @@ class Case:
         """The data of a download's client: from one to three steps."""
         batch = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), self.batch)
         return SomeSteps(batch, 1 + download.unit.client_id % 3)
+
+
+class Losing(SequentialExecutor):
+    """A device that loses some clients after their downloads, by id."""
+
+    def __init__(self, device: Device, lost: Collection[int]) -> None:
+        super().__init__(device)
+        self.lost = lost
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        """Train one client after another."""
+        for download in downloads:
+            is_lost = download.unit.client_id in self.lost
+            yield Upload(download.unit, {}, left_out="late") if is_lost else self.device.run(download)
 
 
 class OverTheCodec(Executor):

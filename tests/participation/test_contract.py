@@ -53,9 +53,21 @@ class Biased(ls.Uniform):
         return probs.clamp(max=0.25)
 
 
+class FillsIn(ls.Uniform):
+    """Writes zeros where figures are unknown."""
+
+    def assign(
+        self, population: Population, figures: Tensor | None, round_idx: int, generator: torch.Generator
+    ) -> Assignment:
+        assert figures is not None
+        figures.nan_to_num_(0.0)
+        return super().assign(population, figures, round_idx, generator)
+
+
 @pytest.mark.parametrize(
     ("sampler", "message"),
     [
+        (FillsIn(active=2), "the figures were changed in place"),
         (WholeRows(active=2), "sum"),
         (ForAnything(active=2), "cannot train"),
         (Forgetful(active=2), "the same generator drew"),

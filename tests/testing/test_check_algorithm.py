@@ -314,6 +314,73 @@ class Exaggerates(ls.FedAvg):
     side = TwiceSide
 
 
+@dataclass(frozen=True)
+class BelievesAnyNumber(ls.FedAvg):
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.power, float):
+            raise TypeError(f"`power` must be a float, got {self.power!r}.")
+
+
+class SteppingRound(DenseRound):
+    """Adds what clients changed itself, and leaves nothing for the server's optimizer."""
+
+    def close(self) -> None:
+        super().close()
+        for parameter in self.half.server.parameters():
+            parameter.data -= parameter.grad
+            parameter.grad.zero_()
+
+
+class StepsItself(ls.FedAvg):
+    round = SteppingRound
+
+
+class AskedRound(DenseRound):
+    """Divides by the weights of all clients that were asked, whoever has reported."""
+
+    def close(self) -> None:
+        super().close()
+        asked = sum(unit.coefficient for units in self.cohort.groups.values() for unit in units)
+        for parameter in self.half.server.parameters():
+            parameter.grad *= self.reported / asked
+
+    def __init__(self, half: Any, cohort: Any) -> None:
+        super().__init__(half, cohort)
+        self.cohort, self.reported = cohort, 0.0
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        super().add(receipt, upload)
+        self.reported += receipt.unit.coefficient
+
+
+class DividesByTheAsked(ls.FedAvg):
+    round = AskedRound
+
+
+class WaitingRound(DenseRound):
+    """Believes that all come back."""
+
+    def __init__(self, half: Any, cohort: Any) -> None:
+        super().__init__(half, cohort)
+        self.missing = {unit.key for units in cohort.groups.values() for unit in units}
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        super().add(receipt, upload)
+        self.missing.remove(receipt.unit.key)
+
+    def close(self) -> None:
+        if self.missing:
+            raise KeyError(self.missing.pop())
+        super().close()
+
+
+class WaitsForAll(ls.FedAvg):
+    round = WaitingRound
+
+
 @pytest.mark.parametrize(
     ("algorithm", "rule"),
     [
@@ -324,6 +391,10 @@ class Exaggerates(ls.FedAvg):
         (SaysNoMore(), "names neither the module, nor a layer, nor the algorithm: bad module"),
         (Forgets(), r"resumed after 1 of 3 rounds: not the uninterrupted run: 6 of 6 tensors, first 'module.net.0.w"),
         (Decays(), "after the start: nobody trained, but the server's weights changed: 6 of 6 tensors"),
+        (BelievesAnyNumber(), "with power=nan: it was not refused"),
+        (StepsItself(), "optimizer did not step, but the parameters changed; give them a gradient in `Round.close`: "),
+        (DividesByTheAsked(), r"four of five clients lost .*: the server moved by .*divide by the weights of the clie"),
+        (WaitsForAll(), "four of five clients lost after their downloads: the round failed: KeyError: "),
         (FirstComes(), "round 0, clients in reverse: their order made a difference"),
         (AddsUpNothing(), "round 0, process 0 of 2: grouping made a difference"),
         (Unpicklable(), "its half cannot be pickled: "),

@@ -42,8 +42,8 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
     for name, population in _populations():
         where = f"{sampler!r} on '{name}'"
         figures = _figures(population)
-        _check_pure(sampler, population, figures, where)  # first, while the unknown figure is unknown
         _check_probs(sampler, population, figures, where)
+        _check_pure(sampler, population, _figures(population), where)
         if not sampler.normalize:
             _check_unbiased(sampler, population, figures, num_samples, where)
 

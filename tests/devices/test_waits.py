@@ -25,7 +25,7 @@ PER_ROUND: dict[str, tuple[Any, int]] = {
         ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.TermMeans()),
         38,
     ),
-    "Zampling": (ls.Zampling(compression=2, degree=3), 50),
+    "Zampling": (ls.Zampling(compression=2, degree=3), 29),
     "WidthSharding": (ls.WidthSharding(), 104),
     "FIARSE": (ls.FIARSE(keep_ratio=0.5), 48),
     "LoRA": (ls.LoRA(2, train=["net.1.*"]), 35),

@@ -76,6 +76,17 @@ def outcomes(fitted: Fitted) -> set[str]:
         (changed(tensors=some), "error", "it lacks net"),
         (changed(tensors=more), "error", "backdoor, which was not asked for"),
         (changed(tensors=broken), "not_finite", "not finite"),
+        (
+            changed(untrained_rows={"net.0.weight": torch.tensor([10**6])}),
+            "error",
+            "rows of net.0.weight that it has not",
+        ),
+        (
+            changed(untrained_rows={"net.0.weight": torch.tensor([0.5])}),
+            "error",
+            "rows of net.0.weight that it has not",
+        ),
+        (changed(untrained_rows={"other": torch.tensor([0])}), "error", "rows of other that"),
         (lambda parts: {**parts, "head": parts["head"][:-1]}, "error", "truncated"),
         (lambda parts: {"head": parts["head"]}, "error", "holds no Upload"),
         (lambda parts: {"refused": b"no memory left"}, "error", "no memory left"),

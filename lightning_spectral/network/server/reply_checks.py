@@ -37,14 +37,12 @@ class ReplyChecks:
         if upload.left_out is not None or upload.missing:
             return
         found = form_of(upload.tensors)
-        usual = self._usual.get(download.capacity)
-        if found == usual:
-            return
-        expected = self._usual[download.capacity] = self._expected(download)
-        if found != expected:
-            raise RecordError(_difference(found, expected))
+        if found != self._usual.get(download.capacity):
+            expected = self._usual[download.capacity] = self._expected(download)
+            if found != expected:
+                raise RecordError(_difference(found, expected))
         for name, rows in upload.untrained_rows.items():
-            if name not in expected or rows.dtype is not torch.int64 or rows.dim() != 1:
+            if not (name in found and _are_rows(rows, found[name][1])):
                 raise RecordError(f"it says rows of {name} that it has not trained in a way that cannot be read")
 
     def _expected(self, download: Download) -> Form:
@@ -57,6 +55,12 @@ class ReplyChecks:
 def form_of(tensors: Mapping[str, Tensor]) -> Form:
     """Type and shape of each tensor."""
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _are_rows(rows: Tensor, shape: torch.Size) -> bool:
+    """Whether a tensor holds indices along the first dimension of a shape."""
+    is_list = rows.dtype is torch.int64 and rows.dim() == 1 and len(shape) > 0
+    return is_list and bool(((rows >= 0) & (rows < shape[0])).all())
 
 
 def _difference(found: Form, expected: Form) -> str:

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.plugin.callbacks.round_lines import duration
+from lightning_spectral.plugin.callbacks.progress import duration
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
 from lightning_spectral.plugin.lightning.quiet_trainer import quiet_trainer, silence

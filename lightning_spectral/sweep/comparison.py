@@ -8,12 +8,10 @@ from pathlib import Path
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.extras import from_extra
-from lightning_spectral.report.ends import groups_table, in_order
+from lightning_spectral.report.compared import groups_table, in_order
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import choose_metric, with_metric
-from lightning_spectral.report.media import LoggedTable
-from lightning_spectral.report.reading import read_runs
-from lightning_spectral.report.resumed import join_resumed
+from lightning_spectral.report.runs import Table, read_runs
 
 
 def compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
@@ -23,7 +21,7 @@ def compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
     try:
         print("\n".join(["", *aligned(table(finished)), ""]))
         with from_extra("report"):
-            from lightning_spectral.report.write import write_report
+            from lightning_spectral.report.page import write_report
         (written, *_) = write_report(finished, page, target=target)
     except (ModuleNotFoundError, ReportError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -32,18 +30,18 @@ def compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
     return True
 
 
-def table(finished: Sequence[Path]) -> LoggedTable:
+def table(finished: Sequence[Path]) -> Table:
     """A row for each combination: its last evaluation, mean and deviation over seeds, rounds and megabytes."""
-    runs, _ = with_metric(join_resumed(read_runs(finished)[0]), None)
+    runs, _ = with_metric(read_runs(finished)[0], None)
     metric = choose_metric(runs, None)
     return groups_table(in_order(group_runs(runs)[0], metric), metric)
 
 
-def aligned(shown: LoggedTable) -> Iterator[str]:
+def aligned(shown: Table) -> Iterator[str]:
     r"""The lines of a table, the first column on the left.
 
     Example:
-        >>> print("\n".join(aligned(LoggedTable(("group", "runs"), (("FedAvg", 3), ("LoRA", 12))))))
+        >>> print("\n".join(aligned(Table(("group", "runs"), (("FedAvg", 3), ("LoRA", 12))))))
         group   runs
         FedAvg     3
         LoRA      12

@@ -1,27 +1,47 @@
-"""Diagnostics of a round's sampling, computed before any client trains."""
+"""Diagnostics of rounds: how good a sampling is, how many multiplications it takes, and where it leads."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
 from lightning_spectral.algorithms.capabilities import DrawsTerms
+from lightning_spectral.algorithms.costs import cost_table
+from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
 from lightning_spectral.arguments import Whole
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.local_optimizer import options_of
+from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.functional.figures.discrepancy import (
     cohort_discrepancy,
     coordinated_discrepancy,
     expected_coverage,
 )
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
+from lightning_spectral.nn.plan.trace import Example, example_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
+from lightning_spectral.plugin.lightning.logs import log_values
+from lightning_spectral.protocol.records import Options, RoundSummary
+from lightning_spectral.protocol.rng import isolated_rng
+from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.server.turn import play
+
+MULTIPLICATIONS = "fl/multiplications"
+EXAMPLES = 2  # of the batch that is counted: layers that normalise over a batch need more than one
+PASSES = 3  # forward once; backward costs twice as much
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -131,3 +151,150 @@ def _holders(plan: GroupPlan) -> Tensor:
     if plan.dealt is None:
         return plan.inclusion_probs.repeat(plan.num_clients, 1)
     return (plan.num_clients * plan.inclusion_probs).clamp(max=1.0)[None]  # floor(C pi) clients hold it, or one more
+
+
+class Multiplications(RoundCallback):
+    """Logs ``fl/multiplications``: all multiplications of a round's local training, summed over clients.
+
+    Those of one forward pass of each keep ratio's sub-model are counted once, by `cost_table`, on the module's
+    ``example_input_array``, or else on the first examples of the training data, whose first part is taken for the
+    module's input. Training takes three times as many for each example. If they cannot be counted, a warning says why,
+    and nothing is logged.
+
+    Note:
+        What the server computes, such as singular values, and measurements for a sampler are not included.
+    """
+
+    def __init__(self) -> None:
+        self._per_example: dict[str, dict[float, float] | None] = {}  # by model; None if they cannot be counted
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._per_example = {}
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+        run, trained = pl_module.engine.run, [client for client in summary.clients if client.num_steps > 0]
+        counts = self._counted(pl_module, sorted({client.keep_ratio for client in trained}))
+        if counts is not None:
+            examples = {one.unit.key: run.clients.examples_per_epoch(one.num_examples) for one in trained}
+            passes = PASSES * run.local_epochs
+            total = sum(passes * counts[one.keep_ratio] * examples[one.unit.key] for one in trained)
+            log_values(
+                trainer, summary.round_idx, {"fl/round": summary.round_idx, summary.metric(MULTIPLICATIONS): total}
+            )
+
+    def _counted(self, owner: Trained, keep_ratios: Sequence[float]) -> dict[float, float] | None:
+        """Multiplications of a forward pass of one example, by keep ratio; ``None`` if they cannot be counted."""
+        known = self._per_example.setdefault(owner.name, {})
+        missing = [ratio for ratio in keep_ratios if known is not None and ratio not in known]
+        if known is not None and missing:
+            try:
+                known.update(_per_example(owner, missing))
+            except Exception as error:  # of a module whose input is something else
+                self._per_example[owner.name] = known = None
+                _warn(error)
+        return known
+
+
+def _per_example(owner: Trained, keep_ratios: Sequence[float]) -> dict[float, float]:
+    example = example_of(owner.module)
+    with isolated_rng(owner.seed, [owner.module.device]):
+        given = _first_examples(owner.data) if example is None else example
+        table = cost_table(owner.module, owner.algorithm, keep_ratios, given)
+    return {ratio: table.at[ratio].macs / _batch_size(given) for ratio in keep_ratios}
+
+
+def _warn(error: Exception) -> None:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    warnings.warn(
+        f"Multiplications are not counted, because a forward pass failed: {reason} Set the module's "
+        "`example_input_array`, or remove the callback.",
+        SpectralWarning,
+        stacklevel=2,
+    )
+
+
+def _first_examples(data: Any) -> Example:
+    """The module's input for the first training examples."""
+    collate = data.collate_fn or default_collate
+    batch = collate([data.train[index] for index in range(min(EXAMPLES, len(data.train)))])
+    return batch[0] if isinstance(batch, list | tuple) else batch
+
+
+def _batch_size(example: Any) -> int:
+    while not isinstance(example, torch.Tensor):
+        example = next(iter(example.values())) if isinstance(example, Mapping) else example[0]
+    return len(example)
+
+
+class UpdateAlignment(RoundCallback):
+    """Logs ``fl/fedavg_alignment``: the cosine between the server's update and that of a FedAvg round.
+
+    The same clients train the whole model from the same weights on the same batches. Their mean update is compared with
+    that of the run's algorithm, then discarded. Each comparison costs one extra dense round, so use it sparingly.
+
+    Args:
+        every_n_rounds: Compare in rounds 0, n, 2n, ...
+
+    Reference:
+        Korzhenkov & Louizos (2024), appendix A, Figure 4.
+    """
+
+    def __init__(self, every_n_rounds: int = 10) -> None:
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
+        self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
+
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
+        self._begun.pop(pl_module.name, None)
+        if trainer.current_epoch % self.every_n_rounds == 0:
+            options = [options_of(template) for template in pl_module.templates()]
+            self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+        units = [client.unit for client in summary.clients if not client.left_out]
+        before, options = self._begun.pop(pl_module.name, ({}, []))
+        if not before or not units:
+            return
+        ours = update(pl_module.module, before)
+        with temporary_options(pl_module.templates(), options):  # schedules have moved on to the next round
+            theirs = dense_update(pl_module, before, summary.round_idx, units)
+        cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+        pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
+
+
+@contextmanager
+def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
+    """Give parameter groups other options within a block, such as a past learning rate."""
+    now = [options_of(optimizer) for optimizer in optimizers]
+    _set_options(optimizers, options)
+    try:
+        yield
+    finally:
+        _set_options(optimizers, now)
+
+
+def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> None:
+    for optimizer, groups in zip(optimizers, options, strict=True):
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
+
+
+def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, units: Sequence[WorkUnit]) -> Tensor:
+    """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
+    server = pl_module.module
+    with Forms(server, lambda module, capacity: None).client(1.0):  # the server again, in other memory
+        server.load_state_dict(before)
+        engine = pl_module.build_engine(server, FedAvg())
+        processes = engine.run.processes
+        try:
+            play(engine.open_round(round_idx, units), units[processes.rank :: processes.size])
+            engine.close_round()
+        finally:
+            engine.abandon_round()  # unless it was closed
+        return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
+
+
+def update(module: pl.LightningModule, before: dict[str, Tensor]) -> Tensor:
+    """Change of all trainable parameters, as one vector, float64."""
+    changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
+    return torch.cat(changes).double()

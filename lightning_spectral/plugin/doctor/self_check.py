@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_spectral.plugin.callbacks.history import RoundHistory
+from lightning_spectral.plugin.callbacks.record import RoundHistory
 from lightning_spectral.plugin.doctor.federations import ModuleAndData
 from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
 from lightning_spectral.protocol.rng import isolated_rng

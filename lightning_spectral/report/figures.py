@@ -56,15 +56,6 @@ HATCHES = ("", "///", "...")  # for when the colours repeat
 FEW = 6  # rounds that are each marked on the axis
 SMALLEST, LARGEST = 1e-4, 0.1  # where the scale of singular values may begin, as shares of the layer's largest
 MAX_CELLS = 4_000_000  # of a heat map, which has far fewer pixels; with more, rounds are skipped
-VISITED, EXPECTED_COVERAGE, MOVED = "fl/terms_visited", "fl/expected_coverage", "fl/probs_moved"
-SAMPLING_GAP = "/sampling_gap"  # after the name of a metric, of `SampledNetworks`
-BITS = {  # of Zampling, with the titles of their panels
-    "fl/bit_entropy": "entropy of a bit",
-    "fl/bits_agreed": "bits on which all clients agree",
-    "fl/probs_settled": "probabilities that are 0 or 1",
-    "fl/bit_disagreement": "bits in which two clients differ",
-    MOVED: "how far a client moves a probability",
-}
 
 
 class Canvas:
@@ -273,50 +264,31 @@ def curves(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
     canvas.legend()
 
 
-def fairness(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
-    """Draw the low, middle and high values of a metric over clients against rounds, in a panel each."""
-    axes = panels(canvas, 3, sharey=True)
-    for position, title in enumerate(("low end of the clients", "middle of the clients", "high end of the clients")):
+class Panel(NamedTuple):
+    """The contents of one panel over rounds."""
+
+    title: str
+    of: Callable[[LoggedRun], Curve | None]
+    dotted: Callable[[LoggedRun], Curve | None] | None = None  # what was expected
+    limits: tuple[float, float | None] | None = None  # of the axis
+
+
+def over_rounds(
+    canvas: Canvas, groups: Sequence[Group], shown: Sequence[Panel], label: str = "", **shared: Any
+) -> None:
+    """Draw one curve of each group, with its band, in each panel."""
+    axes = panels(canvas, len(shown), columns=3, **shared)
+    for panel, one in zip(axes, shown, strict=True):
         for group in groups:
-            found = band(group.each(_of_clients(metric, position)))
-            if found is not None:
-                draw_band(axes[position], group, found, found.rounds + 1)
-        axes[position].set_title(title)
-        round_axis(axes[position])
-    value_axis(canvas, axes, metric)
-    canvas.legend()
-
-
-def coverage(canvas: Canvas, groups: Sequence[Group]) -> None:
-    """Draw the share of terms held by some client; dotted, the expected share."""
-    (axes,) = panels(canvas, 1)
-    for group in groups:
-        visited = named_band(group, VISITED)
-        expected = named_band(group, EXPECTED_COVERAGE)
-        if visited is not None:
-            draw_band(axes, group, visited, visited.rounds + 1)
-        if expected is not None:
-            axes.plot(expected.rounds + 1, expected.mean, ls=":", color=group.look.colour)
-    axes.set(ylabel="share of terms held", ylim=(0, 1.03))
-    round_axis(axes)
-    canvas.legend()
-
-
-def bits(canvas: Canvas, groups: Sequence[Group], metric: str) -> None:
-    """Draw how far Zampling's bits are decided, and the cost of sampling: a panel for each figure that a run has."""
-    titles = {**BITS, metric + SAMPLING_GAP: f"{metric}: expected minus sampled"}
-    found = {
-        name: [(group, one) for group in groups if (one := named_band(group, name)) is not None] for name in titles
-    }
-    shown = {name: bands for name, bands in found.items() if bands}
-    axes = panels(canvas, len(shown), columns=3)
-    for panel, (name, bands) in zip(axes, shown.items(), strict=True):
-        for group, one in bands:
-            draw_band(panel, group, one, one.rounds + 1)
-        panel.set_title("\n".join(in_lines(titles[name], 60)))
-        if name in BITS:
-            panel.set_ylim(0, None if name == MOVED else 1.03)  # a client moves probabilities by a few hundredths
+            if (found := band(group.each(one.of))) is not None:
+                draw_band(panel, group, found, found.rounds + 1)
+            if one.dotted is not None and (expected := band(group.each(one.dotted))) is not None:
+                panel.plot(expected.rounds + 1, expected.mean, ls=":", color=group.look.colour)
+        panel.set_title("\n".join(in_lines(one.title, 60)))
+        if one.limits is not None:
+            panel.set_ylim(*one.limits)
         round_axis(panel)
+    value_axis(canvas, axes, label)
     canvas.legend()
 
 
@@ -344,15 +316,6 @@ def _of_stage(canvas: Canvas, index: int) -> dict[str, Any]:
     hatch = HATCHES[index // len(COLOURS) % len(HATCHES)]
     colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": canvas.theme.paper}
     return {**colours, "hatch": hatch, "linewidth": 0.5, "height": 0.6}
-
-
-def named_band(group: Group, name: str) -> Band | None:
-    """A metric of a group over rounds; with several models, of those that have it."""
-    return band(group.each(partial(curve, metric=name, of_all=False)))
-
-
-def _of_clients(metric: str, position: int) -> Callable[[LoggedRun], Curve | None]:
-    return lambda run: None if (three := spread(run, metric)) is None else three[position]
 
 
 class HeatMap(NamedTuple):

@@ -13,9 +13,9 @@ import numpy as np
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.compared import in_order
-from lightning_spectral.report.groups import SWEEP, Group, flat_settings, group_runs
+from lightning_spectral.report.groups import SWEEP, Group, group_runs
 from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
-from lightning_spectral.report.runs import LoggedRun, Table, labelled, read_runs
+from lightning_spectral.report.runs import Table, labelled, read_runs
 from lightning_spectral.report.sections import Contents, Section, all_sections
 from lightning_spectral.report.texts import printable
 
@@ -57,33 +57,23 @@ def write_report(
     try:
         _check_destinations(output, png)
         with np.errstate(all="ignore"):  # differences of infinite values are NaN, which figures leave out
-            text, sections = _made(runs, metric, mode, group_by, title, target)
+            found, left_out = read_runs(map(Path, runs))
+            read, without = with_metric(found, metric, {path for _, path in map(labelled, map(Path, runs))})
+            chosen = choose_metric(read, metric)
+            groups, names = group_runs(read, group_by)
+            minimise = mode == "min" if mode else lower_is_better(chosen)
+            sections = all_sections(Contents(in_order(groups, chosen), chosen, minimise, target))
+            reasons = [f"Left out: {reason}" for reason in (*left_out, *without)]
+            notes = [f"{run.name} ({run.path.name}): {'; '.join(run.notes)}." for run in read if run.notes]
+            title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(text, encoding="utf-8")
-            return [output, *(_write_pictures(sections, png) if png else [])]
+            output.write_text(page(title, _summary(groups, names), reasons + notes, sections), encoding="utf-8")
+            if png is None:
+                return [output]
+            png.mkdir(parents=True, exist_ok=True)
+            return [output, *(section.picture.write_png(png) for section in sections if section.picture)]
     except OSError as error:
         raise ReportError(f"{error.filename or output} cannot be written: {error.strerror}. Choose another.") from error
-
-
-def _made(
-    runs: Sequence[str | Path],
-    metric: str | None,
-    mode: str | None,
-    group_by: Sequence[str],
-    title: str | None,
-    target: float | None,
-) -> tuple[str, list[Section]]:
-    found, left_out = read_runs(map(Path, runs))
-    read, without_metric = with_metric(found, metric, {path for _, path in map(labelled, map(Path, runs))})
-    chosen = choose_metric(read, metric)
-    groups, names = group_runs(read, group_by)
-    groups = in_order(groups, chosen)
-    minimise = mode == "min" if mode else lower_is_better(chosen)
-    sections = [*all_sections(Contents(groups, chosen, minimise, target)), _settings_section(read)]
-    title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
-    reasons = [f"Left out: {reason}" for reason in (*left_out, *without_metric)]
-    notes = [_noted(run) for run in read if run.notes]
-    return page(title, [_summary(groups, names)], reasons + notes, sections), sections
 
 
 def _check_destinations(output: Path, png: Path | None) -> None:
@@ -101,11 +91,6 @@ def _check_destinations(output: Path, png: Path | None) -> None:
             raise ReportError(f"{folder} cannot be a folder: {blocking[0]} is a file. Choose another.")
 
 
-def _write_pictures(sections: Sequence[Section], folder: Path) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    return [section.picture.write_png(folder) for section in sections if section.picture]
-
-
 def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
     sizes = sorted({len(group.runs) for group in groups})
     repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
@@ -121,53 +106,33 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _noted(run: LoggedRun) -> str:
-    return f"{run.name} ({run.path.name}): {'; '.join(run.notes)}."
-
-
-def _settings_section(runs: Sequence[LoggedRun]) -> Section:
-    """The settings that all runs have in common, so that a page documents its origin."""
-    settings = [flat_settings(run.config) for run in runs]
-    same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
-    if not same:
-        return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
-    return Section(
-        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
-    )
-
-
-def page(title: str, summary: Sequence[str], warnings: Sequence[str], sections: Sequence[Section]) -> str:
+def page(title: str, summary: str, warnings: Sequence[str], sections: Sequence[Section]) -> str:
     """Make a complete HTML document; the summary and the warnings are paragraphs below its title."""
     style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
-    body = [
-        f"<h1>{escape(title)}</h1>",
-        *(_paragraph(text) for text in summary),
-        *(_paragraph(text, "warning") for text in warnings),
-        *map(_section, sections),
-        "<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script; "
-        "rest a pointer on a mark to see its numbers.</footer>",
-    ]
-    lines = "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>\n{style}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            *body,
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
+    body = "\n".join(
+        [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings), *map(_section, sections)]
     )
-    return "\n".join(map(printable, lines.split("\n")))
+    text = f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+{body}
+<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script; \
+rest a pointer on a mark to see its numbers.</footer>
+</main>
+</body>
+</html>
+"""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def _section(section: Section) -> str:

@@ -18,9 +18,11 @@ from lightning_spectral.report.compared import (
     run_end,
     target_table,
 )
-from lightning_spectral.report.figures import INCHES, Picture, Size
-from lightning_spectral.report.groups import Group
+from lightning_spectral.report.figures import INCHES, Panel, Picture, Size
+from lightning_spectral.report.groups import Group, flat_settings
 from lightning_spectral.report.measures import (
+    Curve,
+    band,
     client_statistics,
     client_tables,
     curve,
@@ -45,6 +47,15 @@ SWITCH_ON = {
     "much worse sampled networks are than the expected one.",
     "seconds": "No stage was timed: `RoundHistory` keeps `fl/seconds_...` of every round.",
     "table": "No client table in these runs: add `RoundDashboard()` to the callbacks.",
+}
+COVERAGE = ("terms_visited", "expected_coverage")
+MOVED = "fl/probs_moved"
+BITS = {  # of Zampling, with the titles of their panels
+    "fl/bit_entropy": "entropy of a bit",
+    "fl/bits_agreed": "bits on which all clients agree",
+    "fl/probs_settled": "probabilities that are 0 or 1",
+    "fl/bit_disagreement": "bits in which two clients differ",
+    MOVED: "how far a client moves a probability",
 }
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
@@ -80,16 +91,8 @@ class Contents:
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
-    parts = (
-        pareto_section,
-        costs_section,
-        curves_section,
-        fairness_section,
-        coverage_section,
-        bits_section,
-        seconds_section,
-    )
-    return [part(contents) for part in (*parts, spectra_section, clients_section)]
+    drawn = (pareto_section, costs_section, curves_section, fairness_section, coverage_section, bits_section)
+    return [part(contents) for part in (*drawn, seconds_section, spectra_section, clients_section, settings_section)]
 
 
 def pareto_section(contents: Contents) -> Section:
@@ -144,7 +147,9 @@ def fairness_section(contents: Contents) -> Section:
     found = [(run.name, client_statistics(run, contents.metric)[1]) for run in contents.runs]
     names = sorted({statistic for _, statistics in found for statistic in statistics})
     rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, own in found]
-    draw = partial(figures.fairness, groups=contents.groups, metric=metric)
+    ends = ("low end of the clients", "middle of the clients", "high end of the clients")
+    panels = [Panel(title, partial(_end_of_clients, metric=metric, position=index)) for index, title in enumerate(ends)]
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels, label=metric, sharey=True)
     return Section(
         "Fairness",
         f"{metric} of single clients: the ends and the middle of its distribution, over rounds.",
@@ -153,27 +158,37 @@ def fairness_section(contents: Contents) -> Section:
     )
 
 
+def _end_of_clients(run: LoggedRun, metric: str, position: int) -> Curve | None:
+    return None if (three := spread(run, metric)) is None else three[position]
+
+
 def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
-    if not any(
-        curve(run, name, of_all=False) for run in contents.runs for name in (figures.VISITED, figures.EXPECTED_COVERAGE)
-    ):
+    visited, expected = (partial(curve, metric=f"fl/{name}", of_all=False) for name in COVERAGE)
+    if not any(of(run) for run in contents.runs for of in (visited, expected)):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
-    draw = partial(figures.coverage, groups=contents.groups)
+    panel = Panel("", visited, expected, (0, 1.03))
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=[panel], label="share of terms held")
     picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
     return Section("Coverage", lead, picture)
 
 
 def bits_section(contents: Contents) -> Section:
     """How far the bits of Zampling are decided."""
-    names = [*figures.BITS, contents.metric + figures.SAMPLING_GAP]
-    panels = sum(any(figures.named_band(group, name) for group in contents.groups) for name in names)
+    gap = f"{contents.metric}/sampling_gap"  # of `SampledNetworks`
+    titles = {**BITS, gap: f"{contents.metric}: expected minus sampled"}
+    panels = []
+    for name, title in titles.items():
+        of = partial(curve, metric=name, of_all=False)
+        if any(band(group.each(of)) for group in contents.groups):
+            limits = None if name == gap else (0, None if name == MOVED else 1.03)  # clients move it by hundredths
+            panels.append(Panel(title, of, limits=limits))
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
     lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
-    draw = partial(figures.bits, groups=contents.groups, metric=contents.metric)
-    size = Size(0.4 + 2.4 * -(-panels // 3), 0.4 + 2.3 * panels)
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels)
+    size = Size(0.4 + 2.4 * -(-len(panels) // 3), 0.4 + 2.3 * len(panels))
     return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
 
 
@@ -226,6 +241,17 @@ def clients_section(contents: Contents) -> Section:
     )
     more = any(len(table.rows) > MAX_CLIENTS for *_, table in tables)
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
+
+
+def settings_section(contents: Contents) -> Section:
+    """The settings that all runs have in common, so that a page documents its origin."""
+    settings = [flat_settings(run.config) for run in contents.runs]
+    same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
+    if not same:
+        return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
+    return Section(
+        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
+    )
 
 
 def _first_clients(table: Table) -> Table:

@@ -13,12 +13,11 @@ from made_up_runs import rounds, strategies, write_run
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.command import main
-from lightning_spectral.report.figures import BITS
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.page import POLICY, write_report
 from lightning_spectral.report.runs import Histogram, LoggedRun, Table, read_run
-from lightning_spectral.report.sections import SWITCH_ON, Contents, Section, all_sections, pareto_section
+from lightning_spectral.report.sections import BITS, SWITCH_ON, Contents, Section, all_sections, pareto_section
 from lightning_spectral.report.style import PRINTED
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
@@ -104,6 +103,7 @@ def test_the_same_runs_make_the_same_figure(full: Path) -> None:
 
 def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> None:
     sections = sections_of(made_up(tmp_path, {"fl/loss": 1.0}))
+    del sections["Settings"]
     assert {section.remark for section in sections.values() if not section.picture} == set(SWITCH_ON.values())
 
 

@@ -83,7 +83,7 @@ class RoundDashboard(RoundCallback):
     @property
     def total_bytes(self) -> int:
         """Bytes of all rounds so far and of all models, in both directions."""
-        return 0 if self._history is None else self._history.total_bytes()
+        return 0 if self._history is None else self._history.bytes_sent()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class RoundDashboard(RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         if summary.model and self._history is not None:
-            _log(pl_module, self._history.total_bytes(summary.model))
+            _log(pl_module, self._history.bytes_sent(summary.model))
         if self._shows and self._diagnostics.is_due(summary.round_idx):
             self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -120,7 +120,7 @@ class RoundHistory(RoundCallback):
         """One metric over the rounds that have it."""
         return [row[name] for row in self.rows if name in row]
 
-    def total_bytes(self, model: str = "") -> int:
+    def bytes_sent(self, model: str = "") -> int:
         """Bytes of all rounds so far, in both directions and for measuring, of one model or by default of all."""
         begin = f"{model}/" if model else ""
         names = [name for name in self._from_clients if name.startswith(begin) and name.endswith(BYTES)]
@@ -195,7 +195,7 @@ class RoundHistory(RoundCallback):
             raise ValueError(f"{path} was not written by a RoundHistory: {error}.") from error
         history, rows = cls(), defaultdict[int, dict[str, float]](dict)
         for line in found.lines:
-            trained = line.get("trained", {})
+            trained: dict[str, float] = line.get("trained", {})
             rows[line["round"]].update({**trained, **line.get("evaluated", {})})
             history._from_clients |= trained.keys()
         history.rows = [rows[index] for index in sorted(rows)]
@@ -230,7 +230,7 @@ class RoundHistory(RoundCallback):
             from lightning_spectral.report.texts import as_label
 
         size = (6.0 if len(curves) == 1 else 3.5 * len(curves), 3.5)
-        with _picture(*size) if path is None else printed(Path(path), *size) as figure:
+        with printed(path, *size) as figure:
             for position, (name, points) in enumerate(curves.items(), start=1):
                 axes = figure.add_subplot(1, len(curves), position, ylabel=as_label(name))
                 rounds, values = zip(*points, strict=True)
@@ -253,20 +253,7 @@ def _beside_logger(trainer: pl.Trainer) -> Path | None:
         return None
     folder = str(logger.save_dir or trainer.default_root_dir)
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return None if "://" in folder else Path(folder) / str(logger.name) / version / NAME
-
-
-@contextmanager
-def _picture(width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, in the style of those in files."""
-    with from_extra("examples"):
-        import matplotlib
-
-        from lightning_spectral.pictures import Picture
-    from lightning_spectral.report.style import PRINTED, settings
-
-    with matplotlib.rc_context(settings(PRINTED)):
-        yield Picture(figsize=(width, height), layout="constrained")
+    return None if "://" in folder else Path(folder) / str(logger.name or "") / version / NAME
 
 
 class LedgerRow(NamedTuple):

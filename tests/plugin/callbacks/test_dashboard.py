@@ -261,6 +261,8 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
     callbacks = [ls.RoundDashboard(every_n_rounds=2)]
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=callbacks, trainer=trainer)
     wandb.finish()
+    (path,) = tmp_path.rglob(NAME)
+    assert path.parent == tmp_path / "test" / str(fitted.trainer.logger.version)
     records = run_records(tmp_path)
     config = {name: value for update in configs_of(records) for name, value in update.items()}
     assert config["federation"]["algorithm"]["strategy"]["name"] == "Collective"

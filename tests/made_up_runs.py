@@ -1,43 +1,55 @@
-"""Made-up runs, as CSVLogger would leave them."""
+"""Made-up runs, as `RoundHistory` would record them."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from lightning_spectral.report.rounds_file import NAME, Line, write_record
+from lightning_spectral.report.runs import LoggedRun, run_of
 
 SECONDS = {f"fl/seconds_{stage}": 0.1 for stage in ("refresh", "sample", "load", "train", "aggregate", "apply")}
 
 
 def rounds(accuracies: Iterable[float], **extra: float) -> list[dict[str, float]]:
-    """A row for each round, and one for its evaluation."""
+    """The metrics of each round, and those of its evaluation."""
     rows: list[dict[str, float]] = []
     for index, accuracy in enumerate(accuracies):
         sent = {"fl/bytes_down": 2e6, "fl/bytes_up": 1e6, "fl/loss": 1.0, "train_loss": 1.0, **SECONDS}
-        rows.append({"fl/round": index, "epoch": index, "step": index, **sent, **extra})
-        rows.append({"fl/round": index, "epoch": index, "step": index, "val_acc": accuracy, "val_loss": 1 - accuracy})
+        rows.append({"fl/round": index, **sent, **extra})
+        rows.append({"fl/round": index, "val_acc": accuracy, "val_loss": 1 - accuracy})
     return rows
 
 
-def write_csv(folder: Path, rows: list[dict[str, float]], config: Mapping[str, Any] | None = None) -> Path:
-    """``metrics.csv`` and ``hparams.yaml`` in a new folder, which is returned."""
-    folder.mkdir(parents=True)
-    with (folder / "metrics.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, sorted({name for row in rows for name in row}))
-        writer.writeheader()
-        writer.writerows(rows)
-    (folder / "hparams.yaml").write_text(yaml.safe_dump(dict(config or {})))
+def lines_of(logged: Iterable[Mapping[str, Any]]) -> Iterator[Line]:
+    """Lines of a record; what is logged with the bytes of a round is of its clients."""
+    for entry in logged:
+        is_of_clients = any(name.endswith("fl/bytes_down") for name in entry)
+        yield {"round": int(entry["fl/round"]), "trained" if is_of_clients else "evaluated": dict(entry)}
+
+
+def made_run(name: str, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> LoggedRun:
+    return run_of(name, Path(name), config, lines_of(logged))
+
+
+def write_run(
+    folder: Path,
+    logged: Iterable[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
+    more: Iterable[Line] = (),
+) -> Path:
+    """``rounds.jsonl`` with further lines, in a folder, which is returned."""
+    write_record(folder / NAME, str(folder), dict(config or {}), [*lines_of(logged), *more])
     return folder
 
 
 def strategies(root: Path, **extra: float) -> Path:
     """Two strategies with two seeds each."""
-    for strategy, gain in (("TopN()", 0.0), ("Collective(cohort='group')", 0.1)):
+    for strategy, gain in (("TopN", 0.0), ("Collective", 0.1)):
         for seed in range(2):
-            config = {"federation": {"algorithm": f"SpectralSharding(strategy={strategy})", "seed": seed}}
+            algorithm = {"name": "SpectralSharding", "strategy": {"name": strategy}}
+            config = {"federation": {"algorithm": algorithm, "seed": seed}}
             accuracies = [0.5 + gain + 0.01 * seed, 0.6 + gain + 0.02 * seed]
-            write_csv(root / strategy.partition("(")[0] / f"version_{seed}", rounds(accuracies, **extra), config)
+            write_run(root / strategy / f"version_{seed}", rounds(accuracies, **extra), config)
     return root

@@ -14,7 +14,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.partition import report
-from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
+from lightning_spectral.plugin.callbacks import ClientRow, ClientTable
 
 NOTEBOOK = Path(__file__).parents[1] / "examples/tutorial.ipynb"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -22,6 +22,7 @@ from lightning_spectral.plugin.checks.run import (
     warn_of_recompilations,
 )
 from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
+from lightning_spectral.plugin.data.run_config import data_config
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federation.federation import ALONE, Federation
 from lightning_spectral.plugin.federation.interfaces import is_absolute
@@ -36,7 +37,6 @@ from lightning_spectral.plugin.lightning.precision import convert_now, full_prec
 from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
 from lightning_spectral.plugin.lightning.user_view import UserView
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
-from lightning_spectral.plugin.trainer.run_config import data_config
 from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
 from lightning_spectral.plugin.trainer.saved_run import SavedRun
 from lightning_spectral.protocol.work_unit import WorkUnit

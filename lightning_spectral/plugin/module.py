@@ -26,6 +26,7 @@ from lightning_spectral.plugin.checks.module import (
     check_suits,
 )
 from lightning_spectral.plugin.checks.run import check_datamodule
+from lightning_spectral.plugin.data.run_config import as_config, config_of, shown_hparams
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
@@ -36,7 +37,6 @@ from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
 from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import check_user_module, spare_shares
 from lightning_spectral.plugin.trainer.forwarded_hooks import on_each, on_one
-from lightning_spectral.plugin.trainer.run_config import as_config, config_of, shown_hparams
 from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor

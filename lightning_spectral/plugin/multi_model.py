@@ -16,6 +16,7 @@ from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.plugin.checks.run import check_datamodule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
+from lightning_spectral.plugin.data.run_config import config_of, shown_hparams
 from lightning_spectral.plugin.data.server_data import ServerData
 from lightning_spectral.plugin.federated_hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
@@ -24,7 +25,6 @@ from lightning_spectral.plugin.lightning.logs import forwarded_logging
 from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
-from lightning_spectral.plugin.trainer.run_config import config_of, shown_hparams
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 

@@ -15,15 +15,12 @@ DESCRIPTION = """\
 Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
 and where the time went. It reads what runs left on the disk:
 
-  wandb/offline-run-.../run-....wandb   an offline run of Weights & Biases, even one that was killed
-  lightning_logs/version_0              metrics.csv and hparams.yaml of Lightning's CSVLogger
-  lightning_logs/version_0              event files and hparams.yaml of Lightning's TensorBoardLogger
-  run.json                              what RoundHistory.save wrote
-  a folder                              all runs of the first three kinds in it
+  lightning_logs/version_0/rounds.jsonl   what RoundHistory, RoundDashboard, `fit` and `sweep` write, a line per round
+  a folder                                all such files in it
 
 Runs whose settings differ only in their seeds form one group, drawn as a mean with a band; or name the groups, as in
 `report fedavg=runs/a ours=runs/b`.
-A run and those that resumed it count as one run.
+Of a run that was resumed in another folder, the last file counts.
 """
 
 
@@ -36,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = vars(_parser().parse_args(argv))
     try:
         with from_extra("report"):
-            from lightning_spectral.report.write import write_report
+            from lightning_spectral.report.page import write_report
         written = write_report(**arguments)
     except (ModuleNotFoundError, ReportError) as error:
         return _failed(str(error))

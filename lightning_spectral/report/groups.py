@@ -1,19 +1,25 @@
-"""Groups of runs of one experiment, which differ only in their seeds."""
+"""Groups of runs of one experiment, which differ only in their seeds, and the settings by which groups differ."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.measures import Curve, Numbers
+from lightning_spectral.report.measures import Curve
 from lightning_spectral.report.runs import LoggedRun
-from lightning_spectral.report.settings import ABSENT, differing, flat_settings, is_baseline, label, of_a_sweep
 from lightning_spectral.report.style import Look, baseline_look, look
+from lightning_spectral.report.texts import printable, shortened
+
+Settings: TypeAlias = Mapping[str, str]
+ABSENT = "—"
+# Settings in which repetitions of one experiment differ, by the last part of their names.
+REPETITION = frozenset({"seed", "seed_everything", "random_state", "fingerprint", "partition"})
+STRATEGY = "strategy"  # the argument that says more than the class that has it
+SWEEP = "sweep/"  # before the names of settings that a sweep varied
+LONGEST = 40  # letters of a value in a label
 
 
 @dataclass(frozen=True)
@@ -30,22 +36,9 @@ class Group:
         """Colour, marker and line width in all figures."""
         return baseline_look(self.index) if self.is_baseline else look(self.index)
 
-    def at(self, index: int) -> Group:
-        """The same group at another position."""
-        return replace(self, index=index)
-
     def each(self, of: Callable[[LoggedRun], Curve | None]) -> list[Curve]:
         """A curve of each run that has it."""
         return [found for run in self.runs if (found := of(run)) is not None]
-
-
-@dataclass(frozen=True)
-class Band:
-    """A metric over the rounds that all repetitions have."""
-
-    rounds: Numbers
-    mean: Numbers
-    std: Numbers  # of a sample; 0 for a single repetition
 
 
 def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
@@ -60,7 +53,8 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
     """
     settings = [flat_settings(run.config) for run in runs]
     to_tell = [own for run, own in zip(runs, settings, strict=True) if own and not run.label]
-    names = _named(settings, by) if by else differing(of_a_sweep(to_tell) or to_tell)
+    varied = [{name: value for name, value in own.items() if name.startswith(SWEEP)} for own in to_tell]
+    names = _named(settings, by) if by else differing(varied if all(varied) else to_tell)
     members: dict[tuple[str, ...], list[LoggedRun]] = {}
     labels: dict[tuple[str, ...], str] = {}
     for run, own in zip(runs, settings, strict=True):
@@ -70,20 +64,15 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
         labels[key] = run.label or (label(own, names) if own else "") or run.name
     if len(members) == 1 and not runs[0].label:
         labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
-    distinct = numbered([labels[key] for key in members])
+    distinct = _numbered([labels[key] for key in members])
     return [
         Group(distinct[index], tuple(found), index, all(is_baseline(flat_settings(run.config)) for run in found))
         for index, found in enumerate(members.values())
     ], names
 
 
-def numbered(labels: Sequence[str]) -> list[str]:
-    """Labels that differ: repeated ones are numbered.
-
-    Example:
-        >>> numbered(["run", "FedAvg", "run"])
-        ['run', 'FedAvg', 'run (2)']
-    """
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Labels that differ: repeated ones are numbered."""
     seen: Counter[str] = Counter()
     found = []
     for one in labels:
@@ -92,7 +81,7 @@ def numbered(labels: Sequence[str]) -> list[str]:
     return found
 
 
-def _named(settings: Sequence[dict[str, str]], by: Sequence[str]) -> list[str]:
+def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:
     known = sorted({name for one in settings for name in one})
     found: list[str] = []
     for wanted in by:
@@ -103,44 +92,80 @@ def _named(settings: Sequence[dict[str, str]], by: Sequence[str]) -> list[str]:
     return found
 
 
-def band(curves: Sequence[Curve]) -> Band | None:
-    """Mean and spread of repetitions; ``None`` if they share no round.
+def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """All settings as ``outer/inner``, each with its value as text; a choice is its class, with its arguments inside.
 
     Example:
-        >>> rounds = np.arange(2.0)
-        >>> band([Curve(rounds, np.array([1.0, 2.0])), Curve(rounds[:1], np.array([3.0]))])
-        Band(rounds=array([0.]), mean=array([2.]), std=array([1.41421356]))
+        >>> flat_settings({"seed": 1, "algorithm": {"name": "Sharding", "keep_ratio": 0.2}})
+        {'seed': '1', 'algorithm': 'Sharding', 'algorithm/keep_ratio': '0.2'}
     """
-    shared = sorted(set.intersection(*(set(one.rounds) for one in curves))) if curves else []
-    if not shared:
-        return None
-    values = np.array([one.values[np.searchsorted(one.rounds, shared)] for one in curves])
-    std = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(shared))
-    return Band(np.array(shared), values.mean(axis=0), std)
+    return {printable(name): printable(value) for name, value in _flat("", config)}
 
 
-def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> list[list[Group]]:
-    """Sets of groups whose runs have the same curves to the last digit, at least two rounds long."""
-    alike: dict[tuple[tuple[bytes, bytes], ...], list[Group]] = {}
-    for group in groups:
-        curves = group.each(of)
-        if any(len(one.rounds) > 1 for one in curves):
-            key = tuple(sorted((one.rounds.tobytes(), one.values.tobytes()) for one in curves))
-            alike.setdefault(key, []).append(group)
-    return [found for found in alike.values() if len(found) > 1]
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield name, str(value)
+        return
+    is_choice = bool(name) and isinstance(value.get("name"), str)
+    if is_choice:
+        yield name, value["name"]
+    for key, inner in value.items():
+        if not (is_choice and key == "name"):
+            yield from _flat(f"{name}/{key}".lstrip("/"), inner)
 
 
-def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
-    """Indices of the points that no other point beats in both respects, by ascending cost; NaN is never among them.
+def differing(all_settings: Sequence[Settings]) -> list[str]:
+    """The settings in which experiments differ, in order, apart from those of repetitions such as seeds.
+
+    Arguments are compared only among runs with the same class around them: what a class has, and another has not or has
+    with another value, is not a difference of its own.
 
     Example:
-        >>> pareto_front([3, 1, 2, 4], [0.9, 0.5, 0.4, 0.95], lower_is_better=False)
-        [1, 0, 3]
+        >>> a = {"algorithm": "FedAvg", "seed": "0"}
+        >>> b = {"algorithm": "Sharding", "algorithm/keep_ratio": "0.2", "seed": "1"}
+        >>> differing([a, b]), differing([a, b, {**b, "algorithm/keep_ratio": "0.1"}])
+        (['algorithm'], ['algorithm', 'algorithm/keep_ratio'])
     """
-    sign = 1 if lower_is_better else -1
-    front: list[int] = []
-    known = [index for index in range(len(costs)) if not math.isnan(costs[index] + values[index])]
-    for index in sorted(known, key=lambda i: (costs[i], sign * values[i])):
-        if not front or sign * values[index] < sign * values[front[-1]]:
-            front.append(index)
-    return front
+    found: list[str] = []
+    names = {name for settings in all_settings for name in settings}
+    for name in sorted(names, key=lambda name: name.split("/")):  # each outer one before those inside it
+        around = [outer for outer in found if name.startswith(f"{outer}/")]
+        options: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for settings in all_settings:
+            options[tuple(settings.get(outer, ABSENT) for outer in around)].add(settings.get(name, ABSENT))
+        if any(len(alike) > 1 for alike in options.values()) and not REPETITION & set(name.split("/")):
+            found.append(name)
+    return found
+
+
+def is_baseline(settings: Settings) -> bool:
+    """Whether all models of a run are trained by FedAvg.
+
+    Example:
+        >>> is_baseline({"federation/algorithm": "FedAvg"}), is_baseline({"federation/algorithm": "LoRA"})
+        (True, False)
+        >>> is_baseline({"federation/a/algorithm": "FedAvg", "federation/b/algorithm": "LoRA"}), is_baseline({})
+        (False, False)
+    """
+    own = {name: value for name, value in settings.items() if not name.startswith(SWEEP)}
+    return {value for name, value in own.items() if name.split("/")[-1] == "algorithm"} == {"FedAvg"}
+
+
+def label(settings: Settings, names: Sequence[str]) -> str:
+    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is shown.
+
+    Example:
+        >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])
+        'TopN, keep_ratio=0.2'
+        >>> label({"a": "FedAvg"}, ["a", "a/strategy", "a/keep_ratio"])
+        'FedAvg'
+    """
+    shown = [name for name in names if name in settings]
+    parts = [_part(name, settings[name], shown) for name in shown if f"{name}/{STRATEGY}" not in shown]
+    return ", ".join(sorted(parts, key=lambda part: "=" in part))
+
+
+def _part(name: str, value: str, shown: Sequence[str]) -> str:
+    around, _, own = name.rpartition("/")
+    is_class = value.isidentifier() and value[0].isupper() and value not in ("True", "False", "None")
+    return value if is_class and (own == STRATEGY or around not in shown) else f"{own}={shortened(value, LONGEST)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -12,36 +12,58 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.names import (
-    AFTER_TRAINING,
-    BYTES,
-    CLIENTS,
-    HIGH,
-    HIGHER_IS_BETTER,
-    LOW,
-    LOWER_IS_BETTER,
-    MIDDLE,
-    OVER_BYTES,
-    ROUND,
-    SECONDS,
-)
-from lightning_spectral.report.runs import LoggedRun
+from lightning_spectral.report.runs import ROUND, Histogram, LoggedRun, Table
 
+BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
+SECONDS = "fl/seconds_"  # before the name of a stage
+CLIENTS = "fl/clients/"  # of `ClientEvaluation`: ``fl/clients/<metric>/<statistic>``
+LOW, MIDDLE, HIGH = "lowest_decile", "mean", "highest_decile"
+SPECTRUM = "singular_values/"  # a histogram for each layer, of `RoundDashboard`
+CLIENT_TABLE = "tables/clients"
+LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
+HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 MAX_LISTED = 20  # metrics in a message
+MAX_TERMS = 1_000_000  # of a layer; no matrix has a dimension that large
 Numbers: TypeAlias = npt.NDArray[np.float64]
+Spectrum: TypeAlias = dict[int, Numbers]  # singular values of a layer in descending order, by round
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric over the communication rounds that have it."""
+    """One metric over the communication rounds that have it, counted from 0."""
 
-    rounds: Numbers  # from 0
+    rounds: Numbers
     values: Numbers
 
     @property
     def last(self) -> float:
         """The last value."""
         return float(self.values[-1])
+
+
+@dataclass(frozen=True)
+class Band:
+    """A metric over the rounds that all repetitions have."""
+
+    rounds: Numbers
+    mean: Numbers
+    std: Numbers  # of a sample; 0 for a single repetition
+
+
+def band(curves: Sequence[Curve]) -> Band | None:
+    """Mean and spread of repetitions; ``None`` if they share no round.
+
+    Example:
+        >>> rounds = np.arange(2.0)
+        >>> band([Curve(rounds, np.array([1.0, 2.0])), Curve(rounds[:1], np.array([3.0]))])
+        Band(rounds=array([0.]), mean=array([2.]), std=array([1.41421356]))
+    """
+    shared = sorted(set.intersection(*(set(one.rounds) for one in curves))) if curves else []
+    if not shared:
+        return None
+    values = np.array([one.values[np.searchsorted(one.rounds, shared)] for one in curves])
+    std = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(shared))
+    return Band(np.array(shared), values.mean(axis=0), std)
 
 
 def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
@@ -62,49 +84,41 @@ def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
     return Curve(np.array([row[ROUND] for row in rows]), values)
 
 
+def evaluations(run: LoggedRun, metric: str) -> Curve:
+    """The curve of the metric that was chosen among those that all runs have."""
+    found = curve(run, metric)
+    assert found is not None, "all runs have the metric"
+    return found
+
+
 def models(run: LoggedRun) -> list[str]:
     """Names of the models of a run that trains several; the names of their metrics begin with them."""
-    own = (name for name in run.names if "/fl/" in name and not name.startswith(OVER_BYTES))
-    return sorted({name.partition("/fl/")[0] for name in own})
+    return sorted({name.partition("/fl/")[0] for name in run.names if "/fl/" in name})
+
+
+def total(
+    run: LoggedRun, names: str | tuple[str, ...], over_models: Callable[[list[float]], float] = math.fsum
+) -> Curve | None:
+    """What was spent by the end of each round, of all models; ``None`` if no round has any of the names."""
+    names = (names,) if isinstance(names, str) else names
+    columns = [own for own in run.names if own in names or own.endswith(tuple(f"/{name}" for name in names))]
+    if not columns:
+        return None
+    each = ([row[own] for own in columns if own in row] for row in run.rows)
+    spent = np.cumsum([over_models(values) if values else 0.0 for values in each])
+    return Curve(np.array([row[ROUND] for row in run.rows]), spent)
 
 
 def megabytes(run: LoggedRun) -> Curve | None:
     """Traffic by the end of each round: down, up and for measuring, of all clients and models, in 10^6 bytes."""
-    columns = [name for name in run.names if name.endswith(BYTES)]
-    if not columns:
-        return None
-    sums = [sum(row.get(name, 0.0) for name in columns) for row in run.rows]
-    return Curve(np.array([row[ROUND] for row in run.rows]), np.cumsum(sums) / 1e6)
+    sent = total(run, BYTES)
+    return None if sent is None else Curve(sent.rounds, sent.values / 1e6)
 
 
-def total(run: LoggedRun, name: str, over_models: Callable[[list[float]], float] = math.fsum) -> Curve | None:
-    """A cost by the end of each round, of all models; ``None`` if no round has it."""
-    columns = [own for own in run.names if own == name or own.endswith(f"/{name}")]
-    rows = [(row[ROUND], [row[own] for own in columns if own in row]) for row in run.rows]
-    if not columns:
-        return None
-    return Curve(
-        np.array([index for index, _ in rows]),
-        np.cumsum([over_models(values) if values else 0.0 for _, values in rows]),
-    )
-
-
-def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers | None:
-    """Traffic by the end of given rounds."""
+def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers:
+    """Traffic by the end of given rounds; NaN if it was not counted."""
     sent = megabytes(run)
-    return None if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
-
-
-def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
-    """Megabytes sent by the evaluation of a round, the last one if it is NaN, and its result.
-
-    Megabytes are NaN if none were counted.
-    """
-    found = curve(run, metric)
-    assert found is not None, "the metric was chosen among those that all runs have"
-    at = -1 if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx))
-    sent = megabytes_at(run, found.rounds[[at]])
-    return (math.nan if sent is None else float(sent[0])), float(found.values[at])
+    return np.full(len(rounds), math.nan) if sent is None else sent.values[np.searchsorted(sent.rounds, rounds)]
 
 
 def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:
@@ -131,17 +145,37 @@ def client_statistics(run: LoggedRun, metric: str) -> tuple[str, dict[str, Curve
     return chosen, {statistic: found for statistic, found in curves.items() if found is not None}
 
 
-def spread(statistics: dict[str, Curve]) -> tuple[Curve, Curve, Curve] | None:
-    """The low, middle and high curves among statistics over clients; ``None`` unless all three are known."""
-    if not {LOW, MIDDLE, HIGH} <= statistics.keys():
-        return None
-    return statistics[LOW], statistics[MIDDLE], statistics[HIGH]
+def spread(run: LoggedRun, metric: str) -> tuple[Curve, Curve, Curve] | None:
+    """The low, middle and high curves of a metric over clients; ``None`` unless all three are known."""
+    found = client_statistics(run, metric)[1]
+    return (found[LOW], found[MIDDLE], found[HIGH]) if {LOW, MIDDLE, HIGH} <= found.keys() else None
 
 
-def clients_at_end(run: LoggedRun, metric: str) -> tuple[float, float, float] | None:
-    """The low, middle and high values of a metric over clients, at its last evaluation."""
-    found = spread(client_statistics(run, metric)[1])
-    return None if found is None else (found[0].last, found[1].last, found[2].last)
+def spectra(run: LoggedRun) -> dict[str, Spectrum]:
+    """Singular values of each layer, to within the width of a bin; with several models, by model and layer."""
+    found: dict[str, Spectrum] = {}
+    for name, by_round in run.shown.items():
+        model, is_spectrum, layer = name.rpartition(SPECTRUM)
+        bins = {index: one for index, one in by_round.items() if isinstance(one, Histogram)}
+        values = {index: _descending(one) for index, one in bins.items() if 0 < sum(one.counts) <= MAX_TERMS}
+        if is_spectrum and any(own.max() > 0 for own in values.values()):
+            found[model + layer] = values
+    return found
+
+
+def _descending(bins: Histogram) -> Numbers:
+    edges = np.array(bins.edges)
+    return np.repeat((edges[1:] + edges[:-1]) / 2, np.array(bins.counts, dtype=int))[::-1]
+
+
+def client_tables(run: LoggedRun) -> dict[str, tuple[int, Table]]:
+    """The last client table of each model, and its round."""
+    found: dict[str, tuple[int, Table]] = {}
+    for name, by_round in run.shown.items():
+        tables = {index: one for index, one in by_round.items() if isinstance(one, Table)}
+        if name.endswith(CLIENT_TABLE) and tables:
+            found[name.removesuffix(CLIENT_TABLE).rstrip("/")] = max(tables.items(), key=lambda item: item[0])
+    return found
 
 
 def with_metric(
@@ -153,26 +187,26 @@ def with_metric(
         The runs to report, with those in the files ``kept``, and why each other one is left out; all runs, if none has
         a metric.
     """
-    measured = [run for run in runs if run.path in kept or _has_metric(run, wanted)]
-    validated = [run for run in measured if run.path in kept or not all(map(_is_of_a_test, _evaluated(run)))]
-    if wanted is None and any(not all(map(_is_of_a_test, _evaluated(run))) for run in validated):
-        measured = validated
+    validated = [run for run in runs if not all(map(_is_of_a_test, _evaluated(run)))]
+    able = (lambda run: curve(run, wanted) is not None) if wanted is not None else _evaluated
+    if wanted is None and validated:
+        able = validated.__contains__
+    measured = [run for run in runs if run.path in kept or able(run)]
     if not measured:
         return runs, []
-    lacking = [run for run in runs if not any(run is one for one in measured)]
-    return measured, [_why_left_out(run, wanted) for run in lacking]
+    return measured, [_lacks(run, wanted, 1) for run in runs if run not in measured]
 
 
 def choose_metric(runs: Sequence[LoggedRun], wanted: str | None) -> str:
     """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have."""
     if wanted is None:
         shared = set.intersection(*map(_evaluated, runs))
-        if shared:
-            return min(shared, key=_preference)
-        raise ReportError(_no_metric(min(runs, key=lambda run: len(_evaluated(run))), len(runs)))
+        if not shared:
+            raise ReportError(_lacks(min(runs, key=lambda run: len(_evaluated(run))), None, len(runs)))
+        return min(shared, key=_preference)
     for run in runs:
         if curve(run, wanted) is None:
-            raise ReportError(f"{_lacks(run, wanted)} Choose one that all runs have, or leave this run out.")
+            raise ReportError(f"{_lacks(run, wanted, 1)} Choose one that all runs have, or leave this run out.")
     return wanted
 
 
@@ -181,53 +215,25 @@ def lower_is_better(metric: str) -> bool:
     return any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
-def _plain(run: LoggedRun) -> set[str]:
-    """The user's own metrics; those of several models are included without the model's name as well."""
-    own = {name for name in run.names if "fl/" not in name and not name.startswith(OVER_BYTES) and not _is_rate(name)}
-    parts = _by_model(own, models(run)).values()
+def _own(run: LoggedRun, names: Collection[str]) -> set[str]:
+    """The user's own metrics; those that all of several models have are included without the model's name as well."""
+    own = {name for name in names if "fl/" not in name and not _is_rate(name)}
+    parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
     return own | set.intersection(*parts) if parts else own
 
 
-def _by_model(names: Iterable[str], known: Collection[str]) -> dict[str, set[str]]:
-    """Names that begin with a model, without it, for each model."""
-    found: dict[str, set[str]] = {model: set() for model in known}
-    lengths = {len(model) for model in known}
-    for name in names:
-        for length in lengths:
-            if name[length : length + 1] == "/" and name[:length] in found:
-                found[name[:length]].add(name[length + 1 :])
-    return found
-
-
-def _is_rate(name: str) -> bool:
-    last = name.rpartition("/")[2]
-    return last == "lr" or name.startswith("lr-")  # of Lightning's LearningRateMonitor
-
-
 def _evaluated(run: LoggedRun) -> set[str]:
-    during = run.from_clients.union(*_by_model(run.from_clients, models(run)).values())
-    own = (name for name in _plain(run) if name not in during and not name.startswith("train"))
+    during = _own(run, run.from_clients)
+    own = (name for name in _own(run, run.names) if name not in during and not name.startswith("train"))
     return {name for name in own if name in run.names or curve(run, name) is not None}
 
 
-def _has_metric(run: LoggedRun, wanted: str | None) -> bool:
-    return bool(_evaluated(run)) if wanted is None else curve(run, wanted) is not None
-
-
-def _why_left_out(run: LoggedRun, wanted: str | None) -> str:
-    if wanted is not None:
-        return _lacks(run, wanted)
-    if _evaluated(run):
-        return f"{run.path} has only {_listed(_evaluated(run))}, of a test, which others were not compared by."
-    return _no_metric(run, 1)
-
-
-def _lacks(run: LoggedRun, metric: str) -> str:
-    return f"{run.path} has no metric `{metric}`; it has {_listed(_plain(run))}."
+def _is_rate(name: str) -> bool:
+    return name.rpartition("/")[2] == "lr" or name.startswith("lr-")  # of Lightning's LearningRateMonitor
 
 
 def _is_of_a_test(metric: str) -> bool:
-    return metric.rpartition("/")[2].startswith(AFTER_TRAINING)
+    return metric.rpartition("/")[2].startswith("test")
 
 
 def _preference(metric: str) -> tuple[bool, bool, bool, bool, str]:
@@ -236,15 +242,18 @@ def _preference(metric: str) -> tuple[bool, bool, bool, bool, str]:
     return _is_of_a_test(metric), "/" in metric, lower_is_better(metric), not known, metric
 
 
-def _no_metric(run: LoggedRun, num_runs: int) -> str:
+def _lacks(run: LoggedRun, wanted: str | None, num_runs: int) -> str:
+    """Why a run cannot be reported."""
+    own = _own(run, run.names)
+    listed = ", ".join(f"`{name}`" for name in sorted(own)[:MAX_LISTED]) or "no metric of its own"
+    listed += f" and {len(own) - MAX_LISTED} more" if len(own) > MAX_LISTED else ""
+    if wanted is not None:
+        return f"{run.path} has no metric `{wanted}`; it has {listed}."
+    if num_runs == 1 and _evaluated(run):
+        return f"{run.path} has only {listed}, of a test, which others were not compared by."
     shared = " in common with the other runs" if num_runs > 1 else ""
     return (
-        f"{run.path} has no evaluation metric{shared}; it has {_listed(_plain(run))}. Log one in `validation_step` and "
-        "give the data module `val=`, or choose one with `--metric`, such as `fl/loss`, the clients' training loss"
+        f"{run.path} has no evaluation metric{shared}; it has {listed}. Log one in `validation_step` and give the data "
+        "module `val=`, or choose one with `--metric`, such as `fl/loss`, the clients' training loss"
         f"{'; or leave this run out' if num_runs > 1 else ''}."
     )
-
-
-def _listed(names: set[str]) -> str:
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return (", ".join(f"`{name}`" for name in sorted(names)[:MAX_LISTED]) or "no metric of its own") + more

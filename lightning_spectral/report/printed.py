@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
+from lightning_spectral.pictures import Picture
 from lightning_spectral.report.style import PRINTED, Look, settings
 from lightning_spectral.report.texts import in_lines
 
@@ -22,16 +23,17 @@ LETTER, HANDLE = 5.5, 36.0  # points: of the width of a letter, and of what stan
 
 
 @contextmanager
-def printed(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure to draw on, in inches, which is written when the block ends.
+def printed(path: str | Path | None, width: float, height: float) -> Iterator[Figure]:
+    """A figure to draw on, in inches, which is written when the block ends, if there is a path; a notebook shows it.
 
     The suffix of the path decides the format; missing folders are created.
     """
     with matplotlib.rc_context(settings(PRINTED)):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Picture(figsize=(width, height), layout="constrained")
         yield figure
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150, metadata={"Software": None} if Path(path).suffix == ".png" else None)
 
 
 def draw_line(axes: Axes, x: Any, y: Any, look: Look, label: str, first_mark: int = 0) -> None:

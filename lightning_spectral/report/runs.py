@@ -1,39 +1,58 @@
-"""A run as a report sees it: one row of numbers per round, and the tables and histograms that were logged with it."""
+"""Runs as a report sees them, read from their records: one row of numbers per round, with tables and histograms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.media import LoggedHistogram, LoggedTable, Media
-from lightning_spectral.report.names import BOOKKEEPING, BYTES, ROUND
-from lightning_spectral.report.settings import flat_settings
+from lightning_spectral.report.rounds_file import NAME, Line, read_record
 from lightning_spectral.report.texts import printable, shortened
 
+ROUND = "fl/round"
 NOT_ENDED = "the file ends before the run does: it was killed, or is still running"
 LARGEST = 3.4028235e38  # of float32; a metric beyond it has diverged, and its square would not be a number
-MAX_ROUND = 10**9
-MAX_NUMBERS = 50_000_000  # metrics times rounds
-MAX_NAME = 200  # letters of a run's name
+MAX_REASON, MAX_NAME = 500, 200  # letters
+EXPECTED = f"a `{NAME}` of `RoundHistory`, or a folder of such runs"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, whose rows are all as long as ``columns``."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+    def column(self, name: str) -> list[Any]:
+        """All values of one column."""
+        index = self.columns.index(name)
+        return [row[index] for row in self.rows]
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A histogram; its edges ascend."""
+
+    edges: tuple[float, ...]
+    counts: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class LoggedRun:
     """One run."""
 
-    name: str  # given by its author, or that of its folder
+    name: str
     path: Path  # of the file that it was read from
     config: Mapping[str, Any]
     rows: tuple[Mapping[str, float], ...]  # the numbers of each round, ascending by `fl/round`
-    media: Mapping[str, Mapping[int, Media]] = field(default_factory=dict)  # by name, then by round
-    from_clients: frozenset[str] = frozenset()  # metrics logged with the round itself, while clients trained
+    shown: Mapping[str, Mapping[int, Table | Histogram]] = field(default_factory=dict)  # by name, then by round
+    from_clients: frozenset[str] = frozenset()  # metrics of the round itself, while clients trained
     notes: tuple[str, ...] = ()  # remarks on the file, for readers of the report
-    identity: str = ""  # something that only files of this run have, such as its wandb id
     label: str = ""  # of its group, if whoever asks for the report named it
 
     @cached_property
@@ -41,125 +60,141 @@ class LoggedRun:
         """All metrics that the run has in some round."""
         return {name for row in self.rows for name in row}
 
-    def noting(self, *notes: str) -> LoggedRun:
-        """The same run with further notes."""
-        return replace(self, notes=(*self.notes, *notes))
 
-    def identified(self, identity: str) -> LoggedRun:
-        """The same run with its identity."""
-        return replace(self, identity=identity)
-
-
-def build_run(name: str, path: Path, config: Mapping[str, Any], logged: Iterable[Mapping[str, Any]]) -> LoggedRun:
-    """Arrange what was logged, in order, in one row per round.
-
-    An entry was written together: numbers, or `Media`; anything else is ignored. Entries without a round belong to that
-    of their epoch, or otherwise to the round before them; those of an epoch after the last round, such as
-    `Trainer.test`'s, belong to the last round.
-    """
-    rows: dict[int, dict[str, float]] = {}
-    media: dict[str, dict[int, Media]] = {}
-    from_clients: set[str] = set()
-    round_idx, trained = 0, -1
-    for entry in without_prefix([_with_printable_names(entry) for entry in logged]):
-        numbers = {key: number for key, value in entry.items() if (number := as_number(value)) is not None}
-        round_idx = _round_of(path, numbers, round_idx)
-        trained = max(trained, round_idx if ROUND in numbers else -1)
-        kept = {key: value for key, value in numbers.items() if key not in BOOKKEEPING and not key.startswith("_")}
-        if kept:
-            rows.setdefault(round_idx, {}).update({**kept, ROUND: float(round_idx)})
-        if any(key.endswith(BYTES[0]) for key in kept):
-            from_clients |= kept.keys()
-        for key, value in entry.items():
-            if isinstance(value, LoggedTable | LoggedHistogram):
-                media.setdefault(key, {})[round_idx] = value
-    if not any(row.keys() - {ROUND} for row in rows.values()):
-        raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
-    ordered = _ending_with(rows, trained)
-    run = LoggedRun(
-        shortened(printable(name), MAX_NAME), path, config, ordered, media, frozenset(from_clients), gaps(ordered)
-    )
-    _check_size(run)
-    return run
-
-
-def _ending_with(rows: Mapping[int, dict[str, float]], last: int) -> tuple[dict[str, float], ...]:
-    """The rows in order; what comes after the last round is part of it. A run that trained no round keeps its rows."""
-    after = [rows[index] for index in sorted(rows) if 0 <= last < index]
-    found = [rows[index] for index in sorted(rows)]
-    found = found[: len(found) - len(after)]
-    for row in after:
-        found[-1] = {**row, **found[-1]}
-    return tuple(found)
-
-
-def _with_printable_names(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    return entry if all(map(str.isprintable, entry)) else {printable(name): value for name, value in entry.items()}
-
-
-def _check_size(run: LoggedRun) -> None:
-    if len(run.names) * len(run.rows) > MAX_NUMBERS:
-        raise ReportError(
-            f"{run.path} has {len(run.names)} metrics in {len(run.rows)} rounds; a report reads at most {MAX_NUMBERS} "
-            "numbers. Leave this run out."
-        )
-    try:
-        flat_settings(run.config)
-    except ValueError as error:
-        raise ReportError(f"{run.path} has settings that cannot be read: {error}. Leave this run out.") from error
-
-
-def without_prefix(logged: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Entries without what a logger's ``prefix`` put before all names.
+def labelled(path: Path) -> tuple[str, Path]:
+    """Take ``label=path`` apart; anything that exists is a path without a label.
 
     Example:
-        >>> without_prefix([{"x-fl/round": 0, "x-acc": 0.5, "step": 0}])
-        [{'fl/round': 0, 'acc': 0.5, 'step': 0}]
+        >>> labelled(Path("ours=runs/a")), labelled(Path("runs/b"))
+        (('ours', PosixPath('runs/a')), ('', PosixPath('runs/b')))
     """
-    prefixes = {name.removesuffix(ROUND) for entry in logged for name in entry if name.endswith(f"-{ROUND}")}
-    if len(prefixes) != 1:
-        return logged
-    (prefix,) = prefixes
-    return [{name.removeprefix(prefix): value for name, value in entry.items()} for entry in logged]
+    label, _, named = str(path).partition("=")
+    is_label = label and named and not os.path.lexists(path)
+    return (printable(label), Path(named)) if is_label else ("", path)
+
+
+def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
+    """Read the runs at some paths, which may have labels; folders are searched.
+
+    Of a run that was resumed in another folder, only the file that was begun last is read.
+
+    Returns:
+        The runs, each once, and the reasons why files found in a folder are left out.
+    """
+    runs: dict[str, tuple[float, LoggedRun]] = {}
+    left_out: list[str] = []
+    for label, path in map(labelled, paths):
+        found = _files_in(path) if os.path.isdir(path) else [path]  # `Path.is_dir` raises for names that are too long
+        reasons = []
+        for file in found:
+            try:
+                run, begun, own = _read(file)
+            except ReportError as error:
+                if len(found) == 1:
+                    raise
+                reasons.append(str(error))
+                continue
+            before = runs.get(run)
+            if before is not None and os.path.realpath(before[1].path) != os.path.realpath(file):
+                first, last = (file, before[1].path) if begun <= before[0] else (before[1].path, file)
+                left_out.append(printable(f"{first}, which {last} continues."))
+            if before is None or begun > before[0]:
+                runs[run] = begun, replace(own, label=label)
+        if len(reasons) == len(found):
+            raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *reasons]))
+        left_out += reasons
+    if not runs:
+        raise ReportError(f"No run was given; expected {EXPECTED}.")
+    return [run for _, run in runs.values()], left_out
+
+
+def read_run(path: Path) -> LoggedRun:
+    """Read one run."""
+    return _read(path)[2]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob(NAME))
+    if not found:
+        raise ReportError(f"{folder} contains no run; expected {EXPECTED}. Name other files one by one.")
+    return found
+
+
+def _read(path: Path) -> tuple[str, float, LoggedRun]:
+    """The id of a run, when its file was begun, and the run."""
+    try:
+        if not path.exists():
+            raise ReportError(f"{path} does not exist; expected {EXPECTED}.")
+        if not path.is_file():
+            raise ReportError(f"{path} is not a run; expected {EXPECTED}.")
+        head, lines, is_whole = read_record(path)
+        name = "/".join(path.parent.parts[-2:]) if path.name == NAME else path.stem
+        run = run_of(name, path, head["config"], lines)
+        begun = as_number(head.get("begun"))
+        notes = run.notes if is_whole else (*run.notes, NOT_ENDED)
+        return head["run"], 0.0 if begun is None else begun, replace(run, notes=notes)
+    except ReportError as error:
+        raise ReportError(printable(str(error))) from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = shortened(getattr(error, "strerror", None) or str(error), MAX_REASON)
+        raise ReportError(printable(f"{path} cannot be read: {reason}. Correct or remove it.")) from error
+
+
+def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Line]) -> LoggedRun:
+    """Arrange the lines of a record in one row per round."""
+    rows: dict[int, dict[str, float]] = {}
+    shown: dict[str, dict[int, Table | Histogram]] = {}
+    from_clients: set[str] = set()
+    for line in lines:
+        round_idx = line["round"]
+        trained, evaluated = _numbers(line.get("trained", {})), _numbers(line.get("evaluated", {}))
+        if trained or evaluated:
+            rows.setdefault(round_idx, {}).update({**trained, **evaluated, ROUND: float(round_idx)})
+        from_clients |= trained.keys()
+        for own, table in line.get("tables", {}).items():
+            shown.setdefault(printable(own), {})[round_idx] = as_table(table["columns"], table["rows"])
+        for own, bins in line.get("histograms", {}).items():
+            shown.setdefault(printable(own), {})[round_idx] = as_histogram(bins["edges"], bins["counts"])
+    if not any(row.keys() - {ROUND} for row in rows.values()):
+        raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
+    first = min(rows)
+    notes = (f"starts at round {first}: what earlier rounds sent is not counted",) if first > 0 else ()
+    ordered = tuple(rows[index] for index in sorted(rows))
+    return LoggedRun(shortened(printable(name), MAX_NAME), path, config, ordered, shown, frozenset(from_clients), notes)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    found = {printable(name): as_number(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def as_number(value: Any) -> float | None:
-    """A logged value, as loggers write it, as a number; ``None`` if it is not a number.
+    """A value as a number, infinite if it is beyond float32; ``None`` if it is something else.
 
     Example:
-        >>> as_number("0.5"), as_number("NaN"), as_number(True), as_number("")
-        (0.5, nan, None, None)
+        >>> as_number(0.5), as_number(True), as_number("1"), as_number(-1e300)
+        (0.5, None, None, -inf)
     """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    except OverflowError:  # an integer of more than 308 digits; texts and floats never overflow
-        number = math.inf if int(value) > 0 else -math.inf
-    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
+    return math.copysign(math.inf, value) if abs(value) > LARGEST else float(value)
 
 
-def as_cell(text: str) -> str | float:
-    """A cell of a table: a number, without decimals if it is whole; any other text, even an empty one, as it is."""
-    number = as_number(text)
-    if number is None:
-        return text
-    return int(number) if number.is_integer() else number
+def as_histogram(edges: Any, counts: Any) -> Histogram:
+    """Make a histogram of what a file holds."""
+    if len(edges) != len(counts) + 1 or not counts or not all(map(math.isfinite, [*edges, *counts])):
+        raise ValueError(f"a histogram has {len(edges)} edges and {len(counts)} counts, which must be finite numbers")
+    if sorted(edges) != list(edges) or min(counts) < 0:
+        raise ValueError("the edges of a histogram descend, or a count is negative")
+    return Histogram(tuple(edges), tuple(counts))
 
 
-def _round_of(path: Path, numbers: Mapping[str, float], before: int) -> int:
-    known = [name for name in (ROUND, "epoch") if math.isfinite(numbers.get(name, math.nan))]
-    if not known:
-        return before
-    found = numbers[known[0]]
-    if not 0 <= found <= MAX_ROUND or (known[0] == ROUND and not found.is_integer()):
-        raise ReportError(f"{path} has a round {found:g}; rounds are numbered 0, 1, 2, ... Leave this run out.")
-    return int(found)
+def as_table(columns: Any, rows: Any) -> Table:
+    """Make a table of what a file holds; cells that are neither numbers nor texts become texts."""
+    if not columns or any(len(row) != len(columns) for row in rows):
+        raise ValueError("a row of a table is not as long as its header")
+    return Table(tuple(map(str, columns)), tuple(tuple(map(_cell, row)) for row in rows))
 
 
-def gaps(rows: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
-    """Remarks for readers on the rounds that are missing in some rows, which ascend."""
-    first = rows[0][ROUND]
-    return (f"starts at round {first:g}: what earlier rounds sent is not counted",) if first > 0 else ()
+def _cell(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float) else str(value)

@@ -10,33 +10,53 @@ from typing import Any
 import numpy as np
 
 from lightning_spectral.report import figures
-from lightning_spectral.report.costs import equal_cost_table, target_table
-from lightning_spectral.report.dashboard import client_tables, spectra
-from lightning_spectral.report.drawing import INCHES, Picture, Size
-from lightning_spectral.report.ends import groups_table
-from lightning_spectral.report.figures.heat_maps import HeatMap
-from lightning_spectral.report.groups import Band, Group, band
+from lightning_spectral.report.compared import (
+    equal_cost_table,
+    groups_table,
+    on_curves,
+    on_lengths,
+    run_end,
+    target_table,
+)
+from lightning_spectral.report.figures import INCHES, Panel, Picture, Size
+from lightning_spectral.report.groups import Group, flat_settings
 from lightning_spectral.report.measures import (
+    Curve,
+    band,
     client_statistics,
-    clients_at_end,
+    client_tables,
     curve,
+    evaluations,
     mean_stage_seconds,
     megabytes,
-    run_end,
+    spectra,
     spread,
 )
-from lightning_spectral.report.media import LoggedTable
-from lightning_spectral.report.names import (
-    BITS,
-    EXPECTED_COVERAGE,
-    SAMPLING_GAP,
-    SWITCH_ON,
-    VISITED,
-)
 from lightning_spectral.report.printed import legend_lines
-from lightning_spectral.report.remarks import on_curves, on_lengths
-from lightning_spectral.report.runs import LoggedRun
+from lightning_spectral.report.runs import LoggedRun, Table
 
+# What to switch on if a section has nothing to show.
+SWITCH_ON = {
+    "bytes": "No bytes were logged: `RoundHistory` keeps `fl/bytes_down` and `fl/bytes_up` of every round.",
+    "clients": "No evaluation of single clients in these runs: hold out examples with "
+    "`FederatedDataModule(client_val_fraction=0.2)`, and add `ClientEvaluation()` to the callbacks.",
+    "spectra": "No singular values in these runs: add `RoundDashboard()` to the callbacks.",
+    "coverage": "No coverage in these runs: `SpectralSharding` logs `fl/terms_visited`, and `SpectralDiagnostics()` "
+    "what was expected.",
+    "bits": "No bits in these runs: `Zampling` logs `fl/bit_entropy` and the like, and `SampledNetworks()` logs how "
+    "much worse sampled networks are than the expected one.",
+    "seconds": "No stage was timed: `RoundHistory` keeps `fl/seconds_...` of every round.",
+    "table": "No client table in these runs: add `RoundDashboard()` to the callbacks.",
+}
+COVERAGE = ("terms_visited", "expected_coverage")
+MOVED = "fl/probs_moved"
+BITS = {  # of Zampling, with the titles of their panels
+    "fl/bit_entropy": "entropy of a bit",
+    "fl/bits_agreed": "bits on which all clients agree",
+    "fl/probs_settled": "probabilities that are 0 or 1",
+    "fl/bit_disagreement": "bits in which two clients differ",
+    MOVED: "how far a client moves a probability",
+}
 MAX_HEAT_MAPS = 9
 MAX_CLIENTS = 200
 LEGEND_WIDE, LEGEND_NARROW = (3, INCHES["wide"]), (1, INCHES["narrow"])  # columns at most, and inches
@@ -49,7 +69,7 @@ class Section:
     title: str
     lead: str = ""  # what there is to see
     picture: Picture | None = None
-    tables: tuple[tuple[str, LoggedTable], ...] = ()  # each under a caption
+    tables: tuple[tuple[str, Table], ...] = ()  # each under a caption
     remark: str = ""  # what to switch on if there is nothing to show, or what to know of the picture
     num_open: int = 0  # how many of the tables can be seen at once; the others unfold
 
@@ -71,16 +91,8 @@ class Contents:
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
-    parts = (
-        pareto_section,
-        costs_section,
-        curves_section,
-        fairness_section,
-        coverage_section,
-        bits_section,
-        seconds_section,
-    )
-    return [part(contents) for part in (*parts, spectra_section, clients_section)]
+    drawn = (pareto_section, costs_section, curves_section, fairness_section, coverage_section, bits_section)
+    return [part(contents) for part in (*drawn, seconds_section, spectra_section, clients_section, settings_section)]
 
 
 def pareto_section(contents: Contents) -> Section:
@@ -90,7 +102,7 @@ def pareto_section(contents: Contents) -> Section:
     remark = on_lengths(contents.groups, contents.metric)
     if not all(megabytes(run) for run in contents.runs):
         return Section(title, "", None, tables, f"{SWITCH_ON['bytes']} {remark}".strip(), num_open=1)
-    with_clients = any(clients_at_end(run, contents.metric) for run in contents.runs)
+    with_clients = any(spread(run, contents.metric) for run in contents.runs)
     lead = (
         "Small marks are runs, at the last evaluation that all repetitions have; large marks are means of repetitions, "
         "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
@@ -128,45 +140,56 @@ def curves_section(contents: Contents) -> Section:
 
 def fairness_section(contents: Contents) -> Section:
     """How much clients differ, over rounds."""
-    found = [(run.name, *client_statistics(run, contents.metric)) for run in contents.runs]
-    if not any(spread(statistics) for *_, statistics in found):
+    able = [run for run in contents.runs if spread(run, contents.metric)]
+    if not able:
         return Section("Fairness", remark=SWITCH_ON["clients"])
-    names = sorted({statistic for *_, statistics in found for statistic in statistics})
-    rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, _, own in found]
-    metric = next(name for _, name, statistics in found if spread(statistics))
-    draw = partial(figures.fairness, groups=contents.groups, metric=metric)
+    metric = client_statistics(able[0], contents.metric)[0]
+    found = [(run.name, client_statistics(run, contents.metric)[1]) for run in contents.runs]
+    names = sorted({statistic for _, statistics in found for statistic in statistics})
+    rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, own in found]
+    ends = ("low end of the clients", "middle of the clients", "high end of the clients")
+    panels = [Panel(title, partial(_end_of_clients, metric=metric, position=index)) for index, title in enumerate(ends)]
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels, label=metric, sharey=True)
     return Section(
         "Fairness",
         f"{metric} of single clients: the ends and the middle of its distribution, over rounds.",
         _picture(contents, "fairness", f"{metric} of clients over rounds.", draw, Size(3.4, 7.4)),
-        (("Last evaluation of clients", LoggedTable(("run", *names), tuple(rows))),),
+        (("Last evaluation of clients", Table(("run", *names), tuple(rows))),),
     )
+
+
+def _end_of_clients(run: LoggedRun, metric: str, position: int) -> Curve | None:
+    return None if (three := spread(run, metric)) is None else three[position]
 
 
 def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
-    if not any(curve(run, name, of_all=False) for run in contents.runs for name in (VISITED, EXPECTED_COVERAGE)):
+    visited, expected = (partial(curve, metric=f"fl/{name}", of_all=False) for name in COVERAGE)
+    if not any(of(run) for run in contents.runs for of in (visited, expected)):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
-    draw = partial(figures.coverage, groups=contents.groups)
+    panel = Panel("", visited, expected, (0, 1.03))
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=[panel], label="share of terms held")
     picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
     return Section("Coverage", lead, picture)
 
 
 def bits_section(contents: Contents) -> Section:
     """How far the bits of Zampling are decided."""
-    names = [*BITS, contents.metric + SAMPLING_GAP]
-    panels = sum(any(_band(group, name) for group in contents.groups) for name in names)
+    gap = f"{contents.metric}/sampling_gap"  # of `SampledNetworks`
+    titles = {**BITS, gap: f"{contents.metric}: expected minus sampled"}
+    panels = []
+    for name, title in titles.items():
+        of = partial(curve, metric=name, of_all=False)
+        if any(band(group.each(of)) for group in contents.groups):
+            limits = None if name == gap else (0, None if name == MOVED else 1.03)  # clients move it by hundredths
+            panels.append(Panel(title, of, limits=limits))
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
     lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
-    draw = partial(figures.bits, groups=contents.groups, metric=contents.metric)
-    size = Size(0.4 + 2.4 * -(-panels // 3), 0.4 + 2.3 * panels)
+    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels)
+    size = Size(0.4 + 2.4 * -(-len(panels) // 3), 0.4 + 2.3 * len(panels))
     return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
-
-
-def _band(group: Group, name: str) -> Band | None:
-    return band(group.each(partial(curve, metric=name, of_all=False)))
 
 
 def seconds_section(contents: Contents) -> Section:
@@ -182,7 +205,7 @@ def seconds_section(contents: Contents) -> Section:
         "Where the time went",
         "Mean wall-clock seconds of a round, by stage, without evaluation.",
         _picture(contents, "seconds", "Seconds of a round by stage.", draw, Size(height, height + 1.2), legend=False),
-        (("Seconds per round", LoggedTable(("group", *stages), rows)),),
+        (("Seconds per round", Table(("group", *stages), rows)),),
     )
 
 
@@ -190,7 +213,9 @@ def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds."""
     found = {group.label: next((one for run in group.runs if (one := spectra(run))), {}) for group in contents.groups}
     layers = dict.fromkeys(layer for by_layer in found.values() for layer in by_layer)
-    shown = [HeatMap(layer, name, own[layer]) for layer in layers for name, own in found.items() if layer in own]
+    shown = [
+        figures.HeatMap(layer, name, own[layer]) for layer in layers for name, own in found.items() if layer in own
+    ]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
@@ -218,25 +243,34 @@ def clients_section(contents: Contents) -> Section:
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
 
 
-def _first_clients(table: LoggedTable) -> LoggedTable:
+def settings_section(contents: Contents) -> Section:
+    """The settings that all runs have in common, so that a page documents its origin."""
+    settings = [flat_settings(run.config) for run in contents.runs]
+    same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
+    if not same:
+        return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
+    return Section(
+        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
+    )
+
+
+def _first_clients(table: Table) -> Table:
     """The table without its rounds, which the caption has."""
     kept = [index for index, name in enumerate(table.columns) if name != "round"]
     rows = (_cells([row[index] for index in kept]) for row in table.rows[:MAX_CLIENTS])
-    return LoggedTable(tuple(table.columns[index] for index in kept), tuple(rows))
+    return Table(tuple(table.columns[index] for index in kept), tuple(rows))
 
 
-def _runs_table(contents: Contents) -> LoggedTable:
+def _runs_table(contents: Contents) -> Table:
     columns = ("group", "run", "rounds", contents.metric, "megabytes", "remarks")
     rows = []
     for group in contents.groups:
         for run in group.runs:
             cost, value = run_end(run, contents.metric)
-            evaluated = curve(run, contents.metric)
-            assert evaluated is not None, "the metric was chosen among those that all runs have"
-            rounds = int(evaluated.rounds[-1]) + 1
+            rounds = int(evaluations(run, contents.metric).rounds[-1]) + 1
             notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
             rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
-    return LoggedTable(columns, tuple(rows))
+    return Table(columns, tuple(rows))
 
 
 def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:

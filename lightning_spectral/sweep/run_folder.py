@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from lightning_spectral.report.rounds_file import NAME
 
 MISSING = "nothing"
 MAX_LISTED = 3  # differences in a message
@@ -37,6 +38,11 @@ class RunFolder:
         return self.path / "last.ckpt"
 
     @property
+    def rounds(self) -> Path:
+        """The record of the run, a line per round."""
+        return self.path / NAME
+
+    @property
     def finished(self) -> Path:
         """A file that exists once the run is finished."""
         return self.path / "finished.json"
@@ -47,12 +53,9 @@ class RunFolder:
         return self.finished.is_file()
 
     def begin(self, config: str) -> None:
-        """Keep the config, and remove metrics of a run that was ended before its first checkpoint."""
+        """Keep the config."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.config.write_text(config, encoding="utf-8")
-        if not self.checkpoint.is_file():
-            for folder in self.path.glob("version_*"):
-                shutil.rmtree(folder)
 
     def finish(self, rounds: int, seconds: float) -> None:
         """Mark the run as finished, with how many rounds it has and how long the last part of it took."""

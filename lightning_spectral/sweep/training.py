@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.cli.command import FederatedCLI
 from lightning_spectral.plugin.cli.errors import explained, one_line
 from lightning_spectral.sweep.plan import SEED, PlannedRun
@@ -56,7 +57,7 @@ class _ConfigOnly(FederatedCLI):
 
 
 class _Training(_ConfigOnly):
-    """A command line whose Trainer logs to the run's folder and keeps its last round there."""
+    """A command line whose Trainer keeps its record and its last round in the run's folder."""
 
     def __init__(self, given: Sequence[str], run: PlannedRun, folder: RunFolder) -> None:
         self.folder = folder
@@ -69,22 +70,19 @@ class _Training(_ConfigOnly):
         own = self.config_init.trainer.callbacks or []
         listed: list[Callback] = list(own) if isinstance(own, Sequence) else [own]
         kept = [callback for callback in listed if not isinstance(callback, ProgressBar)]  # nobody would see its bars
+        history = next((one for one in kept if isinstance(one, RoundHistory)), None) or RoundHistory()
+        seeds = {} if self.planned.seed is None else {SEED: self.planned.seed}
+        history.path, history.config = self.folder.rounds, {"sweep": {**dict(self.planned.choices), **seeds}}
+        watching = [] if history in kept else [history]
         last = LastCheckpoint(self.folder.path, "last", enable_version_counter=False)
         return super().instantiate_trainer(
-            logger=self._logger(),
-            callbacks=[*kept, last],
+            logger=CSVLogger(self.folder.path, name=""),
+            callbacks=[*kept, *watching, last],
             default_root_dir=self.folder.path,
             enable_checkpointing=True,
             enable_progress_bar=False,
             **options,
         )
-
-    def _logger(self) -> CSVLogger:
-        """A logger that writes each round at once: what is in the checkpoint has to be in the file as well."""
-        logger = CSVLogger(self.folder.path, name="", flush_logs_every_n_steps=1)
-        seeds = {} if self.planned.seed is None else {SEED: self.planned.seed}
-        logger.log_hyperparams({"sweep": {**dict(self.planned.choices), **seeds}})
-        return logger
 
 
 def set_seed(model: Namespace, seed: int) -> None:

@@ -321,3 +321,27 @@ def test_the_package_itself_does_not_need_jsonargparse(tmp_path: Path) -> None:
 
 def test_predict_is_no_command_of_a_federation() -> None:
     assert set(FederatedCLI.subcommands()) == {"fit", "validate", "test"}
+
+
+def test_a_fit_writes_its_record_and_one_that_is_resumed_has_all_rounds(tmp_path: Path) -> None:
+    from lightning_spectral.report.runs import read_runs
+
+    logged = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path)}}
+    trainer = {**QUIET, "default_root_dir": str(tmp_path), "logger": logged}
+
+    def fit(max_epochs: int, **options: Any) -> Any:
+        config = {**ONE, "trainer": {**trainer, "max_epochs": max_epochs}, **options}
+        return FederatedCLI(args={"subcommand": "fit", "fit": config}, save_config_callback=None)
+
+    fit(2).trainer.save_checkpoint(tmp_path / "first.ckpt")
+    own = part("RoundHistory")
+    resumed = fit(3, ckpt_path=str(tmp_path / "first.ckpt"))
+    histories = [callback for callback in resumed.trainer.callbacks if isinstance(callback, ls.RoundHistory)]
+    assert len(histories) == 1
+    (run,), left_out = read_runs([tmp_path])
+    assert [row["fl/round"] for row in run.rows] == [0, 1, 2]
+    assert [*run.rows] == histories[0].rows
+    assert len(left_out) == 1
+    trainer["callbacks"] = [own]
+    listed = fit(1).trainer.callbacks
+    assert sum(isinstance(callback, ls.RoundHistory) for callback in listed) == 1, "the config's own is the only one"

@@ -25,7 +25,7 @@ from ports import free_port
 import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
 from lightning_spectral.plugin import ClientParallelStrategy
-from lightning_spectral.plugin.callbacks.ledger import LedgerRow
+from lightning_spectral.plugin.callbacks import LedgerRow
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
 SECONDS = 300  # for all runs; within them no process waits for another longer than a minute

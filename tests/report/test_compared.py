@@ -9,15 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up_runs import rounds, write_csv
+from made_up_runs import made_run, rounds, write_run
 
-from lightning_spectral.report.costs import at_megabytes, cost_to_reach, equal_cost_table, target_table
-from lightning_spectral.report.ends import group_end, groups_table, in_order
+from lightning_spectral.report.compared import (
+    at_megabytes,
+    cost_to_reach,
+    equal_cost_table,
+    group_end,
+    groups_table,
+    in_order,
+    on_curves,
+    on_lengths,
+    target_table,
+)
 from lightning_spectral.report.groups import Group, group_runs
 from lightning_spectral.report.measures import choose_metric
-from lightning_spectral.report.reading import read_run, read_runs
-from lightning_spectral.report.remarks import on_curves, on_lengths
-from lightning_spectral.report.runs import LoggedRun, build_run
+from lightning_spectral.report.runs import LoggedRun, read_run, read_runs
 from lightning_spectral.report.style import GREY
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
@@ -30,7 +37,10 @@ def run(values: Sequence[float], sent: float = 1.0, name: str = "run", every: in
         rows.append({"fl/round": index, "fl/bytes_up": sent * 1e6, "fl/virtual_seconds": 3})
         if (index + 1) % every == 0:
             rows.append({"fl/round": index, "val_acc": value})
-    return build_run(name, Path(name), config, rows)
+    return made_run(name, config, rows)
+
+
+LORA, ZAMPLING, FEDAVG = ({"name": name} for name in ("LoRA", "Zampling", "FedAvg"))
 
 
 def grouped(*runs: LoggedRun) -> list[Group]:
@@ -38,8 +48,8 @@ def grouped(*runs: LoggedRun) -> list[Group]:
 
 
 def test_fedavg_is_first_and_grey_and_the_others_are_ordered_by_what_they_sent() -> None:
-    dear, cheap = run([0.5], 5.0, algorithm="LoRA()"), run([0.6], 2.0, algorithm="Zampling()")
-    baseline = run([0.7], 9.0, algorithm="FedAvg()")
+    dear, cheap = run([0.5], 5.0, algorithm=LORA), run([0.6], 2.0, algorithm=ZAMPLING)
+    baseline = run([0.7], 9.0, algorithm=FEDAVG)
     ordered = in_order(grouped(dear, cheap, baseline), "val_acc")
     assert [group.label for group in ordered] == ["FedAvg", "Zampling", "LoRA"]
     assert [group.look.colour == GREY for group in ordered] == [True, False, False]
@@ -50,7 +60,7 @@ def test_fedavg_is_first_and_grey_and_the_others_are_ordered_by_what_they_sent()
 
 def test_several_models_are_a_baseline_if_all_are_trained_by_fedavg() -> None:
     def of(second: str) -> LoggedRun:
-        federation = {"models": {"a": {"algorithm": {"name": "FedAvg"}}, "b": {"algorithm": {"name": second}}}}
+        federation = {"models": {"a": {"algorithm": FEDAVG}, "b": {"algorithm": {"name": second}}}}
         return run([0.5], federation=federation)
 
     assert [group.is_baseline for group in grouped(of("FedAvg"), of("LoRA"))] == [True, False]
@@ -73,7 +83,7 @@ def test_the_table_of_a_target_counts_the_runs_that_reach_it_and_lacks_costs_tha
     assert table.columns == ("group", "runs that reach it", "rounds", "megabytes", "virtual seconds")
     assert table.rows[0] == ("lr=1", "2 of 2", "1.5 ± 0.71", "1.5 ± 0.71", "4.5 ± 2.1")
     assert table.rows[1] == ("lr=2", "0 of 1", "", "", "")
-    bare = [build_run("r", Path("r"), {}, [{"fl/round": 0, "val_acc": 0.9}])]
+    bare = [made_run("r", {}, [{"fl/round": 0, "val_acc": 0.9}])]
     assert target_table(grouped(*bare), "val_acc", 0.8, False).columns == ("group", "runs that reach it", "rounds")
 
 
@@ -87,9 +97,7 @@ def test_at_equal_megabytes_the_last_evaluation_within_the_budget_counts() -> No
     assert table is not None
     assert table.columns == ("group", "0.8 MB", "2 MB", "4 MB", "8 MB")
     assert table.rows == (("lr=1", "", "0.1", "0.1", "0.4"), ("lr=2", "", "0.5", "0.5", "0.5"))
-    assert (
-        equal_cost_table(grouped(build_run("r", Path("r"), {}, [{"fl/round": 0, "val_acc": 0.9}])), "val_acc") is None
-    )
+    assert equal_cost_table(grouped(made_run("r", {}, [{"fl/round": 0, "val_acc": 0.9}])), "val_acc") is None
 
 
 def test_repetitions_are_compared_where_the_shortest_ends_and_groups_at_a_common_round_too() -> None:
@@ -119,7 +127,8 @@ def test_repetitions_are_compared_where_the_shortest_ends_and_groups_at_a_common
 )
 def test_curves_that_hardly_move_are_named_with_their_range_and_what_to_do(values: list[float], flat: bool) -> None:
     remark = on_curves(
-        grouped(run(values, algorithm="LoRA()"), run([0.1, 0.5, 0.9], algorithm="Zampling()")), "val_acc"
+        grouped(run(values, algorithm=LORA), run([0.1, 0.5, 0.9], algorithm=ZAMPLING)),
+        "val_acc",
     )
     assert ("Curves that hardly move: LoRA (" in remark) == ("has been learned yet" in remark) == flat
     assert "Zampling" not in remark
@@ -127,11 +136,11 @@ def test_curves_that_hardly_move_are_named_with_their_range_and_what_to_do(value
 
 
 def test_if_fedavg_is_flat_too_sharding_is_not_the_reason_and_a_loss_has_the_scale_of_its_values() -> None:
-    assert "so sharding is not the reason" in on_curves(grouped(run([0.1] * 3, algorithm="FedAvg()")), "val_acc")
+    assert "so sharding is not the reason" in on_curves(grouped(run([0.1] * 3, algorithm=FEDAVG)), "val_acc")
 
     def loss(*values: float) -> list[Group]:
         rows = [{"fl/round": index, "val_loss": value} for index, value in enumerate(values)]
-        return grouped(build_run("r", Path("r"), {}, rows))
+        return grouped(made_run("r", {}, rows))
 
     assert "hardly move: r (2.3 to 2.31)" in on_curves(loss(2.31, 2.3, 2.3), "val_loss")
     assert on_curves(loss(0.03, 0.02, 0.01), "val_loss") == ""
@@ -144,7 +153,7 @@ def test_a_curve_that_ends_in_nan_has_diverged() -> None:
 
 def test_runs_with_a_label_are_one_group_whatever_their_settings(tmp_path: Path) -> None:
     for name, config in (("a", {"lr": 1}), ("b", {"lr": 2}), ("c", {"lr": 3}), ("d=e", {"lr": 4})):
-        write_csv(tmp_path / name, rounds([0.5, 0.6]), config)
+        write_run(tmp_path / name, rounds([0.5, 0.6]), config)
     runs, _ = read_runs(
         Path(f"{text.replace('~', str(tmp_path))}") for text in ("ours=~/a", "ours=~/b", "~/c", "~/d=e")
     )
@@ -164,12 +173,12 @@ def test_runs_of_a_sweep_are_grouped_by_what_it_varied_alone(tmp_path: Path) -> 
 
 
 def with_a_test(values: Sequence[float]) -> list[dict[str, float]]:
-    """Rounds, then what `Trainer.test` logs: its epoch is the number of rounds."""
-    return [*rounds(values), {"epoch": len(values), "step": len(values), "test_acc": 0.95, "test_loss": 0.1}]
+    """Rounds, then what `Trainer.test` logs."""
+    return [*rounds(values), {"fl/round": len(values) - 1, "test_acc": 0.95, "test_loss": 0.1}]
 
 
 def test_validation_is_reported_before_a_test_which_belongs_to_the_last_round(tmp_path: Path) -> None:
-    read = read_run(write_csv(tmp_path / "run", with_a_test([0.5, 0.6, 0.7])) / "metrics.csv")
+    read = read_run(write_run(tmp_path / "run", with_a_test([0.5, 0.6, 0.7])) / "rounds.jsonl")
     assert choose_metric([read], None) == "val_acc"
     assert [row["fl/round"] for row in read.rows] == [0, 1, 2]
     assert read.rows[-1]["test_acc"] == 0.95
@@ -179,13 +188,15 @@ def test_validation_is_reported_before_a_test_which_belongs_to_the_last_round(tm
 def test_a_run_that_was_only_tested_is_left_out_beside_others_and_reported_alone(tmp_path: Path) -> None:
     from lightning_spectral.report.command import main
 
-    write_csv(tmp_path / "runs/trained", with_a_test([0.5, 0.6, 0.7]), {"lr": 1})
-    only = write_csv(tmp_path / "runs/only_tested", with_a_test([0.5])[-1:], {"lr": 1})
+    write_run(tmp_path / "runs/trained", with_a_test([0.5, 0.6, 0.7]), {"lr": 1})
+    only = write_run(tmp_path / "runs/only_tested", with_a_test([0.5])[-1:], {"lr": 1})
     page = tmp_path / "r.html"
     assert main([str(tmp_path / "runs"), "-o", str(page)]) == 0
     text = page.read_text()
     assert "<title>val_acc of 1 federated run</title>" in text
-    assert f"Left out: {only / 'metrics.csv'} has only <code>test_acc</code>, <code>test_loss</code>, of a test" in text
+    assert (
+        f"Left out: {only / 'rounds.jsonl'} has only <code>test_acc</code>, <code>test_loss</code>, of a test" in text
+    )
     assert main([str(only), "-o", str(page)]) == 0
     assert "<title>test_acc of 1 federated run</title>" in page.read_text()
 
@@ -194,7 +205,7 @@ def test_the_page_has_the_table_of_groups_open_and_the_cost_of_a_target(tmp_path
     from lightning_spectral.report.command import main
 
     for name, accuracies in (("FedAvg", [0.5, 0.8]), ("LoRA", [0.6, 0.7])):
-        write_csv(tmp_path / name, rounds(accuracies), {"algorithm": f"{name}()"})
+        write_run(tmp_path / name, rounds(accuracies), {"algorithm": {"name": name}})
     page = tmp_path / "r.html"
     assert main([str(tmp_path / "LoRA"), str(tmp_path / "FedAvg"), "--target", "0.65", "-o", str(page)]) == 0
     text = page.read_text()

@@ -1,14 +1,18 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from made_up_runs import made_run
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.groups import band, equal_groups, group_runs, pareto_front
+from lightning_spectral.report.compared import equal_groups, pareto_front
+from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import (
     Curve,
+    band,
     choose_metric,
     client_statistics,
     curve,
@@ -16,21 +20,25 @@ from lightning_spectral.report.measures import (
     megabytes,
     spread,
 )
-from lightning_spectral.report.runs import LoggedRun, build_run
+from lightning_spectral.report.runs import LoggedRun
 
 
 def run(config: Any = None, *logged: Any, name: str = "run") -> LoggedRun:
-    return build_run(name, Path(name), config or {}, logged or [{"fl/round": 0, "val_acc": 0.5}])
+    return made_run(name, config or {}, logged or [{"fl/round": 0, "val_acc": 0.5}])
 
 
-def sharding(seed: int, strategy: str = "TopN()", keep_ratio: float = 0.2) -> LoggedRun:
-    algorithm = f"SpectralSharding(strategy={strategy}, keep_ratio={keep_ratio}, clip_tau=10.0)"
+def algorithm_of(strategy: str, **options: float) -> dict[str, Any]:
+    return {"name": "SpectralSharding", "strategy": {"name": strategy}, **options}
+
+
+def sharding(seed: int, strategy: str = "TopN", keep_ratio: float = 0.2) -> LoggedRun:
+    algorithm = algorithm_of(strategy, keep_ratio=keep_ratio, clip_tau=10.0)
     return run({"federation": {"algorithm": algorithm, "seed": seed}, "lr": 0.1})
 
 
 def test_runs_that_differ_in_their_seeds_are_one_group() -> None:
-    dense = run({"federation": {"algorithm": "FedAvg()", "seed": 0}, "lr": 0.1})
-    runs = [sharding(0), dense, sharding(1), sharding(0, "Collective(cohort='group')"), sharding(0, keep_ratio=0.1)]
+    dense = run({"federation": {"algorithm": {"name": "FedAvg"}, "seed": 0}, "lr": 0.1})
+    runs = [sharding(0), dense, sharding(1), sharding(0, "Collective"), sharding(0, keep_ratio=0.1)]
     groups, names = group_runs(runs)
     assert [(group.label, len(group.runs)) for group in groups] == [
         ("TopN, keep_ratio=0.2", 2),
@@ -65,7 +73,7 @@ def test_a_label_is_short_and_no_two_are_the_same() -> None:
     first, second = (group.label for group in groups)
     assert first.startswith("keep_ratio=[0.1")
     assert (len(first), len(second), first.endswith("…")) == (51, 51, True)
-    groups, _ = group_runs([run(name="run"), build_run("run", Path("other"), {}, [{"acc": 1}])])
+    groups, _ = group_runs([run(name="run"), replace(run(name="run"), path=Path("other"))])
     assert [group.label for group in groups] == ["run", "run (2)"]
 
 
@@ -95,18 +103,18 @@ def test_a_band_is_over_the_rounds_that_all_repetitions_have() -> None:
 def test_groups_are_equal_if_all_their_repetitions_are() -> None:
     def logged(strategy: str, seed: int, *values: float) -> LoggedRun:
         rows = [{"fl/round": index, "val_acc": value} for index, value in enumerate(values)]
-        return run({"algorithm": f"SpectralSharding(strategy={strategy})", "seed": seed}, *rows)
+        return run({"algorithm": algorithm_of(strategy), "seed": seed}, *rows)
 
     def equal(*runs: LoggedRun) -> list[list[str]]:
         found = equal_groups(group_runs(runs)[0], lambda one: curve(one, "val_acc"))
         return [[group.label for group in alike] for alike in found]
 
-    top, other = logged("TopN()", 0, 0.5, 0.6), logged("TopN()", 1, 0.5, 0.7)
-    same, swapped = logged("Collective()", 0, 0.5, 0.6), logged("Collective()", 1, 0.5, 0.7)
+    top, other = logged("TopN", 0, 0.5, 0.6), logged("TopN", 1, 0.5, 0.7)
+    same, swapped = logged("Collective", 0, 0.5, 0.6), logged("Collective", 1, 0.5, 0.7)
     assert equal(top, other, swapped, same) == [["TopN", "Collective"]]
     assert equal(top, other, same) == []  # one of two seeds
-    assert equal(top, logged("Collective()", 0, 0.5, 0.6 + 1e-15)) == []
-    assert equal(logged("TopN()", 0, 0.5), logged("Collective()", 0, 0.5)) == []  # a single dot says nothing
+    assert equal(top, logged("Collective", 0, 0.5, 0.6 + 1e-15)) == []
+    assert equal(logged("TopN", 0, 0.5), logged("Collective", 0, 0.5)) == []  # a single dot says nothing
     assert equal(top, other) == []
 
 
@@ -119,7 +127,7 @@ def test_megabytes_are_all_that_was_sent_until_then() -> None:
 
 
 def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
-    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9, "over_bytes/acc": 0.9}
+    during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9}
     after = {"fl/round": 0, "val_loss": 0.5, "val_acc": 0.5, "lr-SGD": 0.1, "fl/clients/val_acc/mean": 0.5}
     assert choose_metric([run({}, during, after)], None) == "val_acc"
     assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"
@@ -138,8 +146,8 @@ def test_a_run_that_ended_with_nan_is_not_on_the_front() -> None:
 
 
 def test_of_several_models_the_mean_is_reported() -> None:
-    logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "over_bytes/a/fl/loss": 1.0, "a/fl/terms_visited": 0.25}
-    rows = [{"a/acc": 0.2, "b/acc": 0.6, "over_bytes/a/acc": 0.2}, {"fl/round": 1, "a/acc": 0.3}]
+    logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.25}
+    rows = [{"fl/round": 0, "a/acc": 0.2, "b/acc": 0.6}, {"fl/round": 1, "a/acc": 0.3}]
     several = run({}, {"fl/round": 0, **logged}, *rows)
     assert choose_metric([several], None) == "acc"
     found = curve(several, "acc")
@@ -154,13 +162,13 @@ def test_of_several_models_the_mean_is_reported() -> None:
 def test_the_spread_over_clients_has_two_ends_and_a_middle() -> None:
     ends = {"lowest_decile": 0.1, "mean": 0.5, "highest_decile": 0.9}
     statistics = {f"fl/clients/acc/{name}": value for name, value in ends.items()}
-    metric, found = client_statistics(run({}, {"fl/round": 0, **statistics}), "val_acc")
-    three = spread(found)
-    assert metric == "acc"
+    logged = run({}, {"fl/round": 0, **statistics})
+    assert client_statistics(logged, "val_acc")[0] == "acc"
+    three = spread(logged, "val_acc")
     assert three is not None
     assert [one.last for one in three] == [0.1, 0.5, 0.9]
-    del found["lowest_decile"]
-    assert spread(found) is None
+    del statistics["fl/clients/acc/lowest_decile"]
+    assert spread(run({}, {"fl/round": 0, **statistics}), "val_acc") is None
 
 
 def test_seconds_of_a_stage_are_means_over_rounds_and_runs() -> None:

@@ -8,15 +8,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_up_runs import rounds, write_csv
+from made_up_runs import rounds, write_run
 from matplotlib.figure import Figure
 from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.report.command import main
-from lightning_spectral.report.drawing import Canvas
-from lightning_spectral.report.figures.heat_maps import HeatMap
-from lightning_spectral.report.names import HIGH, LOW, MIDDLE
+from lightning_spectral.report.figures import Canvas, HeatMap
+from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.printed import draw_line, legend_above, printed
 from lightning_spectral.report.style import PRINTED, look
 from lightning_spectral.report.texts import printable
@@ -55,12 +54,11 @@ def write_odd_run(folder: Path, name: str, seed: int = 0) -> None:
     ends = {f"fl/clients/{name}/{end}": 0.5 for end in (LOW, MIDDLE, HIGH)}
     extra = {f"fl/seconds_{name}": 0.3, "fl/bit_entropy": 0.5, f"{name}/sampling_gap": 0.1, **ends}
     rows = [{name if key == "val_acc" else key: row[key] for key in row} for row in rounds([0.5], **extra)]
-    run = write_csv(folder, rows, {"seed": seed, "odd": name, name: seed})
-    (run / "dashboard").mkdir()
-    layer = f'"singular_values/{name.replace(chr(34), chr(34) * 2)}"'
-    with (run / "dashboard/histograms_000000.csv").open("w", newline="", encoding="utf-8") as file:
-        file.write(f"histogram,left,right,count\n{layer},0,0.5,1\n{layer},0.5,1,1\n")
-    (run / "dashboard/clients_000000.csv").write_text(f"client,{layer}\n3,{layer}\n", encoding="utf-8", newline="")
+    layer = f"singular_values/{name}"
+    bins = {layer: {"edges": [0.0, 0.5, 1.0], "counts": [1, 1]}}
+    clients = {"tables/clients": {"columns": ["client", layer], "rows": [[3, layer]]}}
+    shown = {"round": 0, "tables": clients, "histograms": bins}
+    write_run(folder, rows, {"seed": seed, "odd": name, name: seed}, [shown])
 
 
 @pytest.mark.parametrize("name", slow_but([QUICK], [QUICK, *ODD]))
@@ -82,8 +80,8 @@ def test_an_odd_name_is_text_wherever_it_is_shown(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("folder", [b"\xff\xfe", b"a\nb \x1b[31m"])
 def test_the_name_of_a_folder_may_be_no_text(tmp_path: Path, folder: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        write_csv(tmp_path / os.fsdecode(folder) / "run", rounds([0.5]))
-        write_csv(tmp_path / os.fsdecode(folder) / "empty", [])
+        write_run(tmp_path / os.fsdecode(folder) / "run", rounds([0.5]))
+        write_run(tmp_path / os.fsdecode(folder) / "empty", [])
     except OSError:
         pytest.skip("this file system knows no such names")
     output = tmp_path / os.fsdecode(folder) / "r.html"
@@ -103,7 +101,7 @@ def test_names_are_text_in_separate_figures_too(tmp_path: Path, name: str) -> No
         legend_above(figure, columns=1)
     assert f">{name}<" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
     history = ls.RoundHistory()
-    history.load_state_dict({"rows": [{"fl/round": 0, name: 1.0}], "from_clients": []})
+    history.rows = [{"fl/round": 0, name: 1.0}]
     history.plot(name, tmp_path / "metric.svg")
     assert f">{name}<" in (tmp_path / "metric.svg").read_text(encoding="utf-8")
 

@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_runs import rounds, strategies, write_csv
+from made_up_runs import rounds, strategies, write_run
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.command import main
 from lightning_spectral.report.groups import group_runs
-from lightning_spectral.report.media import LoggedHistogram, LoggedTable
-from lightning_spectral.report.names import BITS, HIGH, LOW, MIDDLE, SWITCH_ON
-from lightning_spectral.report.page import POLICY
-from lightning_spectral.report.reading import read_run
-from lightning_spectral.report.runs import LoggedRun
-from lightning_spectral.report.sections import Contents, Section, all_sections, pareto_section
+from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
+from lightning_spectral.report.page import POLICY, write_report
+from lightning_spectral.report.runs import Histogram, LoggedRun, Table, read_run
+from lightning_spectral.report.sections import BITS, SWITCH_ON, Contents, Section, all_sections, pareto_section
 from lightning_spectral.report.style import PRINTED
-from lightning_spectral.report.write import write_report
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -99,13 +96,14 @@ def test_figures_are_in_the_page_and_in_files(full: Path) -> None:
 
 
 def test_the_same_runs_make_the_same_figure(full: Path) -> None:
-    groups, _ = group_runs([read_run(full / "runs/TopN/version_0/metrics.csv")])
+    groups, _ = group_runs([read_run(full / "runs/TopN/version_0/rounds.jsonl")])
     one, two = (svg_of(pareto_section(Contents(groups, "val_acc", False))) for _ in range(2))
     assert one == two
 
 
 def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> None:
     sections = sections_of(made_up(tmp_path, {"fl/loss": 1.0}))
+    del sections["Settings"]
     assert {section.remark for section in sections.values() if not section.picture} == set(SWITCH_ON.values())
 
 
@@ -136,13 +134,13 @@ def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> N
 
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
-    counted = LoggedHistogram((0.0, 1.0, 2.0), (3, 1))
-    clients = LoggedTable(("round", "client_id", "val_acc"), ((0, 7, 0.123456),))
+    counted = Histogram((0.0, 1.0, 2.0), (3, 1))
+    clients = Table(("round", "client_id", "val_acc"), ((0, 7, 0.123456),))
     spectra_of = {f"singular_values/{layer}": {0: counted, 10: counted} for layer in ("net.0", "net.2")}
     sections = sections_of(made_up(tmp_path, {}, {**spectra_of, "tables/clients": {0: clients}}))
     drawn = svg_of(sections["Singular values"])
     assert drawn.count(">net.0<") == drawn.count(">net.2<") == 2  # wide and narrow
-    shown = LoggedTable(("client_id", "val_acc"), ((7, "0.1235"),))
+    shown = Table(("client_id", "val_acc"), ((7, "0.1235"),))
     assert sections["Clients"].tables == (("run, round 1", shown),), "the caption has the round, counted from 1"
 
 
@@ -168,7 +166,7 @@ def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path)
 
 def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> None:
     """Of one large and nine tiny values, the histogram only says that nine are in the first of its four bins."""
-    counted = LoggedHistogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
+    counted = Histogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
     media = {"singular_values/a_layer.with.a_name.that_is.much_too_long": {index: counted for index in range(3)}}
     picture = sections_of(made_up(tmp_path, {}, media))["Singular values"].picture
     assert picture is not None
@@ -180,11 +178,11 @@ def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> Non
 
 
 def test_a_report_takes_texts_for_paths_and_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    run = str(write_csv(tmp_path / "run", [{"fl/round": 0, "val_acc": 0.5}]))
+    run = str(write_run(tmp_path / "run", [{"fl/round": 0, "val_acc": 0.5}]))
     assert write_report([run], str(tmp_path / "r.html"), png=str(tmp_path / "png"))[0] == tmp_path / "r.html"
     with pytest.raises(ReportError, match=r"`mode` must be 'min', 'max' or None, got 'maximum'"):
         write_report([run], tmp_path / "r.html", mode="maximum")
-    with pytest.raises(ReportError, match=r"No run was given; expected a `.wandb` file"):
+    with pytest.raises(ReportError, match=r"No run was given; expected a `rounds.jsonl`"):
         write_report([], tmp_path / "r.html")
 
 
@@ -223,25 +221,25 @@ def test_a_page_that_cannot_be_written_is_refused_before_runs_are_read(
 def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_csv(tmp_path / "runs/whole", rounds([0.5]), {"seed": 0})
-    killed = write_csv(tmp_path / "runs/killed", rounds([0.5])[:1], {"seed": 1})
+    write_run(tmp_path / "runs/whole", rounds([0.5]), {"seed": 0})
+    killed = write_run(tmp_path / "runs/killed", rounds([0.5])[:1], {"seed": 1})
     options = ["-o", str(tmp_path / "r.html")]
     assert main([str(tmp_path / "runs"), *options]) == 0
     page = (tmp_path / "r.html").read_text()
-    assert f"Left out: {killed / 'metrics.csv'} has no evaluation metric; it has <code>train_loss</code>." in page
+    assert f"Left out: {killed / 'rounds.jsonl'} has no evaluation metric; it has <code>train_loss</code>." in page
     assert main([str(tmp_path / "runs"), "--metric", "val_loss", *options]) == 0
     page = (tmp_path / "r.html").read_text()
-    assert f"Left out: {killed / 'metrics.csv'} has no metric <code>val_loss</code>" in page
-    assert main([str(tmp_path / "runs/whole"), str(killed / "metrics.csv"), *options]) == 1
+    assert f"Left out: {killed / 'rounds.jsonl'} has no metric <code>val_loss</code>" in page
+    assert main([str(tmp_path / "runs/whole"), str(killed / "rounds.jsonl"), *options]) == 1
     assert "has no evaluation metric in common with the other runs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["{gone}"], "{gone} does not exist; expected a `.wandb` file"),
-        (["{long}"], "{long} cannot be read: OSError: .*File name too long"),
-        (["{run}/hparams.yaml"], "{run}/hparams.yaml is not a run; expected"),
+        (["{gone}"], "{gone} does not exist; expected a `rounds.jsonl`"),
+        (["{long}"], "{long} cannot be read: File name too long"),
+        (["{run}/notes.txt"], "{run}/notes.txt cannot be read: its first line does not say which run it is"),
         (["https://wandb.ai/a/b"], "does not exist; expected"),
         (["/dev/null"], "/dev/null is not a run; expected"),
         (["{run}", "{run}/../empty"], "{run}/../empty contains no run; expected"),
@@ -257,10 +255,11 @@ def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_ref
 def test_a_mistake_in_the_arguments_is_one_line_on_standard_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
 ) -> None:
-    places = {"gone": tmp_path / "gone", "run": write_csv(tmp_path / "run", rounds([0.5]), {"lr": 0.1})}
+    places = {"gone": tmp_path / "gone", "run": write_run(tmp_path / "run", rounds([0.5]), {"lr": 0.1})}
     places |= {"long": tmp_path / ("x" * 300), "pipe": tmp_path / "pipe.html"}
     os.mkfifo(places["pipe"])
     (tmp_path / "empty").mkdir()
+    (places["run"] / "notes.txt").write_text("")
     options = [] if "-o" in arguments else ["-o", str(tmp_path / "r.html")]
     assert main([argument.format(**places) for argument in arguments] + options) == 1
     told = capsys.readouterr()

@@ -92,14 +92,3 @@ def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) ->
         "model.algorithm is FedAvg there, LoRA now",
         "model.algorithm.rank is nothing there, 4 now",
     ]
-
-
-def test_metrics_from_before_the_first_checkpoint_are_removed_and_others_kept(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    (tmp_path / "version_0").mkdir()
-    folder.checkpoint.touch()
-    folder.begin("{}")
-    assert (tmp_path / "version_0").is_dir()
-    folder.checkpoint.unlink()
-    folder.begin("{}")
-    assert not (tmp_path / "version_0").exists()

@@ -216,16 +216,18 @@ def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder:
     expected = alone.model.state_dict()
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
-    _check_that_parts_are_joined(folder / "slow")
+    _check_that_one_record_has_all_rounds(folder / "slow")
 
 
-def _check_that_parts_are_joined(folder: Path) -> None:
-    from lightning_spectral.report.reading import read_runs
-    from lightning_spectral.report.resumed import join_resumed
+def _check_that_one_record_has_all_rounds(folder: Path) -> None:
+    from lightning_spectral.report.runs import read_runs
 
-    (joined,) = join_resumed(read_runs([folder])[0])
-    assert [row["fl/round"] for row in joined.rows] == [0, 1, 2, 3, 4, 5]
-    assert all({"val_accuracy", "fl/bytes_up"} <= row.keys() for row in joined.rows)
+    (run,), left_out = read_runs([folder])
+    assert left_out == []
+    assert run.path.name == "rounds.jsonl"
+    assert [row["fl/round"] for row in run.rows] == [0, 1, 2, 3, 4, 5]
+    assert all({"val_accuracy", "fl/bytes_up"} <= row.keys() for row in run.rows)
+    assert run.config["sweep"] == {"seconds": "0.2", "seed": 1}
 
 
 def _wait_for_another(file: Path) -> None:

@@ -1,16 +1,12 @@
 """Callbacks: the boundaries of a round, and observers of rounds."""
 
-from lightning_spectral.plugin.callbacks.alignment import UpdateAlignment
 from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
-from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation
-from lightning_spectral.plugin.callbacks.client_table import ClientRow, ClientTable
+from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation, ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.dashboard import RoundDashboard, WandbRounds
-from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
-from lightning_spectral.plugin.callbacks.history import RoundHistory
-from lightning_spectral.plugin.callbacks.ledger import CommunicationLedger
-from lightning_spectral.plugin.callbacks.progress import RoundProgressBar
+from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics, UpdateAlignment
+from lightning_spectral.plugin.callbacks.progress import RoundLines, RoundProgressBar
+from lightning_spectral.plugin.callbacks.record import CommunicationLedger, LedgerRow, RoundHistory
 from lightning_spectral.plugin.callbacks.round_callback import Aggregation, RoundCallback, SubmodelSampling, SVDRefresh
-from lightning_spectral.plugin.callbacks.round_lines import RoundLines
 from lightning_spectral.plugin.callbacks.sampled_networks import SampledNetworks
 
 __all__ = [
@@ -20,6 +16,7 @@ __all__ = [
     "ClientRow",
     "ClientTable",
     "CommunicationLedger",
+    "LedgerRow",
     "RoundCallback",
     "RoundDashboard",
     "RoundHistory",

@@ -1,49 +1,45 @@
-"""Shows in wandb, TensorBoard and CSV files what a round's metrics do not say."""
+"""Shows what a round's metrics do not say: in wandb, in TensorBoard, and in the record of the run."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loggers import CSVLogger, WandbLogger
+from lightning.pytorch.loggers import WandbLogger
 
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.partition import report
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
-from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
+from lightning_spectral.plugin.callbacks.record import RoundHistory
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.dashboard.drawings import can_draw, partition_drawing
-from lightning_spectral.plugin.dashboard.records import Curve, Record, Shown, Table, of_model
-from lightning_spectral.plugin.dashboard.run_pages import (
-    Extremes,
-    announce_metrics,
-    begin_pages,
-    extended,
+from lightning_spectral.plugin.dashboard.loggers import (
+    BYTES,
+    PAGES,
+    draw_over_bytes,
+    prefixed,
     run_settings,
+    show,
     summarize,
 )
-from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table, round_bytes
-from lightning_spectral.plugin.dashboard.writers import Write, prefixed, remove_stale, writers_of
+from lightning_spectral.plugin.dashboard.records import Histogram, Shown, Table, of_model
+from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
 from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
-from lightning_spectral.plugin.host import Trained
+from lightning_spectral.plugin.host import Trained, is_host
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.server.metrics import mean_loss
 
-BYTES = "fl/bytes_total"
-OVER_BYTES = "over_bytes"
 NO_LOGGER = (
-    "RoundDashboard shows clients, spectra and draws in a WandbLogger, a TensorBoardLogger or a CSVLogger, and the "
-    "Trainer has none of them, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
+    "RoundDashboard shows clients, spectra and draws in the record of a run, in wandb and in TensorBoard, and the "
+    "Trainer has no logger, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
 )
 
 
 class RoundDashboard(RoundCallback):
-    """Shows clients, spectra, draws and metrics over bytes in each of the Trainer's loggers that can hold them.
+    """Shows clients, spectra, draws and metrics over bytes.
 
     In every round:
 
@@ -59,20 +55,16 @@ class RoundDashboard(RoundCallback):
       ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
       layer; and what `SpectralDiagnostics` logs, if that callback does not act itself.
     - With `Zampling`, a histogram of ``probs``, the probabilities after the round.
-    - In wandb and TensorBoard, ``pictures/spectra``, and before the first round ``pictures/partition``, if matplotlib
-      is installed.
+    - ``pictures/spectra``, and before the first round ``pictures/partition``, if matplotlib is installed.
 
-    wandb's summary has ``M/min`` and ``M/max`` of ``fl/loss`` and every validation metric M, TensorBoard's HPARAMS page
-    their last values and the bytes, and its custom scalars some charts.
-
-    A `WandbLogger`, offline or not, gets histograms, tables, and curves with their axis. A ``TensorBoardLogger`` gets
-    histograms, tables as text, and curves whose step is the number of bytes. A ``CSVLogger`` gets one file per table
-    and one file of all histograms in its folder ``dashboard``. With several models, names begin with the model's name,
-    except for ``fl/bytes_total``, which counts the bytes of all models, and ``over_bytes``. The bytes are part of the
-    checkpoint.
+    Tables and histograms are in ``rounds.jsonl``, the record of the run that `RoundHistory` writes; without a history,
+    the Trainer gets one. A `WandbLogger`, offline or not, has all of it, curves with their axis, and ``M/min`` and
+    ``M/max`` of ``fl/loss`` and every validation metric M in its summary. A ``TensorBoardLogger`` has histograms,
+    pictures, and curves whose step is the number of bytes. With several models, names begin with the model's name,
+    except for ``fl/bytes_total``, which counts the bytes of all models, and ``over_bytes``.
 
     Args:
-        every_n_rounds: Show histograms and tables of rounds 0, n, 2n, ...
+        every_n_rounds: Show histograms, tables and pictures of rounds 0, n, 2n, ...
 
     Example:
         >>> dashboard = RoundDashboard(every_n_rounds=10)  # Trainer(callbacks=[dashboard], logger=WandbLogger(...))
@@ -81,46 +73,38 @@ class RoundDashboard(RoundCallback):
     def __init__(self, every_n_rounds: int = 10) -> None:
         self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks the argument
         self.every_n_rounds = every_n_rounds
-        self._bytes: dict[str, int] = {}
+        self._history: RoundHistory | None = None
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
-        self._losses: dict[str, float] = {}
         self._records: list[Shown] = []
-        self._extremes: Extremes = {}
-        self._has_announced = self._draws = False
-        self._new = NewlyLogged()
-        self._writers: list[Write] = []
+        self._drawn: set[str] = set()
+        self._shows = self._draws = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all rounds so far and of all models, in both directions."""
-        return sum(self._bytes.values())
+        return 0 if self._history is None else self._history.bytes_sent()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._writers = writers_of(trainer.loggers) if trainer.is_global_zero else []
-        if trainer.is_global_zero and not (self._writers or trainer.fast_dev_run):  # type: ignore[attr-defined]
-            warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._history = next((one for one in callbacks if isinstance(one, RoundHistory)), None)
         self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
-        if trainer.ckpt_path is None:
-            self._losses = {}
-        self._draws = can_draw() and any(not isinstance(logger, CSVLogger) for logger in trainer.loggers)
-        self._has_announced = False
-        if trainer.is_global_zero and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            begin_pages(trainer.loggers)
+        self._drawn = set()
+        is_quick = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
+        if trainer.is_global_zero and not (trainer.loggers or is_quick):
+            warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
+        self._shows = trainer.is_global_zero and bool(trainer.loggers) and is_host(pl_module) and not is_quick
+        self._draws = self._shows and can_draw() and any(isinstance(logger, PAGES) for logger in trainer.loggers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:  # what an earlier fit wrote about rounds that are trained again
-            remove_stale(trainer.loggers, trainer.current_epoch)
-        if trainer.current_epoch == 0:
-            self._extremes = {}
-            if self._draws and self._writers:
-                self._write(0, _partitions(trainer))
+        if trainer.current_epoch == 0 and self._draws:
+            self._show(trainer, _partitions(trainer))
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if self._diagnostics.is_due(trainer.current_epoch):
             if self._source(trainer) is self._diagnostics:
                 self._diagnostics.on_round_start(trainer, pl_module, opened)
-            if self._writers:
+            if self._shows:
                 self._opened[pl_module.name] = opened
 
     def _source(self, trainer: pl.Trainer) -> SpectralDiagnostics:
@@ -130,63 +114,55 @@ class RoundDashboard(RoundCallback):
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
-        before = self._bytes.get(summary.model, 0) if summary.round_idx else 0  # another fit begins at round 0
-        self._bytes[summary.model] = before + round_bytes(summary)
-        if summary.model:
-            _log(pl_module, self._bytes[summary.model])
-        self._summaries.append(summary)
-        if summary.averaged:
-            self._losses[summary.metric("fl/loss")] = mean_loss(summary)
+        if summary.model and self._history is not None:
+            _log(pl_module, self._history.bytes_sent(summary.model))
+        if self._shows and self._diagnostics.is_due(summary.round_idx):
+            self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
             shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures, self._draws)
             self._records += of_model(summary.model, shown)
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._new.mark(trainer)
-
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if self._history is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        new = self._new.take(trainer)
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._draw(trainer, {name: value for name, value in new.items() if name not in ("fl/round", BYTES)})
-
-    def _draw(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
-        finite = {f"{OVER_BYTES}/{name}": value for name, value in values.items() if math.isfinite(value)}
-        if finite:
-            self._write(trainer.current_epoch, [Curve(finite, BYTES, float(self.total_bytes))])
-            self._extremes = extended(self._extremes, {n.removeprefix(f"{OVER_BYTES}/"): v for n, v in finite.items()})
-
-    def _write(self, round_idx: int, records: Sequence[Record]) -> None:
-        for write in self._writers:
-            write(round_idx, records)
-
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._history is None or not self._history.rows:
+            return
         _log(pl_module, self.total_bytes)  # the model has been validated
-        summaries, records = self._summaries, self._records
+        self._history.take_logged(trainer)
+        if self._shows:
+            self._draw(trainer, self._history)
+            for summary in self._summaries:
+                self._records += of_model(summary.model, self._tables(trainer, summary))
+            self._show(trainer, self._records)
         self._summaries, self._records = [], []
-        losses, self._losses = self._losses, {}
-        self._draw(trainer, losses)
-        if self._writers and self._diagnostics.is_due(trainer.current_epoch):
-            for summary in summaries:
-                records += of_model(summary.model, self._tables(trainer, summary))
-            self._write(trainer.current_epoch, records)
-        if self._writers:
-            summarize(trainer.loggers, self._extremes)
-            if any("fl/loss" not in name for name in self._extremes):  # the model has been validated
-                self._announce(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._writers and self._extremes:
-            self._announce(trainer)
+    def _draw(self, trainer: pl.Trainer, history: RoundHistory) -> None:
+        """Draw the round's loss and what validation has found over the bytes sent."""
+        row, names = history.rows[-1], history.outcomes(history.rows[-1:])
+        values = {name: row[name] for name in names if math.isfinite(row[name])}
+        for logger in trainer.loggers:
+            if isinstance(logger, PAGES) and values:
+                draw_over_bytes(logger, trainer.current_epoch, values, self.total_bytes, self._drawn)
+            if isinstance(logger, WandbLogger):
+                columns = {name: [value for value in history.column(name) if math.isfinite(value)] for name in values}
+                summarize(logger, columns)
+        self._drawn |= values.keys()
 
-    def _announce(self, trainer: pl.Trainer) -> None:
-        if not self._has_announced:
-            announce_metrics(trainer, [*self._extremes, BYTES])
-            self._has_announced = True
+    def _show(self, trainer: pl.Trainer, records: list[Shown]) -> None:
+        if not records:
+            return
+        for logger in trainer.loggers:
+            if isinstance(logger, PAGES):
+                show(logger, trainer.current_epoch, records)
+        if self._history is not None:
+            tables = {one.name: {"columns": one.columns, "rows": one.rows} for one in records if isinstance(one, Table)}
+            bins = {
+                one.name: {"edges": one.edges, "counts": one.counts} for one in records if isinstance(one, Histogram)
+            }
+            self._history.show(trainer.current_epoch, tables=tables, histograms=bins)
 
     def _tables(self, trainer: pl.Trainer, summary: RoundSummary) -> list[Table]:
         if not summary.clients:
@@ -194,13 +170,6 @@ class RoundDashboard(RoundCallback):
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         known = [callback.client_columns(summary) for callback in callbacks if isinstance(callback, RoundCallback)]
         return [client_table(summary, known), keep_ratio_table(summary)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"bytes": dict(self._bytes), "extremes": dict(self._extremes), "losses": dict(self._losses)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._bytes = dict(state_dict["bytes"])
-        self._extremes, self._losses = dict(state_dict["extremes"]), dict(state_dict["losses"])
 
 
 def _partitions(trainer: pl.Trainer) -> list[Shown]:

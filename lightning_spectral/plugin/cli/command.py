@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.cli.checkpoint import check_path, report_differences
 from lightning_spectral.plugin.cli.errors import OneLineParser
 from lightning_spectral.plugin.data.data_module import FederatedDataModule
@@ -68,6 +69,14 @@ class FederatedCLI(LightningCLI):
         model = {"class_path": saved.pop("_class_path", plain), "dict_kwargs": saved}
         self.config = self.parser.parse_object({command: {"model": model}}, self.config)
         report_differences(self.config[command].model, given, command)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        """Let every run keep its record, for a report; there is no public hook after the config's own callbacks."""
+        own = config.get("callbacks") or []
+        if not any(isinstance(one, RoundHistory) for one in (own if isinstance(own, list) else [own])):
+            callbacks = [*callbacks, RoundHistory()]
+        trainer: pl.Trainer = super()._instantiate_trainer(config, callbacks)
+        return trainer
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(self.trainer_class, "trainer")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +25,19 @@ def can_draw() -> bool:
 
 def partition_drawing(split: PartitionReport) -> Drawing:
     """How many examples each client has, by class if it is known."""
-    with _drawing(8.0, 3.0) as figure:
+    from lightning_spectral.report.printed import printed
+
+    with printed(None, 8.0, 3.0) as figure:
         split.plot(figure.subplots())
     return Drawing("pictures/partition", _pixels(figure))
 
 
 def spectra_drawing(layers: Mapping[str, TermDraws]) -> Drawing:
     """The singular values of each sharded layer as shares of its largest one, over the share of its terms."""
-    from lightning_spectral.report.printed import draw_line, legend_above
+    from lightning_spectral.report.printed import draw_line, legend_above, printed
     from lightning_spectral.report.style import look
 
-    with _drawing(8.0, 4.0) as figure:
+    with printed(None, 8.0, 4.0) as figure:
         axes = figure.add_subplot(xlabel="share of the terms", ylabel="share of the largest", ylim=(0.0, 1.05))
         for index, (name, layer) in enumerate(list(layers.items())[:MOST_LAYERS]):
             values = layer.singular_values.detach().double().cpu().numpy()
@@ -44,17 +45,6 @@ def spectra_drawing(layers: Mapping[str, TermDraws]) -> Drawing:
             draw_line(axes, np.arange(1, len(values) + 1) / len(values), heights, look(index), name)
         legend_above(figure, columns=3)
     return Drawing("pictures/spectra", _pixels(figure))
-
-
-@contextmanager
-def _drawing(width: float, height: float) -> Iterator[Figure]:
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    from lightning_spectral.report.style import PRINTED, settings
-
-    with matplotlib.rc_context(settings(PRINTED)):
-        yield Figure(figsize=(width, height), layout="constrained")
 
 
 def _pixels(figure: Figure) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -1,4 +1,4 @@
-"""Contents of a dashboard as records that suit any logger: histograms, tables, and curves over another metric."""
+"""Contents of a dashboard, for any logger: histograms, tables and drawings."""
 
 from __future__ import annotations
 
@@ -39,15 +39,6 @@ class Table:
     rows: tuple[tuple[Cell, ...], ...]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The next point of some curves, their heights by name, drawn where the metric ``axis`` has the value ``at``."""
-
-    values: Mapping[str, float]
-    axis: str
-    at: float
-
-
 @dataclass(frozen=True, eq=False)
 class Drawing:
     """A picture under a name, as bytes of red, green and blue, shape ``(height, width, 3)``."""
@@ -57,7 +48,6 @@ class Drawing:
 
 
 Shown = Histogram | Table | Drawing
-Record = Shown | Curve
 
 
 def histogram(name: str, values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:

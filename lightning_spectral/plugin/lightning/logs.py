@@ -47,6 +47,31 @@ def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float],
         logger.save()
 
 
+class NewlyLogged:
+    """Tells values logged since some moment from older ones: Lightning keeps the last value of every metric."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, torch.Tensor] = {}
+
+    def mark(self, trainer: pl.Trainer) -> None:
+        """Treat what is logged from now on as new."""
+        self._before = dict(trainer.callback_metrics)
+
+    def split(self, trainer: pl.Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return the old and the new values on the CPU, by name; new ones remain new."""
+        old: dict[str, torch.Tensor] = {}
+        new: dict[str, torch.Tensor] = {}
+        for name, value in trainer.callback_metrics.items():
+            (old if value is self._before.get(name) else new)[name] = torch.as_tensor(value).detach().cpu()
+        return old, new
+
+    def take(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return the new values by name, and treat them as old from now on."""
+        before = self._before
+        self.mark(trainer)
+        return {name: float(value) for name, value in self._before.items() if value is not before.get(name)}
+
+
 def logged_for_the_epoch(trainer: pl.Trainer) -> dict[str, tuple[torch.Tensor, dict[str, bool]]]:
     """What was logged in training for the end of the epoch, when Lightning shows it, with where, by name."""
     found = trainer.fit_loop.epoch_loop._results.metrics(on_step=False)

@@ -20,6 +20,8 @@ from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
     BatchNormEstimation,
+    RoundDashboard,
+    RoundHistory,
     RoundLines,
     SubmodelSampling,
     SVDRefresh,
@@ -160,7 +162,8 @@ def _is_absent(profiler: object) -> bool:
 
 def _place(callback: RoundCallback) -> int:
     """Whether a callback comes first, in the middle or last among the round callbacks."""
-    return isinstance(callback, Aggregation) - isinstance(callback, BatchNormEstimation | SubmodelSampling)
+    first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
+    return isinstance(callback, Aggregation) - isinstance(callback, first)
 
 
 def _nothing() -> None:
@@ -173,7 +176,16 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn == "fit":
         check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
-    boundaries = [*_watchers(trainer), RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+    shown = [RoundHistory()] if any(isinstance(each, RoundDashboard) for each in [*callbacks, *own]) else []
+    boundaries = [
+        *_watchers(trainer),
+        *shown,
+        RoundLines(),
+        RoundsAsSteps(),
+        SVDRefresh(),
+        SubmodelSampling(),
+        Aggregation(),
+    ]
     present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
     return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
 

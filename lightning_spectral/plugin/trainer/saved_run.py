@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_spectral.plugin.callbacks import RoundHistory
-from lightning_spectral.plugin.callbacks.newly_logged import NewlyLogged
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.unfinished_rounds import (
     KeptRound,
@@ -23,7 +22,7 @@ from lightning_spectral.plugin.federation.unfinished_rounds import (
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.lightning.checkpoint_files import NOTHING_NEW
 from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
-from lightning_spectral.plugin.lightning.logs import log_for_the_epoch, logged_for_the_epoch
+from lightning_spectral.plugin.lightning.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
 from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
 from lightning_spectral.protocol.work_unit import WorkUnit

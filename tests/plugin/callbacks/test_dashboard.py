@@ -1,9 +1,8 @@
-"""What the dashboard shows, read back from wandb, TensorBoard and CSV files."""
+"""What the dashboard shows, read back from the record of the run, wandb and TensorBoard."""
 
 from __future__ import annotations
 
 import csv
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,13 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, diagnostics
+from lightning_spectral.plugin.callbacks import dashboard as dashboards
 from lightning_spectral.plugin.dashboard.records import histogram
-from lightning_spectral.plugin.dashboard.run_pages import extended
 from lightning_spectral.plugin.dashboard.tables import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.report.rounds_file import NAME
+from lightning_spectral.report.runs import Histogram, Table, read_run
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 NAN = float("nan")
@@ -40,12 +41,27 @@ def fit(fit: Fit, tmp_path: Path) -> Fit:
     return partial(fit, trainer={"logger": CSVLogger(tmp_path, name=None, version="csv")})
 
 
-def shown(folder: Path, name: str, round_idx: int) -> list[dict[str, str]]:
-    """The rows of one of the dashboard's files."""
-    return rows_of(folder / "csv/dashboard" / f"{name}_{round_idx:06d}.csv")
+def shown(folder: Path, name: str, round_idx: int) -> list[dict[str, Any]]:
+    """The rows of one of the dashboard's tables."""
+    table = read_run(folder / "csv" / NAME).shown[f"tables/{name}"][round_idx]
+    assert isinstance(table, Table)
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
-def rows_of(path: Path) -> list[dict[str, str]]:
+def recorded(folder: Path) -> dict[str, list[int]]:
+    """The rounds of each table and histogram."""
+    return {name: sorted(by_round) for name, by_round in read_run(folder / "csv" / NAME).shown.items()}
+
+
+def counts(folder: Path, round_idx: int) -> dict[str, float]:
+    """The number of values in each histogram of a round."""
+    run = read_run(folder / "csv" / NAME)
+    found = {name: by_round.get(round_idx) for name, by_round in run.shown.items()}
+    return {name: sum(one.counts) for name, one in found.items() if isinstance(one, Histogram)}
+
+
+def logged_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of Lightning's own `CSVLogger`."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -89,52 +105,39 @@ def test_a_histogram_counts_every_finite_value_between_its_edges(values: list[fl
     assert made.edges[0] <= min(finite) <= max(finite) <= made.edges[-1]
 
 
-def test_csv_files_hold_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+def test_the_record_holds_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     dashboard, watcher = ls.RoundDashboard(every_n_rounds=2), SpectralDiagnostics()
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard, watcher, Ages()])
-    names = {path.name for path in (tmp_path / "csv/dashboard").iterdir()}
-    kinds = ("clients", "histograms", "keep_ratios", "layers")
-    assert names == {f"{kind}_{round_idx:06d}.csv" for kind in kinds for round_idx in (0, 2)}
+    assert set(map(tuple, recorded(tmp_path).values())) <= {(0, 2), (0,), (2,)}
+    assert all(recorded(tmp_path)[f"tables/{kind}"] == [0, 2] for kind in ("clients", "keep_ratios", "layers"))
+    assert not (tmp_path / "csv/dashboard").exists()
     clients = shown(tmp_path, "clients", 2)
     ledger = [row for row in fitted.ledger.rows if row.round_idx == 2]
-    assert [int(row["client"]) for row in clients] == [row.client_id for row in ledger]
-    assert [float(row["keep_ratio"]) for row in clients] == [row.keep_ratio for row in ledger]
-    assert [int(row["bytes_down"]) for row in clients] == [row.downlink_bytes for row in ledger]
-    assert [row["age"] for row in clients] == ["", *(str(40.0 + row.client_id) for row in ledger[1:])]
-    assert all(0 < float(row["seconds"]) < 60 for row in clients)
+    assert [row["client"] for row in clients] == [row.client_id for row in ledger]
+    assert [row["keep_ratio"] for row in clients] == [row.keep_ratio for row in ledger]
+    assert [row["bytes_down"] for row in clients] == [row.downlink_bytes for row in ledger]
+    assert [row["age"] for row in clients] == [None, *(40.0 + row.client_id for row in ledger[1:])]
+    assert all(0 < row["seconds"] < 60 for row in clients)
     (layer,) = shown(tmp_path, "layers", 2)
     assert layer["layer"] == "net.2"
-    assert int(layer["terms"]) == 12
-    assert float(layer["terms_visited"]) == fitted.history.rows[2]["fl/terms_visited"]
-    assert float(layer["discrepancy"]) == pytest.approx(fitted.logged["fl/discrepancy"], rel=1e-12)
-    assert float(layer["stable_rank"]) == pytest.approx(fitted.logged["fl/stable_rank"], rel=1e-12)
-    counts: dict[str, int] = {}
-    for row in shown(tmp_path, "histograms", 2):
-        counts[row["histogram"]] = counts.get(row["histogram"], 0) + int(row["count"])
-    assert counts["singular_values/net.2"] == 12
+    assert layer["terms"] == 12
+    assert layer["terms_visited"] == fitted.history.rows[2]["fl/terms_visited"]
+    assert layer["discrepancy"] == pytest.approx(fitted.logged["fl/discrepancy"], rel=1e-12)
+    assert layer["stable_rank"] == pytest.approx(fitted.logged["fl/stable_rank"], rel=1e-12)
+    found = counts(tmp_path, 2)
+    assert found["singular_values/net.2"] == 12
     ratios = {f"{row.keep_ratio:g}" for row in ledger}
-    assert all(counts[f"inclusion_probs/net.2/{ratio}"] == 12 for ratio in ratios)
-    assert all(12 >= counts[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
+    assert all(found[f"inclusion_probs/net.2/{ratio}"] == 12 for ratio in ratios)
+    assert all(12 >= found[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
 
 
-def test_another_fit_in_the_same_folder_leaves_no_older_files(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
-    folder, ckpt = tmp_path / "csv/dashboard", tmp_path / "first.ckpt"
-    first = fit(seeded(lit_mlp), data, max_epochs=3, callbacks=[ls.RoundDashboard(1)])
-    (folder / "mine.csv").write_text("kept")
-    assert len(list(folder.glob("clients_*.csv"))) == 3
-    first.trainer.save_checkpoint(ckpt)
-
-    def fit_again(**options: Any) -> set[str]:
-        logger = CSVLogger(tmp_path, name=None, version="csv")
-        with pytest.warns(UserWarning, match="Experiment logs directory .* exists and is not empty"):
-            fit(seeded(lit_mlp), data, callbacks=[ls.RoundDashboard(1)], trainer={"logger": logger}, **options)
-        return {path.name for path in folder.iterdir() if "clients" in path.name or "mine" in path.name}
-
-    assert fit_again(max_epochs=1) == {"clients_000000.csv", "mine.csv"}
-    resumed = fit_again(max_epochs=4, ckpt_path=ckpt)
-    assert resumed == {"clients_000000.csv", "clients_000003.csv", "mine.csv"}, "a resumed run keeps its past"
+def test_without_a_history_the_trainer_gets_one(lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name=None, version="csv")
+    trainer = pl.Trainer(max_epochs=2, callbacks=[ls.RoundDashboard()], **{**quiet, "logger": logger})
+    trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+    (history,) = [callback for callback in trainer.callbacks if isinstance(callback, ls.RoundHistory)]
+    assert [*read_run(tmp_path / "csv" / NAME).rows] == history.rows
+    assert len(history.rows) == 2
 
 
 def test_the_table_of_clients_shows_how_the_model_serves_them(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
@@ -142,15 +145,15 @@ def test_the_table_of_clients_shows_how_the_model_serves_them(lit: Any, toy: Any
     evaluation = ls.ClientEvaluation(every_n_rounds=2, clients="participants")
     fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[evaluation, ls.RoundDashboard(1)])
     for round_idx in (1, 3):
-        found = {int(row["client"]): row.get("val_acc") for row in shown(tmp_path, "clients", round_idx)}
+        found = {row["client"]: row.get("val_acc") for row in shown(tmp_path, "clients", round_idx)}
         evaluated = evaluation.table.column("val_acc") if round_idx == 3 else dict.fromkeys(found)
-        assert found == {client: None if value is None else str(value) for client, value in evaluated.items()}
+        assert found == evaluated
 
 
 def test_validation_stands_beside_the_bytes_so_far(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard := ls.RoundDashboard()])
     spent = [sum(row[f"fl/bytes_{way}"] for way in ("down", "up")) for row in fitted.history.rows]
-    validated = [row for row in rows_of(tmp_path / "csv/metrics.csv") if row["val_acc"]]
+    validated = [row for row in logged_rows(tmp_path / "csv/metrics.csv") if row["val_acc"]]
     assert [float(row["fl/bytes_total"]) for row in validated] == [sum(spent[: n + 1]) for n in range(3)]
     assert fitted.trainer.callback_metrics["fl/bytes_total"] == fitted.ledger.total_bytes == dashboard.total_bytes
     assert fitted.history.column("fl/bytes_total") == [sum(spent[: n + 1]) for n in range(3)]
@@ -176,13 +179,10 @@ def test_algorithms_without_a_spectrum_show_what_they_have(
     algorithm: Any, histograms: set[str], lit: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     fitted = fit(lit, data, algorithm=algorithm, callbacks=[ls.RoundDashboard()])
-    written = {path.name for path in (tmp_path / "csv/dashboard").iterdir()}
-    assert ("histograms_000000.csv" in written) == bool(histograms)
-    assert written - {"histograms_000000.csv"} == {"clients_000000.csv", "keep_ratios_000000.csv"}
+    assert counts(tmp_path, 0).keys() == histograms
+    assert {*recorded(tmp_path)} - histograms == {"tables/clients", "tables/keep_ratios"}
     if histograms:
-        rows = shown(tmp_path, "histograms", 0)
-        assert {row["histogram"] for row in rows} == histograms
-        assert sum(int(row["count"]) for row in rows) == len(fitted.model.state.probs)
+        assert sum(counts(tmp_path, 0).values()) == len(fitted.model.state.probs)
 
 
 def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, quiet: Any, tmp_path: Path) -> None:
@@ -202,9 +202,11 @@ def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, q
     )
     for name in models:
         first = [row.client_id for row in ledger.rows if row.round_idx == 0 and row.model == name and not row.measured]
-        assert [int(row["client"]) for row in shown(tmp_path, f"{name}/clients", 0)] == first
-    assert [row["layer"] for row in shown(tmp_path, "spectral/layers", 0)] == ["net.2"]
-    assert {row["histogram"].split("/")[0] for row in shown(tmp_path, "histograms", 0)} == {"spectral"}
+        table = read_run(tmp_path / "csv" / NAME).shown[f"{name}/tables/clients"][0]
+        assert isinstance(table, Table)
+        assert table.column("client") == first
+    assert recorded(tmp_path)["spectral/tables/layers"] == [0]
+    assert {name.split("/")[0] for name in counts(tmp_path, 0)} == {"spectral"}
 
 
 @pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")
@@ -227,7 +229,7 @@ def test_the_run_is_the_same_with_and_without(lit_mlp: Any, data: Any, fit: Fit)
     assert same_state(plain.state, watched.state)
 
 
-def test_tensorboard_holds_histograms_tables_and_curves(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+def test_tensorboard_holds_histograms_pictures_and_curves(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="comes with the `test` extra")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -238,10 +240,8 @@ def test_tensorboard_holds_histograms_tables_and_curves(lit: Any, data: Any, fit
     (spectrum,) = events.Histograms("singular_values/net.2")
     assert spectrum.step == 0
     assert sum(spectrum.histogram_value.bucket) == spectrum.histogram_value.num == 12
-    (shown,) = events.Tensors("tables/clients/text_summary")
-    lines = shown.tensor_proto.string_val[0].decode().splitlines()
-    assert lines[0].startswith("| round | client | keep_ratio |")
-    assert len(lines) == 2 + 4
+    assert not [tag for tag in events.Tags()["tensors"] if "tables" in tag or "custom_scalars" in tag]
+    assert {"pictures/spectra", "pictures/partition"} == set(events.Tags()["images"])
     points = [(event.step, event.value) for event in events.Scalars("over_bytes/val_acc")]
     spent = [sum(r.downlink_bytes + r.uplink_bytes for r in fitted.ledger.rows if r.round_idx <= n) for n in (0, 1)]
     assert [step for step, _ in points] == spent
@@ -261,6 +261,8 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
     callbacks = [ls.RoundDashboard(every_n_rounds=2)]
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=callbacks, trainer=trainer)
     wandb.finish()
+    (path,) = tmp_path.rglob(NAME)
+    assert path.parent == tmp_path / "test" / str(fitted.trainer.logger.version)
     records = run_records(tmp_path)
     config = {name: value for update in configs_of(records) for name, value in update.items()}
     assert config["federation"]["algorithm"]["strategy"]["name"] == "Collective"
@@ -298,36 +300,18 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
         assert [last[f"run-{name}/{end}"] for end in ("min", "max")] == pytest.approx([min(column), max(column)])
 
 
-def test_best_values_go_on_when_a_run_is_resumed() -> None:
-    dashboard, resumed = ls.RoundDashboard(), ls.RoundDashboard()
-    dashboard._extremes = extended({"acc": (0.1, 0.9)}, {"acc": 0.5})
-    resumed.load_state_dict(dashboard.state_dict())
-    assert extended(resumed._extremes, {"acc": 0.05}) == {"acc": (0.05, 0.9)}
+def test_best_values_go_on_when_a_run_is_resumed(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns: list[dict[str, list[float]]] = []
+    own = dashboards.summarize
+    monkeypatch.setattr(dashboards, "summarize", lambda logger, found: columns.append(found) or own(logger, found))
+    pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
+    from offline_wandb import offline_logger
 
-
-def test_tensorboard_compares_runs_by_their_metrics_and_bytes(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    """What its own reader finds for the HPARAMS page and for custom scalars."""
-    pytest.importorskip("tensorboard", reason="comes with the `test` extra")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.custom_scalar import layout_pb2
-    from tensorboard.plugins.hparams import metadata
-
-    trainer = {"logger": TensorBoardLogger(tmp_path, name=None, version="tb")}
-    fit(lit, data, algorithm=SPECTRAL, max_epochs=2, callbacks=[ls.RoundDashboard()], trainer=trainer)
-    events = EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 0})
-    events.Reload()
-    content = events.PluginTagToContent("hparams")
-    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
-    names = {info.name.tag for info in experiment.metric_infos}
-    assert {"val_acc", "fl/loss", "fl/bytes_total"} <= names
-    assert "hp_metric" not in names
-    assert names <= set(events.Tags()["scalars"])  # whose last values the page shows
-    session = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
-    assert session.hparams["federation/algorithm/strategy/name"].string_value == "Collective"
-    assert session.hparams["run/rounds"].number_value == 2
-    (page,) = events.Tensors("custom_scalars__config__")
-    charts = layout_pb2.Layout.FromString(page.tensor_proto.string_val[0]).category[0].chart
-    for chart in charts[:3]:
-        (pattern,) = chart.multiline.tag
-        assert [name for name in events.Tags()["scalars"] if re.search(pattern, name)], chart.title
-    assert {"pictures/spectra", "pictures/partition"} == set(events.Tags()["images"])
+    fit = partial(fit, data=data, trainer={"logger": offline_logger(tmp_path, monkeypatch)})
+    first = fit(seeded(lit_mlp), max_epochs=2, callbacks=[ls.RoundDashboard()])
+    first.trainer.save_checkpoint(tmp_path / "first.ckpt")
+    resumed = fit(seeded(lit_mlp), max_epochs=3, callbacks=[ls.RoundDashboard()], ckpt_path=tmp_path / "first.ckpt")
+    assert columns[-1]["val_acc"] == resumed.history.column("val_acc")
+    assert columns[-1]["val_acc"][:2] == first.history.column("val_acc")

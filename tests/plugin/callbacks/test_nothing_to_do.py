@@ -25,7 +25,7 @@ def test_callbacks_of_rounds_warn_where_nothing_is_federated(callback: Any, toy:
 
 
 def test_a_dashboard_without_a_logger_that_can_hold_it_says_so(lit: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
-    with pytest.warns(ls.SpectralWarning, match="RoundDashboard shows .* the Trainer has none of them"):
+    with pytest.warns(ls.SpectralWarning, match="RoundDashboard shows .* the Trainer has no logger"):
         fit(lit, data, callbacks=[ls.RoundDashboard()])
     fit(lit, data, callbacks=[ls.RoundDashboard()], trainer={"logger": CSVLogger(tmp_path)})
     fit(lit, data, callbacks=[ls.RoundDashboard()], trainer={"fast_dev_run": True, "logger": CSVLogger(tmp_path)})

@@ -48,7 +48,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr("lightning_spectral.plugin.callbacks.round_lines.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("lightning_spectral.plugin.callbacks.progress.time.perf_counter", lambda: self.now)
 
 
 class Ticks(ls.RoundCallback):

@@ -15,7 +15,7 @@ import lightning_spectral as ls
 
 
 def test_x_axis_counts_rounds(lit: Any, data: Any, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="comes with the `report` extra")
+    pytest.importorskip("tensorboard", reason="comes with the `test` extra")
     trainer = pl.Trainer(
         max_epochs=3,
         accelerator="cpu",

@@ -1,0 +1,334 @@
+"""The record of a run: the metrics of every round, in memory and in a file, and the bytes of every client."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from uuid import uuid4
+
+import lightning.pytorch as pl
+
+from lightning_spectral.errors import check_is
+from lightning_spectral.extras import from_extra
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.data.run_config import as_config
+from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.lightning.logs import NewlyLogged
+from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.report.rounds_file import NAME, Line, append_line, read_record, write_record
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
+from lightning_spectral.tables import as_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")
+SHOWN = 10  # rounds of a notebook's table
+
+
+class RoundHistory(RoundCallback):
+    """Keeps one row of metrics per round: its own (``fl/...``), those of clients and callbacks, and validation's.
+
+    The rows are part of the checkpoint, so a resumed run includes the earlier rounds. A new fit needs a new history.
+
+    If the Trainer has a logger, each round is also a line of the file ``rounds.jsonl`` beside the logger's, which
+    ``python -m lightning_spectral report`` reads. A resumed run continues the file: it keeps the rounds of the
+    checkpoint and cuts what follows them. With a folder of its own, it begins with a copy of these rounds.
+
+    Args:
+        path: The file; by default that of the first logger, in the folder of this run.
+        config: Settings that distinguish this run from others, besides those of the federation.
+
+    Attributes:
+        rows: One dictionary per round, in order.
+    """
+
+    def __init__(self, path: str | Path | None = None, config: Mapping[str, Any] | None = None) -> None:
+        if config is not None:
+            check_is("config", config, Mapping)
+        self.path = None if path is None else Path(path)
+        self.config: dict[str, Any] = dict(config or {})
+        self.rows: list[dict[str, float]] = []
+        self._from_clients: set[str] = set()
+        self._new = NewlyLogged()
+        self._run = ""  # its id, once it has a file
+        self._file: Path | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and self.rows and trainer.current_epoch == 0 and trainer.ckpt_path is None:
+            raise ValueError(
+                f"This RoundHistory already holds {len(self.rows)} rounds of another fit; "
+                "give each fit its own: Trainer(callbacks=[RoundHistory()])."
+            )
+
+    # -- the rows
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        own = round_metrics(summary)
+        own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
+        if not self._belongs_to_last_row(own):
+            self.rows.append({})
+        self.rows[-1].update(own)
+        self._from_clients |= own.keys()
+
+    def _belongs_to_last_row(self, own: dict[str, float]) -> bool:
+        """Whether another model has begun the row of this round."""
+        last = self.rows[-1] if self.rows else {}
+        return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._new.mark(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":  # no round precedes
+            self._new.mark(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            self.on_test_end(trainer, pl_module)
+        elif not trainer.sanity_checking:
+            self.take_logged(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._new.mark(trainer)
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add what is evaluated after a fit to its last round."""
+        new = self.take_logged(trainer)
+        if self.rows and new:
+            self._append({"round": int(self.rows[-1]["fl/round"]), "evaluated": new})
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.take_logged(trainer)
+        if self.rows and self.rows[-1]["fl/round"] == trainer.current_epoch:
+            self._append(self._line(self.rows[-1]))
+
+    def take_logged(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Add what was logged since it was last taken to the row of the last round."""
+        new = {name: value for name, value in self._new.take(trainer).items() if name not in self._from_clients}
+        if self.rows:
+            self.rows[-1].update(new)
+        return new
+
+    def column(self, name: str) -> list[float]:
+        """One metric over the rounds that have it."""
+        return [row[name] for row in self.rows if name in row]
+
+    def bytes_sent(self, model: str = "") -> int:
+        """Bytes of all rounds so far, in both directions and for measuring, of one model or by default of all."""
+        begin = f"{model}/" if model else ""
+        names = [name for name in self._from_clients if name.startswith(begin) and name.endswith(BYTES)]
+        return int(sum(row.get(name, 0.0) for row in self.rows for name in names))
+
+    def outcomes(self, rows: Sequence[Mapping[str, float]] | None = None) -> list[str]:
+        """Names of the losses, and of the metrics that are neither a federation's own nor a client's, in some rows."""
+        found = dict.fromkeys(name for row in (self.rows if rows is None else rows) for name in row)
+        losses = [name for name in found if f"/{name}".endswith("/fl/loss")]
+        return [*losses, *(name for name in found if "fl/" not in name and name not in self._from_clients)]
+
+    # -- the file
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin the file with the finished rounds of the checkpoint, or of an earlier fit of this Trainer."""
+        (earlier, self._file), settings = (self._file, None), pl_module.hparams_initial
+        path = self.path or _beside_logger(trainer)
+        if path is None or not trainer.is_global_zero or not is_host(pl_module):
+            return
+        written = self._written([path.absolute(), *([earlier] if earlier else [])])
+        there = {line["round"] for line in written if "trained" in line}
+        lines = [*written, *(line for line in map(self._line, self.rows) if line["round"] not in there)]
+        self._file, self._run = path.absolute(), self._run or uuid4().hex
+        self._write(
+            self._file, {**settings, **self.config}, [line for line in lines if line["round"] < trainer.current_epoch]
+        )
+
+    def _written(self, files: Iterable[Path]) -> Sequence[Line]:
+        """The lines of this run in the first file that is its record, which may have tables that no checkpoint has."""
+        for file in files:
+            with suppress(OSError, ValueError):  # there is none, or it is something else
+                found = read_record(file)
+                if found.head["run"] == self._run:
+                    return found.lines
+        return []
+
+    def show(self, round_idx: int, **shown: Mapping[str, Any]) -> None:
+        """Add tables and histograms, by name, to the file, if there is one."""
+        if any(shown.values()):
+            self._append({"round": round_idx, **shown})
+
+    def _line(self, row: Mapping[str, float]) -> Line:
+        trained = {name: value for name, value in row.items() if name in self._from_clients}
+        evaluated = {name: value for name, value in row.items() if name not in self._from_clients}
+        return {"round": int(row["fl/round"]), "trained": trained, "evaluated": evaluated}
+
+    def _append(self, line: Line) -> None:
+        if self._file is not None:
+            append_line(self._file, line)
+
+    def _write(self, path: Path, config: Mapping[str, Any], lines: list[Line]) -> None:
+        write_record(path, self._run, as_config(config), sorted(lines, key=lambda line: line["round"]))
+
+    def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        """Write the rows to a file of a fit without a logger, for `load` and ``python -m lightning_spectral report``.
+
+        Args:
+            path: The file; missing folders are created.
+            config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``.
+        """
+        if config is not None:
+            check_is("config", config, Mapping)
+        self._run = self._run or uuid4().hex
+        self._write(Path(path), {**self.config, **(config or {})}, [*map(self._line, self.rows)])
+
+    @classmethod
+    def load(cls, path: str | Path) -> RoundHistory:
+        """Read a file that a fit or `save` wrote."""
+        try:
+            found = read_record(Path(path))
+        except ValueError as error:
+            raise ValueError(f"{path} was not written by a RoundHistory: {error}.") from error
+        history, rows = cls(), defaultdict[int, dict[str, float]](dict)
+        for line in found.lines:
+            trained: dict[str, float] = line.get("trained", {})
+            rows[line["round"]].update({**trained, **line.get("evaluated", {})})
+            history._from_clients |= trained.keys()
+        history.rows = [rows[index] for index in sorted(rows)]
+        return history
+
+    def state_dict(self) -> dict[str, Any]:
+        rows, file = [dict(row) for row in self.rows], str(self._file or "")
+        return {"rows": rows, "from_clients": sorted(self._from_clients), "run": self._run, "file": file}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = [dict(row) for row in state_dict["rows"]]
+        self._from_clients = set(state_dict["from_clients"])
+        self._run, self._file = state_dict["run"], Path(state_dict["file"]) if state_dict["file"] else None
+
+    # -- pictures and notebooks
+
+    def plot(self, name: str | None = None, path: str | Path | None = None) -> Figure:
+        """Plot a metric over the rounds; needs matplotlib (the ``examples`` extra).
+
+        Args:
+            name: The metric; ``None`` for the loss and what validation logged, side by side.
+            path: An image file to write; ``None`` to return the figure alone, which a notebook shows.
+        """
+        names = self.outcomes() if name is None else [name]
+        curves = {name: [(row["fl/round"] + 1, row[name]) for row in self.rows if name in row] for name in names}
+        if not all(curves.values()) or not curves:
+            known = ", ".join(sorted({name for row in self.rows for name in row})) or "none"
+            raise ValueError(f"no round has a metric {name or 'to plot'!r}; known metrics: {known}.")
+        with from_extra("examples"):
+            from lightning_spectral.report.printed import draw_line, printed, round_axis
+            from lightning_spectral.report.style import look
+            from lightning_spectral.report.texts import as_label
+
+        size = (6.0 if len(curves) == 1 else 3.5 * len(curves), 3.5)
+        with printed(path, *size) as figure:
+            for position, (name, points) in enumerate(curves.items(), start=1):
+                axes = figure.add_subplot(1, len(curves), position, ylabel=as_label(name))
+                rounds, values = zip(*points, strict=True)
+                draw_line(axes, rounds, values, look(0), name)
+                round_axis(axes)
+        return figure
+
+    def _repr_html_(self) -> str:
+        """The last rounds as a table, for a notebook."""
+        shown = self.rows[-SHOWN:]
+        names = list(dict.fromkeys(name for row in shown for name in row if "fl/seconds" not in name))
+        table = [names, *([f"{row[name]:.4g}" if name in row else "" for name in names] for row in shown)]
+        return as_html([f"{len(self.rows)} rounds", *([table] if shown else [])])
+
+
+def _beside_logger(trainer: pl.Trainer) -> Path | None:
+    """The file in the folder of this run, where Lightning also puts its checkpoints; none without a logger."""
+    logger = trainer.logger
+    if logger is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return None
+    folder = str(logger.save_dir or trainer.default_root_dir)
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return None if "://" in folder else Path(folder) / str(logger.name or "") / version / NAME
+
+
+class LedgerRow(NamedTuple):
+    """The cost of one client's turn, and the reason if its update was not used.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        client_id: The client, from 0.
+        keep_ratio: Share of singular terms it held.
+        downlink_bytes: Bytes sent to it.
+        uplink_bytes: Bytes it sent back.
+        left_out: Why it is not in the average; ``None`` if it is.
+        virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
+        model: Which model it trained; ``""`` if there is only one.
+        measured: Whether it only measured something for a sampler before the round and sent back one number.
+        frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
+    """
+
+    round_idx: int
+    client_id: int
+    keep_ratio: float
+    downlink_bytes: int
+    uplink_bytes: int
+    left_out: ExclusionReason | None = None
+    virtual_seconds: float | None = None
+    model: str = ""
+    measured: bool = False
+    frozen_bytes: int = 0
+
+
+class CommunicationLedger(RoundCallback):
+    """Counts the bytes of the tensors that are sent: their values, without the framing of any network protocol.
+
+    It is part of the checkpoint. One row is kept per client and round, so this callback is not installed by default;
+    the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
+
+    Attributes:
+        rows: One `LedgerRow` per client and round, in order.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[LedgerRow] = []
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+        self.rows.extend(_ledger_row(client)._replace(measured=True) for client in summary.measured)
+        self.rows.extend(map(_ledger_row, summary.clients))
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes of the run so far, in both directions."""
+        return sum(row.downlink_bytes + row.uplink_bytes for row in self.rows)
+
+    def bytes_per_client(self) -> dict[float, tuple[float, float]]:
+        """For each keep ratio, the mean bytes (down, up) of a client's turn, without frozen parameters."""
+        groups: dict[float, list[LedgerRow]] = defaultdict(list)
+        for row in self.rows:
+            if not row.measured:
+                groups[row.keep_ratio].append(row)
+        return {ratio: _mean_bytes(rows) for ratio, rows in sorted(groups.items())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": [tuple(row) for row in self.rows]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
+
+
+def _ledger_row(client: ClientOutcome) -> LedgerRow:
+    seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
+    turn = client.round_idx, client.client_id, client.keep_ratio
+    sent = client.downlink_bytes, client.uplink_bytes
+    return LedgerRow(*turn, *sent, client.left_out, seconds, client.unit.model, frozen_bytes=client.frozen_bytes)
+
+
+def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:
+    down = sum(row.downlink_bytes - row.frozen_bytes for row in rows)
+    up = sum(row.uplink_bytes for row in rows)
+    return down / len(rows), up / len(rows)

@@ -1,0 +1,361 @@
+"""The record of a run: a line per round, continued and cut when the run is resumed, and read by a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from federation import Fit, seeded
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from made_up_runs import lines_of, made_run, rounds, write_run
+
+import lightning_spectral as ls
+from lightning_spectral.errors import ReportError
+from lightning_spectral.plugin.data.run_config import as_config
+from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
+from lightning_spectral.report.page import write_report
+from lightning_spectral.report.rounds_file import NAME, append_line, read_record, write_record
+from lightning_spectral.report.runs import NOT_ENDED, LoggedRun, Table, read_run, read_runs
+
+SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty"),  # of the resumed run
+    pytest.mark.filterwarnings("ignore:Experiment logs directory .* exists and is not empty"),
+]
+
+
+def logging(folder: Path, version: str = "one") -> CSVLogger:
+    return CSVLogger(folder, name="runs", version=version)
+
+
+def record_of(folder: Path, version: str = "one") -> Path:
+    return folder / "runs" / version / NAME
+
+
+def saving(folder: Path, version: str = "one", *callbacks: Any) -> dict[str, Any]:
+    """Options of a fit that has a record and keeps a checkpoint of every round."""
+    keep_all = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
+    trainer = {"logger": logging(folder, version), "enable_checkpointing": True}
+    return {"callbacks": [keep_all, *callbacks], "trainer": trainer}
+
+
+def check_holds(run: LoggedRun, rows: list[dict[str, float]]) -> None:
+    """Fail unless a record has the rows of a history, bit for bit."""
+    assert [repr(dict(sorted(row.items()))) for row in run.rows] == [repr(dict(sorted(row.items()))) for row in rows]
+
+
+def test_a_round_is_in_the_file_as_soon_as_it_ends(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Reads(ls.RoundCallback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(len(read_record(record_of(tmp_path)).lines))
+
+    fitted = fit(lit, data, max_epochs=3, callbacks=[Reads()], trainer={"logger": logging(tmp_path)})
+    assert seen == [1, 2, 3]
+    run = read_run(record_of(tmp_path))
+    check_holds(run, fitted.history.rows)
+    assert run.name == "runs/one"
+    assert run.notes == ()
+    assert run.config["federation"] == as_config(fitted.model.hparams["federation"])
+    assert run.config["data"]["num_clients"] == 12
+    assert "val_acc" in run.names - run.from_clients
+    assert "train_acc" in run.from_clients
+
+
+def test_without_a_logger_or_in_a_quick_try_nothing_is_written(
+    lit: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fit(lit, data)
+    fit(lit, data, trainer={"logger": logging(tmp_path), "fast_dev_run": True})
+    assert not list(tmp_path.rglob(NAME))
+
+
+def test_a_history_writes_where_it_is_told_and_says_more_settings(
+    lit: Any, data: Any, quiet: Any, tmp_path: Path
+) -> None:
+
+    history = ls.RoundHistory(tmp_path / "new/mine.jsonl", config={"variant": "b"})
+    trainer = pl.Trainer(max_epochs=1, callbacks=[history], **quiet)
+    trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+    run = read_run(tmp_path / "new/mine.jsonl")
+    check_holds(run, history.rows)
+    assert (run.name, run.config["variant"]) == ("mine", "b")
+
+
+def test_a_resumed_run_continues_its_file_and_cuts_what_follows_the_checkpoint(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    lost = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=4, **saving(tmp_path, "one", ls.RoundDashboard(1)))
+    before = read_run(record_of(tmp_path))
+    with record_of(tmp_path).open("a") as file:
+        file.write('{"round": 4, "tra')  # as a kill would leave it
+    assert read_run(record_of(tmp_path)).notes == (NOT_ENDED,)
+    more = saving(tmp_path, "one", ls.RoundDashboard(1))
+    options = {"max_epochs": 5, "ckpt_path": tmp_path / "saved/epoch=1.ckpt"}
+    resumed = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, **options, **more)
+    run = read_run(record_of(tmp_path))
+    check_holds(run, resumed.history.rows)
+    assert [row["fl/round"] for row in run.rows] == [0, 1, 2, 3, 4]
+    assert run.rows[:2] == before.rows[:2]
+    assert run.rows[2]["fl/seconds_train"] != lost.history.rows[2]["fl/seconds_train"], "lines of lost rounds are cut"
+    assert run.notes == ()
+    assert {name: list(by_round) for name, by_round in run.shown.items()}["tables/clients"] == [0, 1, 2, 3, 4]
+    sent = megabytes(run)
+    assert sent is not None
+    assert sent.last == resumed.ledger.total_bytes / 1e6
+    assert read_record(record_of(tmp_path)).head["run"] == resumed.history._run == lost.history._run
+
+
+def test_a_run_resumed_in_another_folder_has_all_its_rounds_there_and_is_one_run(
+    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    dashboard = ls.RoundDashboard(1)
+    fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=3, **saving(tmp_path, "one", dashboard))
+    again = saving(tmp_path, "two", ls.RoundDashboard(1))
+    options = {"max_epochs": 5, "ckpt_path": tmp_path / "saved/epoch=1.ckpt"}
+    resumed = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, **options, **again)
+    runs, left_out = read_runs([tmp_path])
+    (run,) = runs
+    assert run.path == record_of(tmp_path, "two")
+    check_holds(run, resumed.history.rows)
+    assert sorted(run.shown["tables/clients"]) == [0, 1, 2, 3, 4], "tables are copied"
+    assert left_out == [f"{record_of(tmp_path)}, which {record_of(tmp_path, 'two')} continues."]
+    record_of(tmp_path).unlink()
+    third = saving(tmp_path, "three")
+    fit(seeded(lit_mlp), data, algorithm=SPECTRAL, **options, **third)
+    (alone,), _ = read_runs([record_of(tmp_path, "three")])
+    assert alone.rows[:2] == run.rows[:2], "the checkpoint has the rows"
+
+
+def test_another_fit_in_the_same_folder_begins_the_file_anew(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    fit(seeded(lit_mlp), data, max_epochs=3, trainer={"logger": logging(tmp_path)})
+    again = fit(seeded(lit_mlp), data, max_epochs=1, trainer={"logger": logging(tmp_path)})
+    check_holds(read_run(record_of(tmp_path)), again.history.rows)
+
+
+def test_a_history_added_when_a_run_is_resumed_says_what_it_lacks(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", rounds([0.1, 0.2, 0.3])[2:]) / NAME)
+    assert run.notes == ("starts at round 1: what earlier rounds sent is not counted",)
+
+
+def test_what_a_test_finds_belongs_to_the_last_round(lit: Any, data: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
+    fitted = fit(lit, data, max_epochs=2, trainer={"logger": logging(tmp_path)})
+    loader = torch.utils.data.DataLoader(toy, batch_size=8)
+    (validated,) = fitted.trainer.validate(fitted.model, loader, verbose=False)
+    check_holds(read_run(record_of(tmp_path)), fitted.history.rows)
+    assert fitted.history.rows[-1]["val_acc"] == pytest.approx(validated["val_acc"])
+    assert len(read_record(record_of(tmp_path)).lines) == 3
+
+
+def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(
+    lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path
+) -> None:
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(8), val=toy, batch_size=4, client_val_fraction=0.4)
+    watching = [ls.RoundDashboard(1), ls.ClientEvaluation(clients="participants")]
+    options = {"callbacks": watching, "trainer": {"logger": logging(tmp_path)}}
+    fitted = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=3, **options)
+    run = read_run(record_of(tmp_path))
+    found = spectra(run)
+    assert {layer: sorted(by_round) for layer, by_round in found.items()} == {"net.2": [0, 1, 2]}
+    assert len(found["net.2"][0]) == 12
+    assert (np.diff(found["net.2"][0]) <= 0).all()
+    assert spread(run, "val_acc") is not None
+    ((index, table),) = client_tables(run).values()
+    assert index == 2
+    assert table.column("client") == [row.client_id for row in fitted.ledger.rows if row.round_idx == 2]
+    assert write_report([tmp_path], tmp_path / "r.html") == [tmp_path / "r.html"]
+
+
+def test_a_history_is_saved_and_loaded(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
+    history = fit(lit, data, max_epochs=2).history
+    history.save(tmp_path / "new/run.jsonl", config={"algorithm": ls.TopN(), "seed": 1})
+    loaded = ls.RoundHistory.load(tmp_path / "new/run.jsonl")
+    assert loaded.rows == history.rows
+    assert loaded.outcomes() == history.outcomes()
+    run = read_run(tmp_path / "new/run.jsonl")
+    check_holds(run, history.rows)
+    assert run.config == {"algorithm": {"name": "TopN"}, "seed": 1}
+
+
+def test_a_history_that_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:
+    for act in (lambda: ls.RoundHistory(config=0.2), lambda: ls.RoundHistory().save(tmp_path / "h.jsonl", config=0.2)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"`config` must be an instance of Mapping, got 0.2"):
+            act()
+    assert not (tmp_path / "h.jsonl").exists()
+    for text in ("{}\n", "no JSON\n", "[1]\n", ""):
+        (tmp_path / "h.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"h.jsonl was not written by a RoundHistory: "):
+            ls.RoundHistory.load(tmp_path / "h.jsonl")
+
+
+def test_runs_that_differ_in_their_seed_are_one_group_and_strategies_are_told_apart() -> None:
+    def run(strategy: ls.sharding.ShardingStrategy, seed: int) -> LoggedRun:
+        config = {"federation": {"algorithm": as_config(ls.SpectralSharding(strategy)), "seed": seed}}
+        return made_run(f"{strategy}{seed}", config, rounds([0.5]))
+
+    groups, names = group_runs([run(ls.TopN(), 0), run(ls.TopN(), 1), run(ls.Collective(), 0)])
+    assert names == ["federation/algorithm/strategy"]
+    assert [(group.label, len(group.runs)) for group in groups] == [("TopN", 2), ("Collective", 1)]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 200])
+def test_a_last_line_that_was_cut_is_left_out_with_a_remark(tmp_path: Path, cut: int) -> None:
+    path = write_run(tmp_path / "run", rounds([0.5, 0.625])) / NAME
+    whole = read_run(path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    assert read_run(path).rows[0] == whole.rows[0]
+    assert "val_acc" not in read_run(path).rows[-1] or cut == 200
+    assert read_run(path).notes == (NOT_ENDED,)
+
+
+def test_lines_of_a_round_need_not_be_adjacent(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    first, second = lines_of(rounds([0.5]))
+    write_record(path, "id", {}, [first])
+    append_line(path, {"round": 1, "evaluated": {"val_acc": 0.25}})
+    append_line(path, second)
+    assert [row["val_acc"] for row in read_run(path).rows] == [0.5, 0.25]
+
+
+HEAD = json.dumps({"run": "a", "begun": 0.0, "config": {}}) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (HEAD, "has no logged round. Train at least one"),
+        (HEAD + '{"round": -1}\n', "cannot be read: line 2 has the round -1; rounds are numbered 0, 1, 2"),
+        (HEAD + '{"round": 0.5}\n', "line 2 has the round 0.5"),
+        (HEAD + '{"round": true}\n', "line 2 has the round True"),
+        (HEAD + "[1]\n", "line 2 is a list, not an object"),
+        (HEAD + "{}}\n" + '{"round": 0, "evaluated": {"acc": 1}}\n', "line 2 is not JSON"),
+        (HEAD + '{"round": 0, "evaluated": [1]}\n', "cannot be read: "),
+        (HEAD + '{"round": 0, "tables": {"t": {"columns": ["a"], "rows": [[1, 2]]}}}\n', "a row of a table is not as"),
+        (
+            HEAD + '{"round": 0, "histograms": {"h": {"edges": [1, 0], "counts": [1]}}}\n',
+            "of a histogram descend",
+        ),
+        (HEAD + '{"round": 0, "histograms": {"h": {"edges": [0], "counts": [1]}}}\n', "has 1 edges and 1 counts"),
+        ("loss,acc\n1,2\n", "line 1 is not JSON"),
+        ('{"run": 3, "config": {}}\n', "its first line does not say which run it is"),
+        ("", "its first line does not say which run it is"),
+    ],
+)
+def test_what_is_no_record_is_refused_in_one_line_and_left_out_of_a_folder(
+    tmp_path: Path, text: str, says: str
+) -> None:
+    write_run(tmp_path / "runs/good", rounds([0.5]))
+    bad = tmp_path / "runs/bad" / NAME
+    bad.parent.mkdir()
+    bad.write_text(text)
+    with pytest.raises(ReportError, match=re.escape(f"{bad} ") + ".*" + re.escape(says)) as refused:
+        read_run(bad)
+    assert "\n" not in str(refused.value)
+    runs, left_out = read_runs([tmp_path / "runs"])
+    assert [run.path.parent.name for run in runs] == ["good"]
+    assert left_out == [str(refused.value)]
+
+
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/good", rounds([0.5]))
+    (tmp_path / "runs/pipe").mkdir()
+    os.mkfifo(tmp_path / "runs/pipe" / NAME)
+    runs, (reason,) = read_runs([tmp_path / "runs"])
+    assert len(runs) == 1
+    assert "is not a run" in reason
+
+
+def test_what_has_diverged_is_infinite_and_what_is_no_number_is_ignored(tmp_path: Path) -> None:
+    given = {"a": 1e300, "b": -1e39, "c": 3.4e38, "d": float("nan"), "e": "1", "f": True, "g": None}
+    (row,) = made_run("run", {}, [{"fl/round": 0, **given}]).rows
+    assert repr(dict(row)) == repr(
+        {"fl/round": 0.0, "a": float("inf"), "b": -float("inf"), "c": 3.4e38, "d": float("nan")}
+    )
+
+
+ODD = (
+    *("NaN", "Infinity", "-1", "0.5", "1e400", "9" * 5000, "", "null", "true", "[]", "{}", '"x"', "[" * 3000),
+    *("$\\frac{$", "<script>alert(1)</script>", '"', "\n", "\0", "\u202e", "a" * 3000, "fl/round", "round", "name"),
+)
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """The content with one to three changes, such as damage, accident or malice leave."""
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        start = rng.randrange(len(content) + 1)
+        end = min(len(content), start + rng.choice((1, 4, 40, 400)))
+        odd = rng.choice((rng.choice(ODD).encode(), rng.randbytes(8)))
+        words = list(re.finditer(rb"[^\s,:\"{}\[\]|]+", content)) or [re.match(b"", content)]
+        word = rng.choice(words)
+        assert word is not None
+        change: Callable[[], bytes] = rng.choice(
+            (
+                lambda word=word, odd=odd, was=content: was[: word.start()] + odd + was[word.end() :],
+                lambda start=start, odd=odd, was=content: was[:start] + odd + was[start:],
+                lambda start=start, was=content: was[:start],
+                lambda start=start, end=end, was=content: was[:start] + was[end:],
+                lambda start=start, end=end, was=content: was[:end] + was[start:end] + was[end:],
+            )
+        )
+        content = change()
+    return content
+
+
+def write_damaged(folder: Path, seed: int) -> Path:
+    shown = {
+        "round": 0,
+        "tables": {"tables/clients": {"columns": ["client", "val_acc"], "rows": [[3, 0.5], [4, None]]}},
+        "histograms": {"singular_values/net": {"edges": [0.0, 0.5, 1.0], "counts": [3, 2]}},
+    }
+    ends = {f"fl/clients/val_acc/{end}": 0.3 for end in ("lowest_decile", "mean", "highest_decile")}
+    logged = rounds([0.5, 0.6, 0.7], **ends, **{"fl/terms_visited": 0.4, "fl/bit_entropy": 0.8})
+    path = write_run(folder, logged, {"federation": {"algorithm": {"name": "FedAvg"}, "seed": seed}}, [shown]) / NAME
+    path.write_bytes(mutated(path.read_bytes(), random.Random(seed)))
+    return path
+
+
+def refusal(path: Path) -> str:
+    """Why a run is not read; empty if it is."""
+    try:
+        read_run(path)
+    except ReportError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), pytest.param(range(1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
+)
+def test_a_damaged_record_spoils_no_page(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        path = write_damaged(tmp_path / str(seed // 20) / str(seed), seed)
+        reason = refusal(path)
+        assert not reason or reason.startswith(str(path))
+        assert "\n" not in reason
+        assert len(reason) < 1000
+    for folder in tmp_path.iterdir():
+        write_run(folder / "good", rounds([0.5, 0.6, 0.7]), {"lr": 0.2, "seed": 0})
+        (page,) = write_report([folder], tmp_path / "r.html", metric="val_acc")
+        text = page.read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert re.search(r"[\x00-\x08\x0b-\x1f\x7f\u202e]", text) is None
+        page.unlink()
+
+
+def test_a_table_is_what_it_was(tmp_path: Path) -> None:
+    cells = {"columns": ["client", "why"], "rows": [[7, "a\u2028b"], [8, None]]}
+    path = write_run(tmp_path, rounds([0.5]), {}, [{"round": 0, "tables": {"tables/clients": cells}}]) / NAME
+    assert client_tables(read_run(path)) == {"": (0, Table(("client", "why"), ((7, "a\u2028b"), (8, None))))}

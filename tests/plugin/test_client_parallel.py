@@ -26,6 +26,7 @@ import lightning_spectral as ls
 from lightning_spectral.functional.factors import singular_terms
 from lightning_spectral.plugin import ClientParallelStrategy
 from lightning_spectral.plugin.callbacks import LedgerRow
+from lightning_spectral.report.rounds_file import NAME, read_record
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
 SECONDS = 300  # for all runs; within them no process waits for another longer than a minute
@@ -132,13 +133,15 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
 
 
 def test_one_process_writes_the_dashboard_of_all(results: Results) -> None:
-    def histograms(num_processes: int, rank: int) -> list[str]:
-        folder = results.folder / str(num_processes) / f"several models, process {rank}" / "dashboard"
-        return [path.read_text() for path in sorted(folder.glob("histograms_*.csv"))]
+    def record(num_processes: int, rank: int) -> Path:
+        return results.folder / str(num_processes) / f"several models, process {rank}" / NAME
 
-    assert len(histograms(1, 0)) == 2
-    assert histograms(2, 0) == histograms(1, 0)
-    assert not histograms(2, 1)
+    def histograms(num_processes: int) -> list[Any]:
+        return [line["histograms"] for line in read_record(record(num_processes, 0)).lines if "histograms" in line]
+
+    assert len(histograms(1)) == 2
+    assert histograms(2) == histograms(1)
+    assert not record(2, 1).exists()
 
 
 def test_two_processes_start_from_the_weights_that_the_plain_function_makes(results: Results) -> None:

@@ -13,12 +13,20 @@ from typing import Any
 
 import yaml
 
-from lightning_spectral.sweep.class_names import classes_meant
+from lightning_spectral.public_names import NAMES
 
 BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
 LONGEST = 80  # letters of a varied setting in the name of a folder
 SEED = "seed"
+# The room whose classes a setting takes, by the last part of its key.
+ROOMS = {
+    "algorithm": "algorithms",
+    "strategy": "sharding",
+    "design": "designs",
+    "partitioner": "partition",
+    "participation": "participation",
+}
 
 
 class SweepError(ValueError):
@@ -95,7 +103,11 @@ def _settings(varied: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _with_capitals(key: str, value: str) -> str:
-    meant = classes_meant(key, value)
+    """The class that a value in lower case names, whole or by how it begins; other values as they are."""
+    if not value.isalnum() or value != value.lower():
+        return value
+    names = NAMES.get(ROOMS.get(key.rpartition(".")[2], ""), ())
+    meant = [name for name in names if name.lower() == value] or [n for n in names if n.lower().startswith(value)]
     if len(meant) > 1:
         raise SweepError(f"`--vary {key}={value}` may mean {' or '.join(meant)}; write more of the name")
     return meant[0] if meant else value

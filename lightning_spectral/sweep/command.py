@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import fcntl
-import os
+import json
+import signal
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.extras import from_extra
 from lightning_spectral.report.compared import groups_table, in_order
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import choose_metric, with_metric
-from lightning_spectral.report.runs import Table, read_runs
+from lightning_spectral.report.runs import read_runs
 from lightning_spectral.report.texts import printable
 from lightning_spectral.sweep.plan import PlannedRun, SweepError, planned_runs
-from lightning_spectral.sweep.run_folder import RunFolder
-from lightning_spectral.sweep.workers import Worker, train_all, workers
+from lightning_spectral.sweep.run import FINISHED, OUTPUT, begin, resolved
+from lightning_spectral.tables import as_text
 
 DESCRIPTION = """\
 Train one config with every combination of some settings and with several seeds, and compare them:
@@ -45,9 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = options.output or Path("sweeps") / Path(options.config[-1]).stem
     try:
         runs = planned_runs(options.vary, options.seeds)
-        to_train = sum(not RunFolder(folder / run.folder).is_finished for run in runs)
-        with alone_in(folder), workers(max(1, min(options.jobs, to_train)), (*configs, *given)) as pool:
-            return _sweep(runs, folder, pool, options.target)
+        with alone_in(folder):
+            return _sweep(runs, folder, [*configs, *given], options.jobs, options.target)
     except SweepError as error:
         _complain(str(error))
         return 2
@@ -56,52 +58,96 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _sweep(runs: Sequence[PlannedRun], folder: Path, pool: list[Worker], target: float | None) -> int:
-    able = _checked(runs, folder, pool)
-    places = {run: folder / run.folder for run in able}
-    waiting = [(run, path) for run, path in places.items() if not RunFolder(path).is_finished]
+def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None) -> int:
+    able = _begun(runs, folder, given)
+    waiting = [run for run, place in able.items() if not (place / FINISHED).is_file()]
     before = len(able) - len(waiting)
     if before:
         print(f"{before} of {len(runs)} runs are finished already")
-    failed = set()
-    for number, (run, failure) in enumerate(train_all(pool, waiting), start=before + 1):
+    for number, (run, failure) in enumerate(_train_all(waiting, able, jobs), start=before + 1):
         if failure:
-            failed.add(run)
-            _complain(f"{run.name}: {failure} (see {RunFolder(places[run]).output})")
+            _complain(f"{run.name}: {failure} (see {able[run] / OUTPUT})")
         else:
             print(f"[{number}/{len(able)}] {run.name}", flush=True)
-    finished = [path for run, path in places.items() if run not in failed]
-    written = compare(finished, folder / "report.html", target)
-    return int(bool(failed) or len(able) < len(runs) or not written)
+    finished = [place for place in able.values() if (place / FINISHED).is_file()]
+    written = _compare(finished, folder / "report.html", target)
+    return int(len(finished) < len(runs) or not written)
 
 
-def _checked(runs: Sequence[PlannedRun], folder: Path, pool: Sequence[Worker]) -> list[PlannedRun]:
-    """The runs that can be trained, each with its config in its folder; each mistake is told once."""
+def _begun(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str]) -> dict[PlannedRun, Path]:
+    """The folders of the runs that can be trained, each with its config; each mistake is told once."""
     mistakes: dict[str, list[PlannedRun]] = defaultdict(list)
-    configs: dict[PlannedRun, str] = {}
-    for run, found in zip(runs, pool[0].check(runs), strict=True):
-        if mistake := found.mistake or _other_settings(RunFolder(folder / run.folder), found.config):
-            mistakes[mistake].append(run)
-        else:
-            configs[run] = found.config
+    able = {}
+    for run in runs:
+        place = folder / run.folder
+        try:
+            begin(place, resolved(given, run))
+            able[run] = place
+        except SweepError as error:
+            mistakes[str(error)].append(run)
     for mistake, of in mistakes.items():
         _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
-    if not configs:
+    if not able:
         raise SweepError("no run can be trained")
-    for run, config in configs.items():
-        if not RunFolder(folder / run.folder).is_finished:
-            RunFolder(folder / run.folder).begin(config)
-    return list(configs)
+    return able
 
 
-def _other_settings(folder: RunFolder, config: str) -> str:
-    changed = folder.differences(config)
-    return (
-        f"{folder.path} has a run with other settings: {'; '.join(changed)}. Change them back, or remove that folder, "
-        "or choose another for this sweep with `-o`."
-        if changed
-        else ""
-    )
+def _train_all(
+    runs: Sequence[PlannedRun], places: dict[PlannedRun, Path], jobs: int
+) -> Iterator[tuple[PlannedRun, str]]:
+    """Train runs, each in a process; yield each with why it failed, empty if it did not, as soon as it ends."""
+    waiting, working = deque(runs), dict[PlannedRun, Popen[bytes]]()
+    try:
+        while waiting or working:
+            while waiting and len(working) < jobs:
+                run = waiting.popleft()
+                working[run] = _start(run, places[run])
+            for run, process in list(working.items()):
+                if process.poll() is not None:
+                    process.communicate()
+                    del working[run]
+                    yield run, _failure(process.returncode, places[run])
+            time.sleep(0.05)
+    finally:
+        for process in working.values():
+            process.communicate()  # closes the pipe, which ends it
+
+
+def _start(run: PlannedRun, place: Path) -> Popen[bytes]:
+    settings = {**dict(run.choices), **({} if run.seed is None else {"seed": run.seed})}
+    command = [sys.executable, "-m", "lightning_spectral.sweep.run", str(place), json.dumps(settings)]
+    with (place / OUTPUT).open("ab") as output:
+        # a session of its own: Ctrl-C reaches the sweep alone
+        return Popen(command, stdin=PIPE, stdout=output, stderr=STDOUT, start_new_session=True)
+
+
+def _failure(status: int, place: Path) -> str:
+    if status == 0:
+        return ""
+    if status == -signal.SIGKILL:
+        return "its process was killed; if memory ran out, use fewer jobs"
+    lines = (place / OUTPUT).read_text(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return last.removeprefix("error: ") if status in (1, 2) and last else f"its process ended with status {status}"
+
+
+def _compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
+    """Print a table of finished runs, by their folders, and write the report; ``False`` if that is impossible."""
+    if not finished:
+        return False
+    try:
+        runs, _ = with_metric(read_runs(finished)[0], None)
+        metric = choose_metric(runs, None)
+        table = groups_table(in_order(group_runs(runs)[0], metric), metric)
+        print("", as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]]), "", sep="\n")
+        with from_extra("report"):
+            from lightning_spectral.report.page import write_report
+        (written, *_) = write_report(finished, page, target=target)
+    except (ModuleNotFoundError, ReportError) as error:
+        _complain(str(error))
+        return False
+    print(f"wrote {written}")
+    return True
 
 
 @contextmanager
@@ -109,55 +155,16 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of a folder, which would train the same runs."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+        file = (folder / ".lock").open("w")
     except OSError as error:
         raise SweepError(f"{folder} cannot be written: {error.strerror}. Choose another with `-o`.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # however this process ends, the lock ends with it
+        except BlockingIOError:
+            message = f"another sweep is at work in {folder}; wait for it, or choose another with `-o`"
+            raise SweepError(message) from None
         yield
-    except BlockingIOError:
-        raise SweepError(f"another sweep is at work in {folder}; wait for it, or choose another with `-o`") from None
-    finally:
-        os.close(file)
-
-
-def compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
-    """Print a table of finished runs, by their folders, and write the report; ``False`` if that is impossible."""
-    if not finished:
-        return False
-    try:
-        print("\n".join(["", *aligned(table(finished)), ""]))
-        with from_extra("report"):
-            from lightning_spectral.report.page import write_report
-        (written, *_) = write_report(finished, page, target=target)
-    except (ModuleNotFoundError, ReportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return False
-    print(f"wrote {written}")
-    return True
-
-
-def table(finished: Sequence[Path]) -> Table:
-    """A row for each combination: its last evaluation, mean and deviation over seeds, rounds and megabytes."""
-    runs, _ = with_metric(read_runs(finished)[0], None)
-    metric = choose_metric(runs, None)
-    return groups_table(in_order(group_runs(runs)[0], metric), metric)
-
-
-def aligned(shown: Table) -> Iterator[str]:
-    r"""The lines of a table, the first column on the left.
-
-    Example:
-        >>> print("\n".join(aligned(Table(("group", "runs"), (("FedAvg", 3), ("LoRA", 12))))))
-        group   runs
-        FedAvg     3
-        LoRA      12
-    """
-    cells = [tuple(map(str, row)) for row in (shown.columns, *shown.rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *others in cells:
-        right = (text.rjust(width) for text, width in zip(others, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *right]).rstrip()
 
 
 def _complain(text: str) -> None:

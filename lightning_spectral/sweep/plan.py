@@ -126,7 +126,11 @@ def classes_meant(key: str, word: str) -> list[str]:
 
 
 def _with_capitals(key: str, value: str) -> str:
-    meant = classes_meant(key, value)
+    """The class that a value in lower case names, whole or by how it begins; other values as they are."""
+    if not value.isalnum() or value != value.lower():
+        return value
+    names = NAMES.get(ROOMS.get(key.rpartition(".")[2], ""), ())
+    meant = [name for name in names if name.lower() == value] or [n for n in names if n.lower().startswith(value)]
     if len(meant) > 1:
         raise SweepError(f"`--vary {key}={value}` may mean {' or '.join(meant)}; write more of the name")
     return meant[0] if meant else value

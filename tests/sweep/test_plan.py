@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import yaml
 
 from lightning_spectral.sweep.plan import SweepError, planned_runs, split_values
-from lightning_spectral.sweep.run_folder import RunFolder
 
 RATIOS = "{0.2: 0.6, 0.4: 0.4}"
 SHARDING = "{class_path: SpectralSharding, init_args: {keep_ratio: 0.2, strategy: TopN}}"
@@ -76,19 +74,3 @@ def test_values_that_look_alike_in_a_path_have_different_folders() -> None:
 def test_what_is_no_sweep_is_refused_with_the_remedy(varied: Sequence[str], seeds: Sequence[int], message: str) -> None:
     with pytest.raises(SweepError, match=message):
         planned_runs(varied, seeds)
-
-
-def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) -> None:
-    config = {
-        "model": {"class_path": "M", "init_args": {"algorithm": "FedAvg", "lr": 0.1}},
-        "trainer": {"callbacks": []},
-    }
-    folder, text = RunFolder(tmp_path / "run"), yaml.safe_dump(config)
-    assert folder.differences(text) == []  # there is no run
-    folder.begin(text)
-    assert folder.differences(text) == []
-    config["model"]["init_args"] = {"algorithm": {"class_path": "LoRA", "init_args": {"rank": 4}}, "lr": 0.1}
-    assert folder.differences(yaml.safe_dump(config)) == [
-        "model.algorithm is FedAvg there, LoRA now",
-        "model.algorithm.rank is nothing there, 4 now",
-    ]

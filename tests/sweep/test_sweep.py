@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 
 from lightning_spectral.sweep.command import main
 
@@ -119,7 +120,7 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     wrong, ended, raised = told.err
     assert wrong.startswith("error: kind=fnie: model.module.kind: ")
     assert ended == "error: kind=ends: its process ended with status 3 (see sweeps/run/kind=ends/output.txt)"
-    assert raised.startswith("error: kind=raises: ClientError: Round 0, client ")
+    assert raised.startswith("error: kind=raises: lightning_spectral.errors.ClientError: Round 0, client ")
     assert raised.endswith("ValueError: of the user's own (see sweeps/run/kind=raises/output.txt)")
     assert "Traceback (most recent call last)" in Path("sweeps/run/kind=raises/output.txt").read_text()
     assert re.search(r"\[3/3\] kind=fine\n\n.*val_accuracy +rounds +megabytes\n\S+ +1 +0\.\d+ +2 +0\.0\d+\n", told.out)
@@ -128,7 +129,7 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     again = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine")
     assert (again.status, again.err) == (0, [])
     assert again.out.startswith("1 of 1 runs are finished already\n\n")
-    assert len(Path("processes.txt").read_text().split()) == 3, "each module was built once"
+    assert len(Path("processes.txt").read_text().split()) == 3, "each module was built once, in a process of its own"
 
     other = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine", "--trainer.max_epochs=3")
     assert (other.status, other.err) == (
@@ -200,7 +201,7 @@ def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder:
         assert started.returncode == status
         assert told == (INTERRUPTED if status == 130 else "")
         _wait_until(lambda: not _lives(int((folder / "processes.txt").read_text().split()[-1])))
-        assert not (run / "finished.json").exists()
+        assert not (run / "finished").exists()
     subprocess.run(command, cwd=folder, check=True)
     assert {path.name for path in run.glob("version_*")} == {"version_0", "version_1", "version_2"}
 
@@ -252,16 +253,49 @@ def _lives(pid: int) -> bool:
 
 def test_seeds_reach_the_weights_and_all_draws_of_several_models(tmp_path: Path) -> None:
     from lightning_spectral.sweep.plan import planned_runs
-    from lightning_spectral.sweep.run_folder import RunFolder
-    from lightning_spectral.sweep.training import checked, train
+    from lightning_spectral.sweep.run import begin, resolved, train
 
     first, second = planned_runs([], [0, 1])
-    config, mistake = checked(["--config", "two.yaml"], second)
-    assert mistake == ""
+    config = resolved(["--config", "two.yaml"], second)
     assert config.count("seed_everything: 1\n") == 1
     assert config.count(" seed: 1\n") == 3  # of the federation and both models
     for run in (first, second):
-        assert train(["--config", "two.yaml"], run, tmp_path / run.folder) == ""
-    weights = [torch.load(RunFolder(tmp_path / run.folder).checkpoint, weights_only=False) for run in (first, second)]
+        begin(tmp_path / run.folder, resolved(["--config", "two.yaml"], run))
+        train(tmp_path / run.folder, {"seed": run.seed})
+    weights = [torch.load(tmp_path / run.folder / "last.ckpt", weights_only=False) for run in (first, second)]
     one, other = (found["state_dict"] for found in weights)
     assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) -> None:
+    from lightning_spectral.sweep.run import begin, differences
+
+    config = {
+        "model": {"class_path": "M", "init_args": {"algorithm": "FedAvg", "lr": 0.1}},
+        "trainer": {"callbacks": []},
+    }
+    folder, text = tmp_path / "run", yaml.safe_dump(config)
+    assert differences(folder, text) == []  # there is no run
+    begin(folder, text)
+    assert differences(folder, text) == []
+    config["model"]["init_args"] = {"algorithm": {"class_path": "LoRA", "init_args": {"rank": 4}}, "lr": 0.1}
+    assert differences(folder, yaml.safe_dump(config)) == [
+        "model.algorithm is FedAvg there, LoRA now",
+        "model.algorithm.rank is nothing there, 4 now",
+    ]
+
+
+def test_a_record_from_before_the_first_checkpoint_is_removed_and_others_are_kept(tmp_path: Path) -> None:
+    from lightning_spectral.sweep.run import begin
+
+    (tmp_path / "rounds.jsonl").touch()
+    (tmp_path / "last.ckpt").touch()
+    begin(tmp_path, "{}")
+    assert (tmp_path / "rounds.jsonl").is_file()
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "finished").touch()
+    begin(tmp_path, "{}")
+    assert (tmp_path / "rounds.jsonl").is_file()
+    (tmp_path / "finished").unlink()
+    begin(tmp_path, "{}")
+    assert not (tmp_path / "rounds.jsonl").exists()

@@ -28,7 +28,7 @@ from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.factors import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.tables import aligned
 
 COHORT, EXAMPLES, BATCH_SIZE, LOCAL_EPOCHS = 10, 500, 32, 2

@@ -1,5 +1,8 @@
 """The package's own warnings and exceptions, so that users can filter them and tests can expect them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "SpectralWarning"]
 
 
@@ -43,3 +46,25 @@ def check_is(argument: str, value: object, expected: type) -> None:
     elif isinstance(value, str):
         got = f"the string {value!r}; pass an object, not its name"
     raise TypeError(f"`{argument}` must be an instance of {expected.__name__}, got {got}.")
+
+
+@contextmanager
+def from_extra(extra: str) -> Iterator[None]:
+    """Say which extra provides a package that an import inside the block does not find.
+
+    Args:
+        extra: Name of the extra in the package's metadata.
+
+    Example:
+        >>> with from_extra("examples"):
+        ...     import a_package_for_drawing
+        Traceback (most recent call last):
+        ModuleNotFoundError: this needs a_package_for_drawing; install it: pip install "lightning-spectral[examples]".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise ModuleNotFoundError(
+            f'this needs {package}; install it: pip install "lightning-spectral[{extra}]".', name=error.name
+        ) from None

@@ -15,8 +15,7 @@ from lightning_spectral.algorithms.base import Round
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 Tensors = Mapping[str, Tensor]
 Train = Callable[[Download], Upload]

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import LocalOptimizer, options_of
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 def client_of(side: ClientSide, server: nn.Module, capacity: float) -> Any:

@@ -7,8 +7,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.round import SpectralRound
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Download, Receipt
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Receipt, WorkUnit
 
 
 def net(seed: int = 0) -> nn.Sequential:

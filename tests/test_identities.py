@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 class LitRecording(pl.LightningModule):

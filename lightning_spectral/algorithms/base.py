@@ -16,9 +16,8 @@ from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.frozen_base import frozen_parameters
-from lightning_spectral.protocol.per_client import Assigned, assign
-from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
@@ -281,3 +280,13 @@ def _check_no_device_methods(cls: type) -> None:
             f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
             "return that from `ServerHalf.device_half`."
         )
+
+
+class ByKeepRatio(Algorithm):
+    """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client."""
+
+    keep_ratio: PerClient[float]
+
+    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+        check_num_entries("keep_ratio", self.keep_ratio, num_clients)
+        return assign(self.keep_ratio, num_clients, seed, "keep ratios")

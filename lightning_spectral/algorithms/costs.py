@@ -38,8 +38,7 @@ from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, cou
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.kept_state import trying
-from lightning_spectral.protocol.records import Download, num_bytes
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes
 
 CAPACITY = Number(above=0)
 BUDGET = Number(at_least=0, finite=False)

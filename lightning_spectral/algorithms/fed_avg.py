@@ -23,8 +23,7 @@ from lightning_spectral.protocol.exchange import (
     select_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
 

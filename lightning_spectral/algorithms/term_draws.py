@@ -14,8 +14,8 @@ from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.factors import num_terms_for
 from lightning_spectral.functional.figures.discrepancy import group_discrepancy
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
 
 TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero

@@ -20,8 +20,7 @@ from typing import Annotated, TypeVar
 
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.side import ClientSide
-from lightning_spectral.errors import RecordError
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.codec import VERSION, decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 

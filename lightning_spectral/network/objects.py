@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.errors import RecordError
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.codec import read_tensors, write_tensors
 
 with from_extra("network"):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spectral.arguments import Number
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.layers.recurrent import sequence_values
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import from_extra
 from lightning_spectral.partition.partition import Partition
 from lightning_spectral.tables import as_html
 

@@ -39,7 +39,7 @@ from lightning_spectral.plugin.lightning.user_view import UserView
 from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
 from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
 from lightning_spectral.plugin.trainer.saved_run import SavedRun
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.processes import Processes
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.fault_policy import Faults
 

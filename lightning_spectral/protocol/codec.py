@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_spectral.errors import RecordError
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.records import Download, Upload
 
 with from_extra("network"):
@@ -44,7 +43,7 @@ def encode(record: Download | Upload) -> tuple[bytes, bytes]:
         RecordError: If it holds anything but numbers, text and dense tensors, and tuples, lists and mappings of them.
 
     Example:
-        >>> from lightning_spectral.protocol.work_unit import WorkUnit
+        >>> from lightning_spectral.protocol.records import WorkUnit
         >>> upload = Upload(WorkUnit(3), {"weight": torch.tensor([1.0, -0.0])}, num_steps=5)
         >>> decode(*encode(upload), Upload).tensors
         {'weight': tensor([1., -0.])}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 T = TypeVar("T")
 

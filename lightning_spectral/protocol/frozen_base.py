@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.averaged_parameters import averaged_parameters
-from lightning_spectral.protocol.records import ClientOutcome, Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
 Key = tuple[int, str]
 Tensors = Mapping[str, Tensor]

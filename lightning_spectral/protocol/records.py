@@ -6,13 +6,55 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_spectral.protocol.exclusion import ExclusionReason
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums.exact_sum import can_be_summed, largest_magnitudes
+
+# Why a client that was asked to take part is left out of a round's average.
+ExclusionReason = Literal["error", "not_finite", "no_update", "no_data", "dropped_out", "late", "surplus"]
+
+# Phrases that follow one client or several: "clients 3 and 5: training failed".
+EXPLANATIONS: dict[ExclusionReason, str] = {
+    "error": "training failed",
+    "not_finite": "update not finite or too large to be summed",
+    "no_update": "no step taken, because `training_step` returned no loss for any batch",
+    "no_data": "no training examples",
+    "dropped_out": "dropped out",
+    "late": "missed the deadline",
+    "surplus": "enough other clients finished first",
+}
+
+
+class WorkUnit(NamedTuple):
+    """One client that trains one model in one round.
+
+    Attributes:
+        client_id: The client's id, from 0.
+        model: The model's name; ``""`` if there is only one.
+        coefficient: Its weight in the average, any non-negative number. With uniform participation, its number of
+            examples D; the average is divided by the sum over the clients that reported.
+
+    Example:
+        >>> WorkUnit(7, coefficient=80).ids, WorkUnit(7, "words").ids
+        ((7,), (7, 'words'))
+    """
+
+    client_id: int
+    model: str = ""
+    coefficient: float = 1.0
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Client and model, which identify a unit within a round regardless of its coefficient."""
+        return self.client_id, self.model
+
+    @property
+    def ids(self) -> tuple[int | str, ...]:
+        """The ids from which its random draws are derived; without the model if there is only one."""
+        return self.key if self.model else (self.client_id,)
+
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -7,8 +7,7 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import ReportError, from_extra
 from lightning_spectral.report.texts import printable
 
 DESCRIPTION = """\

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from lightning_spectral.errors import RoundError
-from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run

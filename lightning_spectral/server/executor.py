@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from lightning_spectral.client.device import Device
-from lightning_spectral.protocol.exclusion import ExclusionReason
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, ExclusionReason, Upload
 
 
 class Executor(ABC):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, fields
 
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.errors import RoundError, check_is
-from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
-from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, ExclusionReason
 from lightning_spectral.simulation import Conditions
 
 REMEDIES: dict[ExclusionReason, str] = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lightning_spectral.errors import ClientError
-from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, Upload, WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.round import OpenRound, client_error
 from lightning_spectral.server.turn import downloads_sent, uploads_of

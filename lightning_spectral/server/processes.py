@@ -12,7 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lightning_spectral.errors import RoundError
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.meetings import Meetings
 
 T = TypeVar("T")

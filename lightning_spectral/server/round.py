@@ -14,9 +14,8 @@ from lightning_spectral.algorithms.base import Round
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
-from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.stage_clock import STAGES, StageClock
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import clients_by_reason

@@ -14,9 +14,8 @@ from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import Options
+from lightning_spectral.protocol.records import Options, WorkUnit
 from lightning_spectral.protocol.stage_clock import Profile
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.processes import Processes

@@ -15,9 +15,8 @@ from lightning_spectral.functional.figures.participation import (
     step_size_variance,
 )
 from lightning_spectral.participation import Assignment, FullParticipation, Population, Sampler
-from lightning_spectral.protocol.records import ClientOutcome
+from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 
 MOST_PROCESSORS = 4096  # of a population for which joint probabilities are computed: their matrix takes 134 MB
 MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean

@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lightning_spectral.errors import ClientError, SpectralWarning
-from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
-from lightning_spectral.protocol.records import ClientOutcome, Download, Failure, Receipt, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import (
+    EXPLANATIONS,
+    ClientOutcome,
+    Download,
+    ExclusionReason,
+    Failure,
+    Receipt,
+    Upload,
+    WorkUnit,
+)
 from lightning_spectral.server.advice import check_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import OpenRound, address, client_error, named

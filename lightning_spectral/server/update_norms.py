@@ -53,7 +53,7 @@ class MaxUpdateNorm:
         norm: The bound b, in units of the weights, positive.
 
     Example:
-        >>> from lightning_spectral.protocol.work_unit import WorkUnit
+        >>> from lightning_spectral.protocol.records import WorkUnit
         >>> download = Download(WorkUnit(3), 1.0, {"w": torch.zeros(2)})
         >>> upload = Upload(WorkUnit(3), {"w": torch.tensor([3.0, 4.0])})
         >>> MaxUpdateNorm(1.0).applied(download, upload).tensors

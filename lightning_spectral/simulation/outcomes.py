@@ -9,10 +9,9 @@ from functools import partial
 
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
+from lightning_spectral.protocol.records import ExclusionReason, WorkUnit
 from lightning_spectral.protocol.rng import derived_seed
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation.clock import DeviceProfile, SimulatedTask, VirtualClock
 
 __all__ = ["ClientDropout", "Conditions", "SimulatedOutcome", "SimulatedRound", "Simulation", "drops_out"]

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import ReportError, from_extra
 from lightning_spectral.report.compared import groups_table, in_order
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import choose_metric, with_metric

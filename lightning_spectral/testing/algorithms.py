@@ -15,8 +15,8 @@ from lightning_spectral.algorithms.costs import turn_costs
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, check_is
 from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.frozen_base import digest
 from lightning_spectral.testing.choices import check_choice, check_frozen_module
-from lightning_spectral.testing.same_bits import assert_same_bits, differing
 from lightning_spectral.testing.trial import Trial, change_norms
 from lightning_spectral.testing.trial_clients import Case
 from lightning_spectral.testing.trial_processes import play_in_two_processes
@@ -276,3 +276,28 @@ def _check_device(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
                     f"{case.algorithm!r}, round {round_idx} on {case.device}: {name!r} differs from the CPU's by "
                     f"{difference:.0e} of its largest value."
                 )
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """Raise ``AssertionError``, which begins with ``where``, unless names, types, shapes and bits are the same."""
+    assert found.keys() == expected.keys(), (
+        f"{where}: only one of both has the tensors {', '.join(sorted(found.keys() ^ expected.keys()))}."
+    )
+    names = differing(found, expected)
+    assert not names, (
+        f"{where}: {len(names)} of {len(found)} tensors, first {names[0]!r}, "
+        f"{_difference(found[names[0]], expected[names[0]])}."
+    )
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors whose bits differ."""
+    return [name for name, tensor in found.items() if digest(tensor) != digest(expected[name])]
+
+
+def _difference(found: Tensor, expected: Tensor) -> str:
+    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+        return f"{found.dtype} of shape {tuple(found.shape)}, not {expected.dtype} of shape {tuple(expected.shape)}"
+    place = int((found.double() - expected.double()).abs().nan_to_num(float("inf")).argmax())
+    values = found.reshape(-1)[place].item(), expected.reshape(-1)[place].item()
+    return "most at index {}: {!r}, not {!r}".format(place, *values)

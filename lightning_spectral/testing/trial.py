@@ -20,8 +20,7 @@ from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Alone
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import Download, RoundSummary, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.testing.trial import Trial
 
 T = TypeVar("T")

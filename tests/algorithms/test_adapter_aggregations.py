@@ -13,8 +13,8 @@ from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterRound
 from lightning_spectral.functional.low_rank import balanced_factors, compact_svd
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums.exact_sum import largest_magnitudes
 
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5

@@ -17,9 +17,8 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.width.averages import STEP_COUNTS, WidthAverages, arrange
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Upload
+from lightning_spectral.protocol.records import Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 
 LR, MOMENTUM, SEED = 0.1, 0.9, 4
 

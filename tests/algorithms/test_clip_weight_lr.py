@@ -20,8 +20,7 @@ from lightning_spectral.functional.local_training import effective_lr_factors, w
 from lightning_spectral.nn import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import TermRates
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 # a few terms of small random matrices have large multipliers: what is trained matters here, not how well
 flat_spectra = pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio:lightning_spectral.SpectralWarning")

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 
 def finished(absolute: bool) -> dict[str, torch.Tensor]:

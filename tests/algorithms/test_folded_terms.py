@@ -15,7 +15,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.algorithms.lora.server import LoRAHalf
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 FOLDED = ls.algorithms.FoldedTerms(ls.Unbiased())
 UNITS = {1 / 3: (WorkUnit(0, coefficient=3.0), WorkUnit(1, coefficient=1.0)), 1.0: (WorkUnit(2, coefficient=2.0),)}

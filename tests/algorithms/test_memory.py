@@ -19,8 +19,7 @@ from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings, Placement
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 BATCH = 8
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Upload, WorkUnit
 
 SHARES = [0.1, 0.3, 0.6]  # of all examples
 PROBS = [0.5, 0.25, 0.8]  # of taking part, independently

@@ -13,7 +13,7 @@ from torch import Tensor
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.round import SpectralRound
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 KEEP = {0.3: 0.5, 0.6: 0.5}
 TOP_THEN_COLLECTIVE = ls.Schedule({0: ls.TopN(), 2: ls.Collective()})

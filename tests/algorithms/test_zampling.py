@@ -20,9 +20,8 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.zampling.device import BITS, SCORES
 from lightning_spectral.algorithms.zampling.state import GRID
 from lightning_spectral.functional.zampling.bits import pack_bits
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 
 SMALL = ls.Zampling(4, degree=3)
 STEEP = 100.0  # a learning rate for scores that pass through a sigmoid

@@ -23,8 +23,7 @@ from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.kept_state import KeptState, own_tensors
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 class Net(nn.Module):

@@ -22,8 +22,7 @@ from lightning_spectral.client.local_task import LocalSettings, LocalTask, Place
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.lightning.user_hooks import defines
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 class LitPlain(pl.LightningModule):

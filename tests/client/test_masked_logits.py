@@ -21,8 +21,7 @@ from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 INF = math.inf
 

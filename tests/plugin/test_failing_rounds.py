@@ -12,8 +12,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.client.training_checks import GradientWatch
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import OpenRound

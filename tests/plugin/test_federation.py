@@ -24,8 +24,7 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation.federation import Federation
 from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Run

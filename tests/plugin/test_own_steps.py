@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Alone
-from lightning_spectral.protocol.records import Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 import lightning_spectral as ls
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 
 def filled() -> ClientStore:

@@ -20,10 +20,8 @@ from torch import Tensor, nn
 from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol import codec
 from lightning_spectral.protocol.codec import decode, encode, read_tensors, write_tensors
-from lightning_spectral.protocol.exclusion import ExclusionReason
 from lightning_spectral.protocol.frozen_base import digest
-from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, LoggedValue, Upload, WorkUnit
 
 _WHOLE = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32)
 DTYPES = [*_WHOLE, torch.int64, torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]

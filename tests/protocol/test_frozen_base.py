@@ -15,8 +15,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.frozen_base import FrozenBase, KeptTensors, frozen_parameters
-from lightning_spectral.protocol.records import ClientOutcome, Download
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
 Travel = Callable[[Download], Download]
 BASE = 4 * (6 * 12 + 12)

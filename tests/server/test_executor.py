@@ -15,8 +15,7 @@ from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.client.local_task import LocalSettings
 from lightning_spectral.protocol.cohort import Alone
-from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes

@@ -18,9 +18,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
-from lightning_spectral.protocol.exclusion import EXPLANATIONS, ExclusionReason
-from lightning_spectral.protocol.records import ClientOutcome
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, ExclusionReason, WorkUnit
 from lightning_spectral.simulation import Conditions
 
 FitWith = Callable[..., Fitted]

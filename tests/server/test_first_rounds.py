@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Moment
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, relative_updates, smaller_updates
 
 

@@ -5,8 +5,7 @@ import random
 
 import pytest
 
-from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary, WorkUnit
 from lightning_spectral.server.metrics import round_means, round_metrics
 
 

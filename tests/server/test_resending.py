@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.turn import downloads_sent, uploads_of
 

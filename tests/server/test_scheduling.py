@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.processes import deal, predicted_work, shares
 
 WORK = st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=20)

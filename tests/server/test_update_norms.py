@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server import MaxUpdateNorm
 from lightning_spectral.server.update_norms import update_norm
 

@@ -8,8 +8,8 @@ import torch
 from federation import Fit, same_state, seeded
 
 import lightning_spectral as ls
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_seed
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.simulation import Conditions, SimulatedOutcome, SimulatedRound, SimulatedTask
 
 TASK = SimulatedTask(0.5, num_examples=10, local_epochs=2, num_parameters=100, downlink_bytes=400, uplink_bytes=300)

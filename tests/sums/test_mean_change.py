@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from peers import in_processes, merge
 from torch import Tensor
 
-from lightning_spectral.protocol.records import Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Upload, WorkUnit
 from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_sum import LARGEST, MOST_TERMS
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.base import ByKeepRatio
 from lightning_spectral.algorithms.fiarse.server import FIARSEHalf
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.nn.torch_hooks import normalised_weights

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums import RunningMean
 
 Tensors = Mapping[str, Tensor]

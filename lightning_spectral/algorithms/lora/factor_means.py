@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
 
 Tensors = Mapping[str, Tensor]

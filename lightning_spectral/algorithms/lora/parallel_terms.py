@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.lora.aggregation import AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.algorithms.lora.factor_means import TermMeanRound
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 
 
 class ParallelRound(TermMeanRound):

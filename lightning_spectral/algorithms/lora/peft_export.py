@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.lora.checks import changes_base
 from lightning_spectral.algorithms.lora.config import ALPHA, LoRA
 from lightning_spectral.algorithms.lora.state import LoRAState
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
 
 Tensors = Mapping[str, Tensor]

@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.lora.product_means import set_factors
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 

@@ -17,8 +17,7 @@ from lightning_spectral.nn.adapters import AdaptedLayer, factors_of
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, travelling_tensors
-from lightning_spectral.protocol.records import Download, Receipt, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
 

@@ -19,8 +19,7 @@ from lightning_spectral.algorithms.memory.stale_entry import compress, restore, 
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.records import Receipt, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.base import ByKeepRatio
 from lightning_spectral.algorithms.spectral.aggregation import TermAggregation
 from lightning_spectral.algorithms.spectral.checks import (
     check_by_round,

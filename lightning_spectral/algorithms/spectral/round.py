@@ -23,9 +23,8 @@ from lightning_spectral.designs import Design
 from lightning_spectral.functional.figures.effective_rank import marginal_entropy
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.protocol.schedule import Schedule, value_at
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.sums import RunningMean
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm, ServerHalf
-from lightning_spectral.algorithms.by_keep_ratio import ByKeepRatio
+from lightning_spectral.algorithms.base import Algorithm, ByKeepRatio, ServerHalf
 from lightning_spectral.algorithms.width.averages import (
     WidthAverages,
     running_averages,

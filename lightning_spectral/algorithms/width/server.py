@@ -22,9 +22,8 @@ from lightning_spectral.protocol.exchange import (
     travelling_tensors,
 )
 from lightning_spectral.protocol.frozen_base import frozen_parameters
-from lightning_spectral.protocol.records import Download, Receipt, Upload
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 from lightning_spectral.sums import MeanChange, RunningMean
 

@@ -23,9 +23,8 @@ from lightning_spectral.protocol.exchange import (
     load_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.sums import MeanBits, RunningMean
 
 

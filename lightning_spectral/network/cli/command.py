@@ -9,7 +9,7 @@ from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormat
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import from_extra
 from lightning_spectral.network.cli.new_app import write_app
 
 DESCRIPTION = """\

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.client.user_step import num_accepted
-from lightning_spectral.errors import check_is
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.service import DeviceService, answered
 

@@ -9,7 +9,7 @@ from flwr.serverapp import Grid
 
 from lightning_spectral.network.flower.wire import as_records, parts_of
 from lightning_spectral.network.server.line import Answer, Line, Question
-from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.records import ExclusionReason
 
 # Flower's error codes that do not say that the code on the device failed
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from lightning_spectral.network.messages import Parts
-from lightning_spectral.protocol.exclusion import ExclusionReason
+from lightning_spectral.protocol.records import ExclusionReason
 
 
 @dataclass(frozen=True)

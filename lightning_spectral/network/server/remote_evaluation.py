@@ -17,8 +17,7 @@ from lightning_spectral.network.server.line import Question
 from lightning_spectral.network.server.remote_executor import usable
 from lightning_spectral.network.server.roster import Roster
 from lightning_spectral.protocol.exchange import travelling_tensors
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from lightning_spectral.network.server.asking import Asking
 from lightning_spectral.network.server.line import Answer, Question
 from lightning_spectral.network.server.reply_checks import ReplyChecks
 from lightning_spectral.network.server.roster import Roster
-from lightning_spectral.protocol.exclusion import ExclusionReason
-from lightning_spectral.protocol.records import Download, Failure, Upload
+from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Upload
 from lightning_spectral.server.executor import Executor
 
 

@@ -21,9 +21,8 @@ from lightning_spectral.plugin.lightning.client_parallel import processes_of
 from lightning_spectral.plugin.lightning.logs import log_values
 from lightning_spectral.plugin.lightning.round_counting import num_rounds
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.processes import deal
 from lightning_spectral.server.round import client_error
 from lightning_spectral.tables import Block, as_html, as_text

@@ -28,8 +28,7 @@ from lightning_spectral.functional.figures.discrepancy import (
 from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
-from lightning_spectral.protocol.records import Options, RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
 from lightning_spectral.server.turn import play
 
 EXAMPLES = 2  # of the batch that is counted: layers that normalise over a batch need more than one

@@ -12,14 +12,12 @@ from uuid import uuid4
 
 import lightning.pytorch as pl
 
-from lightning_spectral.errors import check_is
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.data.run_config import as_config
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.plugin.lightning.logs import NewlyLogged
-from lightning_spectral.protocol.exclusion import ExclusionReason
-from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
 from lightning_spectral.report.rounds_file import NAME, Line, append_line, read_record, write_record
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.tables import as_html

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lightning_spectral.extras import from_extra
+from lightning_spectral.errors import from_extra
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

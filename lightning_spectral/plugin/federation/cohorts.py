@@ -11,9 +11,8 @@ from lightning_spectral.plugin.checks.sampler import check_measurable, check_sam
 from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
 from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.measuring import measure_figures
 from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.sampled_cohorts import SampledCohorts

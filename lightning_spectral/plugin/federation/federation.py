@@ -12,8 +12,7 @@ from lightning_spectral.plugin.federation.interfaces import Plan, Runtime
 from lightning_spectral.plugin.federation.member import Member
 from lightning_spectral.plugin.federation.unfinished_rounds import call_all
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.turn import Turn, play
 
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"

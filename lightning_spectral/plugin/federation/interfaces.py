@@ -15,9 +15,8 @@ from lightning_spectral.client.local_task import LocalTrainer
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.stage_clock import Profile
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.optimizers import FedOptimizer

@@ -31,8 +31,7 @@ from lightning_spectral.plugin.lightning.schedules import RoundScheduler, name_g
 from lightning_spectral.plugin.lightning.user_hooks import check_configures
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import Options, RoundSummary
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.optimizers import AVERAGING

@@ -38,9 +38,8 @@ from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
 from lightning_spectral.plugin.lightning.schedules import RoundScheduler, only_or_all
 from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
 from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.stage_clock import Profile
-from lightning_spectral.protocol.work_unit import WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.run import Run

@@ -25,7 +25,7 @@ from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, se
 from lightning_spectral.plugin.lightning.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
 from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]
 OF_A_RUN = ("callbacks", "optimizer_states", "lr_schedulers")  # what a checkpoint of weights alone lacks

@@ -13,7 +13,7 @@ from lightning_spectral.functional.sampling.cohorts import effective_cohort_size
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, UpdateAlignment
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Alone, Cohort
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 EFFECTIVE = ls.EffectiveCohort(slack=0.5)
 

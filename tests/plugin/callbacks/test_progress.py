@@ -11,7 +11,7 @@ from federation import Fit, Fitted
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.protocol.work_unit import WorkUnit
+from lightning_spectral.protocol.records import WorkUnit
 
 FitOnto = Callable[..., Fitted]
 

@@ -28,7 +28,7 @@ class Setup:
 
 def spectral() -> ls.SpectralSharding:
     layers = ls.LayerChoices(keep_first_and_last_dense=False)
-    return ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5}, layers=layers, server_momentum=0.0)  # as all others
+    return ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5}, layers=layers)
 
 
 SETUPS: dict[str, Setup] = {

@@ -20,7 +20,7 @@ import lightning_spectral as ls
 # waits in a round of four clients, three layers and a BatchNorm, without validation
 PER_ROUND: dict[str, tuple[Any, int]] = {
     "FedAvg": (ls.FedAvg(), 18),
-    "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 66),
+    "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 64),
     "SpectralSharding, averaged by terms": (
         ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.TermMeans()),
         38,

@@ -237,7 +237,7 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
 def test_the_default_learns_from_a_random_start(study, net, seed):
     """It reaches at least 95 % of FedAvg's accuracy after the same number of rounds, both at a rate near their best."""
     accuracy = {}
-    for setup, lr in (("sharding", 0.4), ("FedAvg", 0.1)):
+    for setup, lr in (("sharding", 0.2), ("FedAvg", 0.1)):
         spec = study.plans.Spec("MNIST", study.plans.NEAR_IID, net, setup, "momentum", 0.2, lr, seed)
         accuracy[setup] = study.plans.final(study.run.train(spec), "test")
     print(accuracy)
@@ -254,16 +254,16 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
 
 
 @pytest.mark.slow
-def test_the_default_learns_from_clients_with_one_or_two_labels_and_with_fast_steps_it_does_not(study):
-    """Steps faster than the dense network's ruin this run: no bound is the negative control, and says so."""
+@pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+def test_the_default_learns_from_clients_with_one_or_two_labels(study):
+    """The published recipe, which stays near chance, is the negative control."""
 
-    def accuracy(setup):
-        spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, "momentum", 0.1, 0.1, seed=0)
+    def accuracy(setup, lr):
+        spec = study.plans.Spec("MNIST", study.plans.EXTREME, "plain, GroupNorm", setup, "momentum", 0.1, lr, seed=0)
         return study.plans.final(study.run.train(spec), "test")
 
-    default, dense = accuracy("sharding"), accuracy("FedAvg")
-    with pytest.warns(ls.SpectralWarning, match="hardly fallen"):
-        ruined = accuracy("sharding, no bound")
-    print(default, dense, ruined)
+    default, dense = accuracy("sharding", 0.2), accuracy("FedAvg", 0.1)  # each at its own best rate
+    published = accuracy("Collective, published", 0.1)
+    print(default, dense, published)
     assert default >= 0.75 * dense
-    assert ruined < 0.5 * dense
+    assert published < 0.5 * dense

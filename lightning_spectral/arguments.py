@@ -6,13 +6,14 @@ NumPy numbers become Python numbers, because the ``repr`` of a choice is its ide
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 Rule = Callable[[str, Any], Any]
+T = TypeVar("T")
 MOST_NAMES = 20  # that a message lists
 
 
@@ -191,6 +192,16 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
         True
     """
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def first_match(name: str, by_pattern: Mapping[str, T]) -> T | None:
+    """The value of the first pattern that matches a name, if there is one.
+
+    Example:
+        >>> first_match("net.1.low", {"*.low": "min", "net.*": "server"})
+        'min'
+    """
+    return next((value for pattern, value in by_pattern.items() if fnmatchcase(name, pattern)), None)
 
 
 def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:

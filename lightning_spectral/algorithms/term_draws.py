@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -111,7 +113,7 @@ def plan_draws(
     design: Design | None,
     cohort: Cohort,
     *,
-    num_terms_of: Callable[[str, float], int] | None = None,
+    num_terms_of: Mapping[str, Callable[[float], int]] = MappingProxyType({}),
 ) -> dict[str, TermDraws]:
     """Plan every group's draws of several matrices, whose designs are fitted together.
 
@@ -120,16 +122,14 @@ def plan_draws(
         strategy: Gives probabilities and multipliers.
         design: Draws terms; ``None`` for the strategy's own.
         cohort: The clients that take part.
-        num_terms_of: How many terms of a matrix clients of a keep ratio hold; ``None`` for ceil(r N).
+        num_terms_of: How many terms of a matrix clients of a keep ratio hold, by its name; ceil(r N) if it has none.
     """
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
     weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
     drafts: list[_Draft] = []
     for name, s in spectra.items():
-        num_terms = {
-            ratio: num_terms_of(name, ratio) if num_terms_of else num_terms_for(len(s), ratio)
-            for ratio in cohort.groups
-        }
+        count = num_terms_of.get(name, partial(num_terms_for, len(s)))
+        num_terms = {ratio: count(ratio) for ratio in cohort.groups}
         answers = strategy.for_groups(s, list(num_terms.values()), weights)
         for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
             chosen = design if design is not None else strategy.own_design(s, n)

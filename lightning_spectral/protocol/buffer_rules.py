@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_spectral.arguments import OneOf, check_matches
+from lightning_spectral.arguments import OneOf, check_matches, first_match
 
 Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
@@ -98,16 +97,6 @@ def as_rules(argument: str, rules: object) -> dict[str, Rule]:
     return {pattern: one_of(f"{argument}[{pattern!r}]", rule) for pattern, rule in rules.items()}
 
 
-def rule_of(name: str, rules: Rules) -> Rule | None:
-    """The rule of the first pattern that matches a name, if there is one.
-
-    Example:
-        >>> rule_of("net.1.low", {"*.low": "min", "net.*": "server"})
-        'min'
-    """
-    return next((rule for pattern, rule in rules.items() if fnmatchcase(name, pattern)), None)
-
-
 def buffer_rules(
     module: nn.Module, rules: Rules | None = None, decisions: Mapping[str, Any] | None = None
 ) -> BufferRules:
@@ -174,7 +163,7 @@ def _decide(
                 f"Sparse buffers cannot be sent to clients: `{name}` is {buffer.layout}; register `{name}` as "
                 f"`.to_dense()` and call `.to_sparse()` where it is used, or keep it in an attribute that is no buffer."
             )
-        if (asked := rule_of(name, rules)) is not None:
+        if (asked := first_match(name, rules)) is not None:
             _check_possible(name, buffer, asked, name in persistent)
             yield name, buffer, asked, _ASKED
         elif not buffer.is_floating_point():

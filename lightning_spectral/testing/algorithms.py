@@ -156,12 +156,11 @@ def _check_lost(case: Case) -> None:
     where = f"{case.algorithm!r}, four of five clients lost after their downloads"
     moved = []
     for asked in (5, 1):
-        returning, *lost = Trial(case).units[:asked]
-        trial = Trial(case, lost=[unit.client_id for unit in lost])
-        before = _parameters(trial)
+        trial = Trial(case, lost=range(1, asked))
+        before, units = _parameters(trial), trial.units[:asked]
         try:
-            trial.open([returning, *lost])
-            trial.share([returning, *lost])
+            trial.open(units)
+            trial.share(units)
             trial.close()
         except Exception as error:
             raise AssertionError(f"{where}: the round failed: {type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ And at half of that one, since the best rate of one seed may be too large for an
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,10 +24,10 @@ NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 MAIN = ("FedAvg", "sharding")
+BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
 RUNGS = 5  # a ladder that never learns ends this many factors of two from there
-CHANCE = 0.15  # accuracy that a network may have which has learned nothing
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,6 @@ class Spec:
         name = "_".join(str(value) for value in asdict(self).values())
         return OUTPUT / f"{''.join(c if c.isalnum() or c in '._-' else '-' for c in name)}.json"
 
-    @property
-    def contender(self) -> tuple[str, str, str, str, str, KeepRatio]:
-        """All that is the same on the rungs of a ladder."""
-        return self.data, self.split, self.net, self.setup, self.server, self.keep_ratio
-
 
 def begin(
     split: str, net: str, setup: str, server: str, keep_ratio: KeepRatio = 0.1, data: str = "MNIST"
@@ -79,7 +75,7 @@ def begin(
 
 def main(split: str) -> Iterator[Spec | None]:
     """The default and FedAvg, both with both steps of the server."""
-    for net, setup, server in product(NETS, MAIN, ("averaging", "momentum")):
+    for net, setup, server in product(NETS, MAIN, BOTH):
         yield begin(split, net, setup, server)
 
 
@@ -100,7 +96,7 @@ def skewed() -> Iterator[Spec | None]:
 
 def fifth() -> Iterator[Spec | None]:
     """The default at a keep ratio of 0.2."""
-    for split, net, server in product((NEAR_IID, EXTREME), NETS, ("momentum", "averaging")):
+    for split, net, server in product((NEAR_IID, EXTREME), NETS, BOTH):
         yield begin(split, net, "sharding", server, 0.2)
 
 
@@ -113,7 +109,7 @@ def steps() -> Iterator[Spec | None]:
 
 def papers() -> Iterator[Spec | None]:
     """The papers' recipe."""
-    for split, net, setup, server in product((NEAR_IID, EXTREME), NETS, PUBLISHED, ("averaging", "momentum")):
+    for split, net, setup, server in product((NEAR_IID, EXTREME), NETS, PUBLISHED, BOTH):
         yield begin(split, net, setup, server)
 
 
@@ -132,13 +128,13 @@ def allocation() -> Iterator[Spec | None]:
 
 def fashion() -> Iterator[Spec | None]:
     """The other data set."""
-    for net, setup, server in product(NETS, MAIN, ("momentum", "averaging")):
+    for net, setup, server in product(NETS, MAIN, BOTH):
         yield begin(NEAR_IID, net, setup, server, data="Fashion")
 
 
 def by_sgd() -> Iterator[Spec | None]:
     """The transformer with SGD, as nobody trains one."""
-    for split, setup, server in product((NEAR_IID, EXTREME), MAIN, ("momentum", "averaging")):
+    for split, setup, server in product((NEAR_IID, EXTREME), MAIN, BOTH):
         yield begin(split, "transformer, SGD", setup, server)
 
 
@@ -194,8 +190,7 @@ def best_rate(start: Spec) -> float:
 
 def result(spec: Spec) -> dict[str, Any] | None:
     """Return the result of a run, if it has one."""
-    runs = read_runs(OUTPUT, spec.path.stem)
-    return runs[0] if runs else None
+    return json.loads(spec.path.read_text()) if spec.path.exists() else None
 
 
 def results() -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plans import (
+    BOTH,
     MAIN,
     NEAR_IID,
     NETS,
@@ -41,7 +42,6 @@ from lightning_spectral.report.style import BASELINE, look
 
 DOCS = Path("docs")
 ROWS = (*NETS, "transformer, SGD")
-BOTH = ("averaging", "momentum")  # steps of the server
 Contender = tuple[str, str]  # a setup and a step of the server
 LOOKS: dict[Contender, Any] = {
     ("FedAvg", "averaging"): BASELINE,

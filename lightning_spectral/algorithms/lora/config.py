@@ -25,10 +25,10 @@ from lightning_spectral.algorithms.lora.checks import (
 from lightning_spectral.algorithms.lora.sampled_terms import SampledTerms
 from lightning_spectral.algorithms.lora.server import LoRAHalf
 from lightning_spectral.algorithms.lora.state import LoRAState, new_adapter
-from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each, first_match
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules, rule_of
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
@@ -192,7 +192,9 @@ class LoRA(Algorithm):
 
     def _buffer_rules(self, server: nn.Module, decisions: Mapping[str, Any] | None = None) -> BufferRules:
         named = (name for name, _ in server.named_buffers())
-        chosen = frozenset(name for name in named if matches(name, self.train) or rule_of(name, self.buffers))
+        chosen = frozenset(
+            name for name in named if matches(name, self.train) or first_match(name, self.buffers) is not None
+        )
         return buffer_rules(server, self.buffers, decisions).only(chosen)
 
     def whole_of(self, server: nn.Module, layers: Sequence[AdaptedLayer]) -> dict[str, Tensor]:

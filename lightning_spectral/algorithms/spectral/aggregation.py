@@ -70,6 +70,11 @@ class LayerMean(ABC):
     def weight_change(self) -> Tensor:
         """The mean change by training, float64, with rows that no client holds; exactly zero where nothing changed."""
 
+    @property
+    def truncates(self) -> bool:
+        """Whether there may be anything in the `truncation`; by default not."""
+        return False
+
     def truncation(self) -> Tensor:
         """What the matrix loses however clients train, float64, with rows that no client holds; by default nothing.
 
@@ -175,13 +180,13 @@ class MeanOfMatrices(LayerMean):
     def weight_change(self) -> Tensor:
         return with_absent_rows(self._mean.change("matrix"), len(self.u))
 
-    def truncation(self) -> Tensor:
-        return self._sum_of_terms(-self._mean.change("multiples"))
+    @property
+    def truncates(self) -> bool:
+        return True
 
-    def _sum_of_terms(self, multiples: Tensor) -> Tensor:
-        """The matrix made of a multiple of each term, float64."""
+    def truncation(self) -> Tensor:
         u = self.u[: self.held_rows].double()
-        return with_absent_rows((u * multiples) @ self.v.double(), len(self.u))
+        return with_absent_rows(-(u * self._mean.change("multiples")) @ self.v.double(), len(self.u))
 
 
 @dataclass(frozen=True)
@@ -221,5 +226,10 @@ class MeanWithinReach(MeanOfMatrices):
         super().__init__(u, v, cohort, held_rows)
         self._lost = ~reachable.to(v.device)
 
+    @property
+    def truncates(self) -> bool:
+        return bool(self._lost.any())
+
     def truncation(self) -> Tensor:
-        return self._sum_of_terms(self._lost.double())
+        lost = self.u[: self.held_rows, self._lost].double() @ self.v[self._lost].double()
+        return with_absent_rows(lost, len(self.u))

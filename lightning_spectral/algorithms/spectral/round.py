@@ -85,8 +85,9 @@ class Sampling:
         """
         strategy, design = value_at(self.strategy, cohort.round_idx), value_at(self.design, cohort.round_idx)
         (singular_values, u, v), name, held_rows = terms, block.name, block.held_rows
-        num_terms_of = lambda _, keep_ratio: block.num_terms(keep_ratio)  # noqa: E731
-        draws = plan_draws({name: singular_values}, strategy, design, cohort, num_terms_of=num_terms_of)[name]
+        draws = plan_draws({name: singular_values}, strategy, design, cohort, num_terms_of={name: block.num_terms})[
+            name
+        ]
         if self.aggregation is None and started:
             return LayerRound(draws, MeanWithinReach(u, v, cohort, held_rows, draws.reachable))
         return LayerRound(draws, (self.aggregation or TermMeans()).open(u, v, cohort, held_rows))
@@ -138,8 +139,9 @@ class SpectralRound(Round):
         means = {name: layer.mean for name, layer in self.layers.items()}
         for weight, change in self._planned.assembled(lambda name: means[name].weight_change()):
             weight.grad = -change
-        for weight, lost in self._planned.assembled(lambda name: means[name].truncation()):
-            weight.detach().sub_(lost)
+        if any(mean.truncates for mean in means.values()):
+            for weight, lost in self._planned.assembled(lambda name: means[name].truncation()):
+                weight.detach().sub_(lost)
 
     def metrics(self) -> Mapping[str, float]:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""

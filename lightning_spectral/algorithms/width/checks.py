@@ -7,9 +7,10 @@ from collections.abc import Collection
 
 from torch import nn
 
+from lightning_spectral.arguments import first_match
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
-from lightning_spectral.protocol.buffer_rules import Rules, rule_of
+from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
 
 
@@ -83,7 +84,7 @@ def check_narrow(channels: ChannelChoice, scaler: bool) -> None:
 
 def warn_of_scaled_averages(server: nn.Module, buffers: Rules) -> None:
     """Warn about layers whose averages come from clients, with outputs that are scaled in training only."""
-    layers = [name for name in layers_with_averages(server) if rule_of(f"{name}.running_mean", buffers) != "server"]
+    layers = [name for name in layers_with_averages(server) if first_match(f"{name}.running_mean", buffers) != "server"]
     if layers:
         warnings.warn(
             f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from typing import Any, TypeVar
 
-from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, flag, matches_any
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, first_match, flag, matches_any
 from lightning_spectral.functional.factors import GRANULARITY, num_terms_for
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 
+T = TypeVar("T")
 OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channels that a client computes")
 
 
@@ -81,27 +82,27 @@ class LayerChoices:
 
     def ratio_factor(self, name: str) -> float:
         """The factor on the keep ratio in a layer; 1 if no pattern matches it."""
-        return next((factor for pattern, factor in self.ratio_factors.items() if fnmatchcase(name, pattern)), 1.0)
+        return first_match(name, self.ratio_factors) or 1.0
 
     def num_parts(self, name: str) -> int:
         """Number of linear layers packed into the layer; 1 if no pattern matches it."""
-        return next((parts for pattern, parts in self.split.items() if fnmatchcase(name, pattern)), 1)
+        return first_match(name, self.split) or 1
 
 
 def _plain_factors(argument: str, factors: object) -> dict[str, float]:
-    if not isinstance(factors, Mapping) or not all(isinstance(pattern, str) for pattern in factors):
-        raise ValueError(
-            f"`ratio_factors` is a mapping from patterns to factors, got {factors!r}; write "
-            "ratio_factors={'*attn*': 5.0}."
-        )
     positive = Number(above=0, hint="name the layers in `exclude` to leave them whole")
-    return {pattern: positive(f"ratio_factors[{pattern!r}]", factor) for pattern, factor in factors.items()}
+    return _by_pattern(argument, factors, positive, "factors", "{'*attn*': 5.0}")
 
 
 def _plain_split(argument: str, split: object) -> dict[str, int]:
-    if not isinstance(split, Mapping) or not all(isinstance(pattern, str) for pattern in split):
-        raise ValueError(
-            f"`split` is a mapping from patterns to numbers of parts, got {split!r}; write split={{'*.qkv': 3}}."
-        )
     num_parts = Whole(at_least=2, hint="leave the pattern out to factorise the layer whole")
-    return {pattern: num_parts(f"split[{pattern!r}]", parts) for pattern, parts in split.items()}
+    return _by_pattern(argument, split, num_parts, "numbers of parts", "{'*.qkv': 3}")
+
+
+def _by_pattern(argument: str, given: object, rule: Callable[[str, Any], T], what: str, example: str) -> dict[str, T]:
+    """A mapping from patterns to values that keep a rule."""
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(
+            f"`{argument}` is a mapping from patterns to {what}, got {given!r}; write {argument}={example}."
+        )
+    return {pattern: rule(f"{argument}[{pattern!r}]", value) for pattern, value in given.items()}

@@ -224,12 +224,13 @@ class MeanWithinReach(MeanOfMatrices):
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor) -> None:
         super().__init__(u, v, cohort, held_rows)
-        self._lost = ~reachable.to(v.device)
+        self._lost = torch.nonzero(~reachable).flatten()
 
     @property
     def truncates(self) -> bool:
-        return bool(self._lost.any())
+        return len(self._lost) > 0
 
     def truncation(self) -> Tensor:
-        lost = self.u[: self.held_rows, self._lost].double() @ self.v[self._lost].double()
+        of = self._lost.to(self.v.device)
+        lost = self.u[: self.held_rows, of].double() @ self.v[of].double()
         return with_absent_rows(lost, len(self.u))

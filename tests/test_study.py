@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,19 @@ SHORT = {
     "zero_init": "residual, zero init",
     "transformer": "transformer",
 }
-MODULES = ("images", "tasks", "server_steps", "tangent", "allocation", "setups", "plans", "systems", "run", "report")
+MODULES = (
+    "images",
+    "tasks",
+    "server_steps",
+    "tangent",
+    "allocation",
+    "setups",
+    "plans",
+    "systems",
+    "fedlrt",
+    "run",
+    "report",
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +67,7 @@ def made_up(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_plan_names_networks_setups_and_servers_that_exist(study):
     specs = [spec for plan in study.plans.PLANS.values() for spec in plan() if spec is not None]
     assert {spec.net for spec in specs} == set(study.tasks.NETS)
-    assert {spec.setup for spec in specs} <= set(study.setups.SETUPS)
+    assert {spec.setup for spec in specs} <= {*study.setups.SETUPS, *study.setups.OWN_ROUNDS}
     assert {spec.server for spec in specs} == set(study.setups.SERVERS)
     assert {spec.data for spec in specs} == set(study.tasks.IMAGES)
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
@@ -267,3 +280,65 @@ def test_the_default_learns_from_clients_with_one_or_two_labels(study):
     print(default, dense, published)
     assert default >= 0.75 * dense
     assert published < 0.5 * dense
+
+
+def dense_gradients(module: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Gradients of the sharded matrices as they are in the module, by the names of the plan's blocks."""
+    weights = {block.parameter: None for block in ls.nn.plan_layers(module).blocks.values()}
+    loss = torch.nn.functional.cross_entropy(module(images), labels)
+    found = torch.autograd.grad(loss, [module.get_parameter(name) for name in weights])
+    by_parameter = dict(zip(weights, found, strict=True))
+    return {
+        name: block.matrix(by_parameter[block.parameter]) for name, block in ls.nn.plan_layers(module).blocks.items()
+    }
+
+
+@pytest.mark.parametrize("net", ["plain, GroupNorm", "transformer"])
+def test_a_round_of_fedlrt_is_a_projected_step_cut_to_its_rank(study, net):
+    """One client, one step: W - eta P_U G P_V between bases that hold the gradient, in double precision."""
+    torch.manual_seed(0)
+    module, rate = study.tasks.NETS[net]().double(), 0.1
+    images, labels = torch.randn(12, 1, 14, 14, dtype=torch.float64), torch.arange(12) % 10
+    model = study.fedlrt.truncated(module, 0.1)
+    blocks = ls.nn.plan_layers(module).blocks
+    with torch.no_grad():
+        for name, block in blocks.items():
+            block.matrix(module.get_parameter(block.parameter)).copy_(model.u[name] @ model.s[name] @ model.v[name].T)
+    torch.testing.assert_close(model(images), module(images))  # the low-rank network is the dense one of its weights
+    dense = dense_gradients(module, images, labels)
+    own = study.fedlrt.gradients(model, images, labels)
+    wide = study.fedlrt.augmented(model, own)
+    torch.testing.assert_close(wide(images), model(images))
+    sgd = partial(torch.optim.SGD, lr=rate)
+    no_correction = {name: torch.zeros_like(core) for name, core in model.s.items()}
+    trained, _ = study.fedlrt.train_client(wide, no_correction, iter([(images, labels)]), sgd)
+    after = study.fedlrt.closed([trained], [1.0], {name: len(core) for name, core in model.s.items()})
+    for name in blocks:
+        u, v, core = wide.u[name], wide.v[name], model.s[name]
+        torch.testing.assert_close(u.T @ u, torch.eye(u.shape[1], dtype=u.dtype))
+        gradient_of_u = dense[name] @ model.v[name] @ core.T
+        torch.testing.assert_close(u @ (u.T @ gradient_of_u), gradient_of_u)
+        whole = model.u[name] @ core @ model.v[name].T - rate * u @ (u.T @ dense[name] @ v) @ v.T
+        left, values, right = torch.linalg.svd(whole, full_matrices=False)
+        n = len(core)
+        best = left[:, :n] * values[:n] @ right[:n]
+        torch.testing.assert_close(after.u[name] @ after.s[name] @ after.v[name].T, best)
+
+
+def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
+    """In the old part of the core, however unlike the clients are; without it their steps differ."""
+    torch.manual_seed(0)
+    model = study.fedlrt.truncated(study.tasks.NETS["MLP"]().double(), 0.1)
+    clients = [(torch.randn(6, 1, 14, 14, dtype=torch.float64), torch.full((6,), label)) for label in (1, 7)]
+    own = [study.fedlrt.gradients(model, *data) for data in clients]
+    mean = {kind: study.fedlrt.weighted_mean([each[kind] for each in own], [0.5, 0.5]) for kind in ("u", "s", "v")}
+    wide = study.fedlrt.augmented(model, mean)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    for corrected in (True, False):
+        steps = []
+        for data, gradient in zip(clients, own, strict=True):
+            added = {name: corrected * (mean["s"][name] - gradient["s"][name]) for name in model.s}
+            trained, _ = study.fedlrt.train_client(wide, added, iter([data]), sgd)
+            steps.append({name: trained.s[name][: len(core), : len(core)] for name, core in model.s.items()})
+        one, two = steps
+        assert all(torch.allclose(one[name], two[name]) for name in model.s) == corrected

@@ -17,11 +17,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import fedlrt
 import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
-from setups import SERVERS, algorithm_of
+from setups import OWN_ROUNDS, SERVERS, algorithm_of
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal
 
 import lightning_spectral as ls
@@ -35,6 +36,9 @@ def train(spec: Spec) -> dict[str, Any]:
     module, data = Classifier(spec.net, spec.lr, spec.num_rounds), deal(spec.data, spec.split, spec.seed)
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     error, begun = "", time.perf_counter()
+    if spec.setup in OWN_ROUNDS:
+        curves, turn, error = fedlrt.train(module, data, float(spec.keep_ratio), spec.seed, EVERY)
+        return record(spec, curves, {} if error else {str(spec.keep_ratio): turn}, error, begun)
     try:
         model = ls.FederatedModule(
             module,
@@ -49,6 +53,11 @@ def train(spec: Spec) -> dict[str, Any]:
         error = str(failure).splitlines()[0]
     curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test", "fl/loss")}
     turns = {} if error else {str(ratio): sum(both) for ratio, both in ledger.bytes_per_client().items()}
+    return record(spec, curves, turns, error, begun)
+
+
+def record(spec: Spec, curves: dict[str, Any], turns: dict[str, float], error: str, begun: float) -> dict[str, Any]:
+    """Return what is kept of a run that was begun at a time."""
     seconds = round(time.perf_counter() - begun, 1)
     return {**asdict(spec), **curves, "bytes_per_turn": turns, "error": error, "seconds": seconds}
 

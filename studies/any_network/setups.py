@@ -153,7 +153,8 @@ SETUPS: dict[str, Setup] = {
     "FedMUD, exact average": by_updates(ls.StackedProducts()),
 }
 ALLOCATED = tuple(f"sharding, {kind}" for kind in ALLOCATIONS)
-OTHER_SYSTEMS = tuple(SETUPS)[list(SETUPS).index("HeteroFL") :]
+OWN_ROUNDS = ("FeDLRT",)  # systems with rounds of their own, which are no algorithms of the package
+OTHER_SYSTEMS = (*tuple(SETUPS)[list(SETUPS).index("HeteroFL") :], *OWN_ROUNDS)
 TRANSFORMERS = ("transformer", "transformer, SGD")
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     "sharding, attention whole": TRANSFORMERS,

@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from plans import NETS, final
-from setups import EXAMPLES, OTHER_SYSTEMS, algorithm_of
+from setups import EXAMPLES, OTHER_SYSTEMS, OWN_ROUNDS, algorithm_of
 from tasks import NETS as NETWORKS
 
 import lightning_spectral as ls
@@ -46,7 +46,9 @@ def _turn(run: Run) -> float:
 def share_of_macs(net: str, setup: str) -> float:
     """Return the multiplications of one forward pass of a client's model, as a share of the whole model's."""
     module = NETWORKS[net]()
-    algorithm: Any = algorithm_of(setup, KEEP_RATIO, module)
+    algorithm: Any = ls.SpectralSharding(keep_ratio=2 * KEEP_RATIO)  # FeDLRT's augmented bases: twice the terms
+    if setup not in OWN_ROUNDS:
+        algorithm = algorithm_of(setup, KEEP_RATIO, module)
     capacity = algorithm.max_rank if isinstance(algorithm, ls.LoRA) else algorithm.keep_ratio
     table = ls.cost_table(module, algorithm, [capacity], EXAMPLES)
     (cost,) = table.at.values()

@@ -87,8 +87,6 @@ class SpectralHalf(ServerHalf):
         if moment is Moment.LARGE_UPDATES and self.device_half.clip_weight_lr > 1:
             return ["bound the steps along large terms and multipliers with `clip_weight_lr=1`"]
         if moment is Moment.FLAT_LOSSES and self.started:
-            remedy = "see whether `FedAvg()` learns on the same clients; if it does, raise the keep ratio"
-            names = " ".join(self.plan.blocks)
-            found = next((word for word in ("attn", "attention", "Attention") if word in names), "")
-            return [f'{remedy}, or leave attention whole with `exclude=["*{found}*"]`' if found else remedy]
+            ask = "see whether `FedAvg()` learns on the same clients"
+            return [f"{ask}; if it does, try twice and four times its learning rate, then a larger keep ratio"]
         return ()

@@ -25,7 +25,7 @@ from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import LocalOptimizer, options_of
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.designs import ConditionalPoisson
-from lightning_spectral.functional.factors import factorize, num_terms_for
+from lightning_spectral.functional.spectra import factorize, num_terms_for
 from lightning_spectral.models import ResNet18
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit

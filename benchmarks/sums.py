@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_spectral.sums import MeanChange
-from lightning_spectral.sums.exact_sum import largest_magnitudes
+from lightning_spectral.sums.exact_mean import largest_magnitudes
 from lightning_spectral.tables import aligned
 
 TURNS = {50_000: 300, 190_000: 100, 11_000_000: 9}  # number of values: turns of each contender

@@ -26,7 +26,7 @@ from lightning_versions import SAVE_ON_EXCEPTION
 from toy_models import LitMLP, Remembering, toy_examples
 
 import lightning_spectral as ls
-from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.server.processes import Processes
 
 SIZES = (30, 24, 20, 17, 13, 12, 9, 8, 6, 5, 3, 3)

@@ -9,11 +9,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from lightning_spectral.sums import RunningMean, add_up
+from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
 
 
-class Peer:
+class Peer(Peers):
     """One of several processes, in a thread."""
 
     def __init__(self, rank: int, board: list[object], barrier: threading.Barrier) -> None:

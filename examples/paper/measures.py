@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.functional.figures.effective_rank import entropy_rank
+from lightning_spectral.functional.figures import entropy_rank
 
 NUM_EXAMPLES = 2_000  # on which the training loss is measured
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
-from lightning_spectral.functional.factors import num_terms_for
-from lightning_spectral.functional.figures.discrepancy import group_discrepancy
+from lightning_spectral.functional.figures import group_discrepancy
+from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator

@@ -1,27 +1,23 @@
 """The mathematics as plain functions on tensors: no modules, no Lightning, no global random state."""
 
 from lightning_spectral.functional import zampling as zampling
-from lightning_spectral.functional.figures.discrepancy import (
+from lightning_spectral.functional.figures import (
     cohort_discrepancy,
     coordinated_discrepancy,
-    expected_coverage,
-    group_discrepancy,
-)
-from lightning_spectral.functional.figures.effective_rank import (
+    decile_means,
     entropy_rank,
+    expected_coverage,
+    gini_coefficient,
+    group_discrepancy,
+    jain_index,
     marginal_entropy,
     participation_rank,
-    stable_rank,
-)
-from lightning_spectral.functional.figures.fairness import decile_means, gini_coefficient, jain_index
-from lightning_spectral.functional.figures.participation import (
     sampled_update_variance,
     sampled_variance,
+    stable_rank,
     step_size_variance,
 )
 from lightning_spectral.functional.images import standardize_images
-from lightning_spectral.functional.sampling.assignment import assignment_probs, model_joint_probs
-from lightning_spectral.functional.sampling.brewer import draw_brewer
 from lightning_spectral.functional.sampling.cohorts import (
     coordinated_multipliers,
     draw_coordinated,
@@ -29,30 +25,34 @@ from lightning_spectral.functional.sampling.cohorts import (
     joint_multipliers,
 )
 from lightning_spectral.functional.sampling.conditional_poisson import (
+    conditional_poisson_joint_probs,
     draw_conditional_poisson,
     fit_conditional_poisson,
     poisson_conditional_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.few_samples import (
-    draw_from_support,
-    draw_systematic,
-    minimum_support,
-    support_joint_probs,
-    systematic_support,
-)
 from lightning_spectral.functional.sampling.inclusion import (
+    assignment_probs,
     collective_inclusion_probs,
     collective_multipliers,
+    model_joint_probs,
     proportional_inclusion_probs,
     schatten_inclusion_probs,
     top_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
 from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,
     manly_inclusion_probs,
     successive_inclusion_probs,
+    successive_joint_probs,
+)
+from lightning_spectral.functional.sampling.without_fit import (
+    draw_brewer,
+    draw_from_support,
+    draw_systematic,
+    minimum_support,
+    support_joint_probs,
+    systematic_support,
 )
 
 __all__ = [

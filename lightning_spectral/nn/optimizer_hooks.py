@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.local_training import (
+from lightning_spectral.functional.spectra import (
     TAU,
     effective_lr_factors,
     frobenius_decay_gradients,

@@ -1,14 +1,15 @@
 """Which clients take part in a round, and which of several models they train."""
 
-from lightning_spectral.participation.baselines import FullParticipation, RoundRobin, Uniform
-from lightning_spectral.participation.population import Assignment, Population, outcome_to_assignment
-from lightning_spectral.participation.sampler import Figure, Sampler
-from lightning_spectral.participation.uniform import Participation, UniformParticipation
-from lightning_spectral.participation.variance_reduced import (
+from lightning_spectral.participation.sampler import Assignment, Figure, Population, Sampler, outcome_to_assignment
+from lightning_spectral.participation.samplers import (
+    FullParticipation,
     LossVarianceReduced,
+    RoundRobin,
     StaleUpdateVarianceReduced,
+    Uniform,
     UpdateVarianceReduced,
 )
+from lightning_spectral.participation.uniform import Participation, UniformParticipation
 
 __all__ = [
     "Assignment",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
-from lightning_spectral.sums.exact_sum import MOST_TERMS
+from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 __all__ = ["CLIENTS_PER_ROUND", "Participation", "UniformParticipation"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from lightning_spectral.partition.base import check_one_per_example
+from lightning_spectral.partition.partition import check_one_per_example
 
 __all__ = ["Labels", "class_indices", "dataset_labels", "labels_in_examples"]
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
-from lightning_spectral.partition.base import Partitioner, check_one_per_example, equal_shares
-from lightning_spectral.partition.partition import Partition
+from lightning_spectral.partition.partition import Partition, Partitioner, check_one_per_example, equal_shares
 
 __all__ = ["IIDPartitioner", "NaturalPartitioner"]
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_spectral.sums.exact_sum import can_be_summed, largest_magnitudes
+from lightning_spectral.sums.exact_mean import can_be_summed, largest_magnitudes
 
 # Why a client that was asked to take part is left out of a round's average.
 ExclusionReason = Literal["error", "not_finite", "no_update", "no_data", "dropped_out", "late", "surplus"]

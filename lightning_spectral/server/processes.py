@@ -14,6 +14,7 @@ from torch import distributed as dist
 from lightning_spectral.errors import RoundError
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.meetings import Meetings
+from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
@@ -22,7 +23,7 @@ _BUCKET = 2**22  # values that are added up at a time
 
 
 @dataclass(frozen=True)
-class Processes:
+class Processes(Peers):
     """This process among those that train the same rounds; all of them call these methods together.
 
     Attributes:

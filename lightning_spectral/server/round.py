@@ -25,7 +25,7 @@ from lightning_spectral.server.run import Run, SubModelSize
 from lightning_spectral.server.update_norms import update_norm
 from lightning_spectral.simulation import SimulatedTask
 from lightning_spectral.sums import Extremes, add_up
-from lightning_spectral.sums.running_mean import Peers
+from lightning_spectral.sums.exact_mean import Peers
 
 RecordT = TypeVar("RecordT", Download, Upload)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs import JointDesign
-from lightning_spectral.functional.figures.participation import (
+from lightning_spectral.functional.figures import (
     sampled_update_variance,
     sampled_variance,
     step_size_variance,

@@ -21,7 +21,7 @@ from lightning_spectral.protocol.records import (
 from lightning_spectral.server.advice import check_weights
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import OpenRound, address, client_error, named
-from lightning_spectral.sums.exact_sum import can_be_summed
+from lightning_spectral.sums.exact_mean import can_be_summed
 
 
 class Turn:

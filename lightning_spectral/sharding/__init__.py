@@ -1,9 +1,16 @@
 """Sharding strategies: how likely each singular term is to be in a client's shard; and choices of channels."""
 
-from lightning_spectral.sharding.base import ShardingStrategy
 from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels, RandomChannels, RollingChannels
-from lightning_spectral.sharding.collective import Collective, EffectiveCohort
-from lightning_spectral.sharding.one_client import PriSM, Scaled, Schatten, TopN, Unbiased
+from lightning_spectral.sharding.strategies import (
+    Collective,
+    EffectiveCohort,
+    PriSM,
+    Scaled,
+    Schatten,
+    ShardingStrategy,
+    TopN,
+    Unbiased,
+)
 
 __all__ = [
     "ChannelChoice",

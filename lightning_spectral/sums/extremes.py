@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums.running_mean import Peers
+from lightning_spectral.sums.exact_mean import Peers
 
 Tensors = Mapping[str, Tensor]
 

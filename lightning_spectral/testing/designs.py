@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import Design
+from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
 
 

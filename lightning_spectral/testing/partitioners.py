@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.partition.base import Partitioner
-from lightning_spectral.partition.partition import Partition
+from lightning_spectral.partition.partition import Partition, Partitioner
 
 __all__ = ["check_partitioner"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.sharding.base import ShardingStrategy
+from lightning_spectral.sharding.strategies import ShardingStrategy
 from lightning_spectral.testing.designs import check_frequencies, check_rows
 
 # Sums of N <= 64 probabilities, and results that must be equal, are far more accurate than this.

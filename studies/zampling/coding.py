@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from quiet import quiet_trainer
 
 import lightning_spectral as ls
-from lightning_spectral.functional.zampling.bits import pack_bits, unpack_bits
+from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 
 ROUNDS = (0, 1, 2, 4, 9)
 MARGIN = 0.01

@@ -10,12 +10,12 @@ from torch import Tensor
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterRound, OpenAdapter
-from lightning_spectral.functional.low_rank import balanced_factors, compact_svd
+from lightning_spectral.functional.spectra import balanced_factors, compact_svd
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.sums.exact_sum import largest_magnitudes
+from lightning_spectral.sums.exact_mean import largest_magnitudes
 
 C_OUT, C_IN, R, SCALE = 9, 7, 4, 1.5
 WEIGHTS = {0: 3.0, 1: 1.0, 2: 2.0, 3: 2.0}  # number of examples of each client

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.functional.factors import absorb, factorize
+from lightning_spectral.functional.spectra import absorb, factorize
 from lightning_spectral.nn.layers.leading_channels import LeadingChannels
 from lightning_spectral.nn.optimizer_hooks import TermRates
 

@@ -13,8 +13,8 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.aggregation import TrainedTerms
-from lightning_spectral.functional.factors import factorize, num_terms_for
-from lightning_spectral.functional.sampling.few_samples import ONE, minimum_support
+from lightning_spectral.functional.sampling.without_fit import ONE, minimum_support
+from lightning_spectral.functional.spectra import factorize, num_terms_for
 
 SHARDED = ("1", "4")  # layers of `net`
 MIXED = [0.3, 0.6, 0.3, 1.0]

@@ -10,7 +10,7 @@ from spectral_rounds import cohort, draw, net, run_round, unit
 
 import lightning_spectral as ls
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
+from lightning_spectral.functional.spectra import absorb, factorize, num_terms_for
 from lightning_spectral.nn import sharded_layers
 
 STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]

@@ -11,7 +11,7 @@ from federation import same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.functional.spectra import num_terms_for
 
 Rows = tuple[str, int, int]  # a weight, the first row of its matrix and the one after its last
 KEEP = 0.2

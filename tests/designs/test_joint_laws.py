@@ -14,13 +14,15 @@ from lightning_spectral.designs import (
     Design,
     JointDesign,
     MinimumSupport,
+    Prepared,
     RandomSystematic,
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.designs.fixed_size import FittedConditionalPoisson, FittedSuccessiveSampling
 from lightning_spectral.functional import (
     collective_inclusion_probs,
+    draw_conditional_poisson,
+    draw_successive,
     proportional_inclusion_probs,
 )
 from lightning_spectral.testing.designs import check_rows
@@ -79,7 +81,7 @@ def test_choice_and_samples_used_twice_are_detected():
     pi = SPECTRA["gap"]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
     log_sizes = torch.where(pi == 1, torch.inf, pi.log())
-    choice = FittedSuccessiveSampling(log_sizes, round(float(pi.sum())))  # numpy.random.choice with p = pi / n
+    choice = Prepared(draw_successive, log_sizes, round(float(pi.sum())))  # numpy.random.choice with p = pi / n
     assert surprise(choice.draw(SIZE, torch.Generator().manual_seed(0)), pi, joint) > 5
     once = ConditionalPoisson().sample(pi, SIZE, torch.Generator().manual_seed(0))
     assert surprise(once, pi, joint) <= 5
@@ -91,7 +93,7 @@ def test_unfitted_odds_are_detected():
     n = 7
     pi = proportional_inclusion_probs(S[:32], n)
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
-    draws = FittedConditionalPoisson(pi, n).draw(5 * SIZE, torch.Generator().manual_seed(0))
+    draws = draw_conditional_poisson(pi, n, 5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) > 5
     draws = ConditionalPoisson().sample(pi, 5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) <= 5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy_models import LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows
+from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows
 from lightning_spectral.nn.plan.trace import as_input
 
 EXAMPLE = torch.zeros(2, 6)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.concentration import concentrated_values, is_concentrated, looks_random
+from lightning_spectral.functional.spectra import concentrated_values, is_concentrated, looks_random
 
 EPS = torch.finfo(torch.float64).eps
 SHAPES = [(64, 576), (300, 20), (48, 48), (8, 8), (12, 6), (2, 30)]

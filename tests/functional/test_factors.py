@@ -3,13 +3,15 @@ import math
 import pytest
 import torch
 
-from lightning_spectral.functional.factors import absorb, factorize, num_terms_for
-from lightning_spectral.functional.local_training import (
+from lightning_spectral.functional.spectra import (
+    absorb,
     effective_lr_factors,
+    factorize,
     frobenius_decay_gradients,
+    num_terms_for,
     squared_frobenius_norm,
+    weight_change,
 )
-from lightning_spectral.functional.low_rank import weight_change
 
 
 def test_absorbed_factors_share_the_singular_value_evenly() -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_spectral.functional import factors as factors_module
-from lightning_spectral.functional.factors import (
+from lightning_spectral.functional import spectra as factors_module
+from lightning_spectral.functional.spectra import (
     TOLERANCE,
     Factors,
     deviation_from_orthonormal,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.local_training import weight_lr_factors
+from lightning_spectral.functional.spectra import weight_lr_factors
 
 EPS = torch.finfo(torch.float64).eps
 

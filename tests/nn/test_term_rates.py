@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.local_training import effective_lr_factors
+from lightning_spectral.functional.spectra import effective_lr_factors
 from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, TermRates
 

@@ -12,8 +12,8 @@ from class_counts import deviation, mean_classes_present, moments, one_by_one, o
 from scipy.special import betaln
 
 from lightning_spectral.partition import DirichletPartitioner, report
-from lightning_spectral.partition.base import equal_shares
 from lightning_spectral.partition.dirichlet import draw_class_counts, draw_dirichlet_counts, log_dirichlet
+from lightning_spectral.partition.partition import equal_shares
 
 SUPPLY = np.array([3, 2, 4, 1])
 PRIOR = np.array([0.6, 0.25, 0.1, 0.05])

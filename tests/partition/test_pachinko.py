@@ -8,8 +8,14 @@ from scipy.special import betaln
 from scipy.stats import betabinom
 
 from lightning_spectral.partition import PachinkoPartitioner
-from lightning_spectral.partition.dirichlet import CountLaw, draw_class_counts, draw_dirichlet_counts, log_dirichlet
-from lightning_spectral.partition.pachinko import TwoStages, two_stages
+from lightning_spectral.partition.dirichlet import (
+    CountLaw,
+    class_concentration,
+    draw_class_counts,
+    draw_dirichlet_counts,
+    log_dirichlet,
+    two_stages,
+)
 
 # Superclass 0 has classes 0, 2 and 4, superclass 1 the others; both run out often.
 SUPERCLASSES = np.array([0, 1, 0, 1, 0])
@@ -17,7 +23,7 @@ SUPPLY = np.array([1, 3, 1, 4, 1])
 ALPHA, BETA = 2.0, 3.0
 
 
-def law(symmetric: bool = False) -> TwoStages:
+def law(symmetric: bool = False) -> CountLaw:
     return two_stages(SUPPLY, SUPERCLASSES, ALPHA, BETA, symmetric)
 
 
@@ -42,10 +48,11 @@ def published(symmetric: bool) -> CountLaw:
 
 def renormalised_over_all_classes(left: np.ndarray, num_draws: int, rng: np.random.Generator) -> np.ndarray:
     """A wrong way: the share of an exhausted class goes to the classes of all superclasses."""
-    of_superclass, of_class = log_dirichlet(law().over_superclasses, rng), np.empty(5)
+    sizes = np.bincount(SUPERCLASSES, SUPPLY)
+    of_superclass, of_class = log_dirichlet(class_concentration(sizes, ALPHA, symmetric=False), rng), np.empty(5)
     of_superclass -= np.log(np.exp(of_superclass).sum())
-    for own, prior in zip(law().members, law().over_classes, strict=True):
-        logs = log_dirichlet(prior, rng)
+    for own in (np.flatnonzero(s == SUPERCLASSES) for s in (0, 1)):
+        logs = log_dirichlet(class_concentration(SUPPLY[own], BETA, symmetric=False), rng)
         of_class[own] = logs - np.log(np.exp(logs).sum())
     return draw_class_counts(of_superclass[SUPERCLASSES] + of_class, left, num_draws, rng)
 

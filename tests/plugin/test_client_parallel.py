@@ -23,7 +23,7 @@ from lightning_versions import HAS_2_5_3
 from ports import free_port
 
 import lightning_spectral as ls
-from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.plugin import ClientParallelStrategy
 from lightning_spectral.plugin.callbacks import LedgerRow
 from lightning_spectral.report.rounds_file import NAME, read_record

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.sums.exact_sum import LARGEST
+from lightning_spectral.sums.exact_mean import LARGEST
 
 BAD, NUM_CLIENTS, PER_CLIENT = 3, 6, 4
 LORA = {"layers": ["net.*"], "rank": 2, "alpha": 2.0, "train": ["net.5.bias"]}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_spectral.protocol.records import Upload, WorkUnit
 from lightning_spectral.sums import MeanChange
-from lightning_spectral.sums.exact_sum import LARGEST, MOST_TERMS
+from lightning_spectral.sums.exact_mean import LARGEST, MOST_TERMS
 
 Client = tuple[dict[str, Tensor], float]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_spectral.sums.exact_sum import MOST_TERMS, ONE, Weights
+from lightning_spectral.sums.exact_mean import MOST_TERMS, ONE, Weights
 
 
 def total_of(weights: list[float], total: float) -> Weights:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.side import StepActions
-from lightning_spectral.functional.zampling.bits import unpack_bits
+from lightning_spectral.functional.zampling import unpack_bits
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.base import Round, ServerHalf
 from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.fiarse.device import HELD, FIARSESide
-from lightning_spectral.functional.factors import num_terms_for
-from lightning_spectral.functional.zampling.bits import pack_bits
+from lightning_spectral.functional.spectra import num_terms_for
+from lightning_spectral.functional.zampling import pack_bits
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (

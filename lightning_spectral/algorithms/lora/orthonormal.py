@@ -8,7 +8,7 @@ import torch
 
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, AdapterRound, OpenAdapter
 from lightning_spectral.algorithms.lora.factor_means import TermMeanRound
-from lightning_spectral.functional.low_rank import compact_svd
+from lightning_spectral.functional.spectra import compact_svd
 
 
 class OrthonormalRound(TermMeanRound):

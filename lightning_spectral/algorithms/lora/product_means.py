@@ -17,11 +17,11 @@ from lightning_spectral.algorithms.lora.aggregation import (
     OpenAdapter,
     drawn_rows,
 )
-from lightning_spectral.functional.low_rank import balanced_factors, stacked
+from lightning_spectral.functional.spectra import balanced_factors, stacked
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
-from lightning_spectral.sums.exact_sum import largest_within
+from lightning_spectral.sums.exact_mean import largest_within
 
 Tensors = Mapping[str, Tensor]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterRound, OpenAdapter
 from lightning_spectral.algorithms.lora.product_means import TruncatedProducts, TruncatedRound, set_factors
-from lightning_spectral.functional.low_rank import stacked
+from lightning_spectral.functional.spectra import stacked
 
 
 class RankedRound(TruncatedRound):

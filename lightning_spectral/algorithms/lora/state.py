@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.lora.aggregation import Adapter, drawn_rows
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.exchange import load_tensors
-from lightning_spectral.sums.mean_change import rows_in_a_block
+from lightning_spectral.sums.exact_mean import rows_in_a_block
 
 
 class LoRAState(nn.Module):

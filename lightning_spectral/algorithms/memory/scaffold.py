@@ -24,7 +24,7 @@ from lightning_spectral.algorithms.memory.scaffold_device import (
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 
 class ScaffoldRound(DenseRound):

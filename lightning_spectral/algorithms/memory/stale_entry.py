@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.factors import singular_terms, weight_to_matrix
+from lightning_spectral.functional.spectra import singular_terms, weight_to_matrix
 
 Tensors = Mapping[str, Tensor]
 

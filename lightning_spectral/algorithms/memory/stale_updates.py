@@ -21,7 +21,7 @@ from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
-from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 Coefficients = Literal["sampled", "data"]
 Unseen = Literal["zero", "mean"]

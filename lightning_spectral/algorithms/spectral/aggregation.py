@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.dense_mean import sum_of
 from lightning_spectral.algorithms.spectral.planned_module import with_absent_rows
-from lightning_spectral.functional.low_rank import weight_change
+from lightning_spectral.functional.spectra import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange, RunningMean
-from lightning_spectral.sums.exact_sum import largest_magnitudes, largest_within
+from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 
 class TrainedTerms(NamedTuple):

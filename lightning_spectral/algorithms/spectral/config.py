@@ -28,8 +28,7 @@ from lightning_spectral.algorithms.spectral.start import SpectralStart
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.factors import KEEP_RATIO
-from lightning_spectral.functional.local_training import TAU, WEIGHT_LR
+from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import check_layers, plan_of

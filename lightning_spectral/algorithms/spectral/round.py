@@ -20,7 +20,7 @@ from lightning_spectral.algorithms.spectral.checks import empty_terms, equal_sub
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
-from lightning_spectral.functional.figures.effective_rank import marginal_entropy
+from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.nn.layers.blocks import WeightBlock
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit

@@ -12,7 +12,7 @@ from lightning_spectral.algorithms.spectral.device import SpectralSide
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule, naming_layer
 from lightning_spectral.algorithms.spectral.round import LayerRound, Sampling, SpectralRound
 from lightning_spectral.algorithms.spectral.start import SpectralStart, move_energy
-from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import untraced_ends
 from lightning_spectral.protocol.cohort import Cohort, SharesWork

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
 from lightning_spectral.arguments import check_fields, flag
-from lightning_spectral.functional.concentration import TAIL, concentrated_values, is_concentrated, looks_random
-from lightning_spectral.functional.factors import KEEP_RATIO, factorize
+from lightning_spectral.functional.spectra import (
+    KEEP_RATIO,
+    TAIL,
+    concentrated_values,
+    factorize,
+    is_concentrated,
+    looks_random,
+)
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import plan_of

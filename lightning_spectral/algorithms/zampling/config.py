@@ -18,8 +18,7 @@ from lightning_spectral.algorithms.zampling.server import ZamplingHalf
 from lightning_spectral.algorithms.zampling.state import ZamplingState
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
-from lightning_spectral.functional.zampling.matrix import Values
+from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, Values
 from lightning_spectral.nn.zampling.compressed import (
     COMPRESSION,
     DOWNLINK_BITS,

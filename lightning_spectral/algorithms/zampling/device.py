@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.client.side import ClientSide, StepActions
-from lightning_spectral.functional.zampling.bits import coordinated_uniforms, draw_bits, pack_bits, unpack_levels
-from lightning_spectral.functional.zampling.links import Link
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.functional.zampling import (
+    InfluenceMatrix,
+    Link,
+    coordinated_uniforms,
+    draw_bits,
+    pack_bits,
+    unpack_levels,
+)
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors

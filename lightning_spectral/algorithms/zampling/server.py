@@ -12,8 +12,7 @@ from lightning_spectral.algorithms.dense_mean import dense_mean
 from lightning_spectral.algorithms.zampling.checks import hardly_moved
 from lightning_spectral.algorithms.zampling.device import BITS, MOVED, PLACE, PROBS, ZamplingSide
 from lightning_spectral.algorithms.zampling.state import ZamplingState, on_grid
-from lightning_spectral.functional.zampling.bits import bit_entropy, pack_levels, unpack_bits
-from lightning_spectral.functional.zampling.matrix import BYTES_PER_ENTRY
+from lightning_spectral.functional.zampling import BYTES_PER_ENTRY, bit_entropy, pack_levels, unpack_bits
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork

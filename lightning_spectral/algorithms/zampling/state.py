@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.zampling.bits import draw_bits
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.functional.zampling import InfluenceMatrix, draw_bits
 from lightning_spectral.nn.own_types import keeping_type
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 from lightning_spectral.nn.zampling.sampled_weights import split_weights

@@ -7,7 +7,7 @@ The working probabilities differ from :math:`\pi`: they are fitted once per desi
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,9 +18,19 @@ from lightning_spectral.functional.checks import (
     check_num_samples,
     check_num_terms,
 )
-from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
-from lightning_spectral.functional.sampling.open_terms import CHUNK, SNAP, OpenTerms, open_masks, parted
-from lightning_spectral.functional.sampling.poisson_binomial import centred_logits, leave_one_out_neighbours
+from lightning_spectral.functional.sampling.open_terms import (
+    CHUNK,
+    SNAP,
+    OpenTerms,
+    centred_logits,
+    count_probabilities,
+    joint_of_all,
+    leave_one_out_probabilities,
+    leave_two_out_probabilities,
+    open_masks,
+    open_terms,
+    solve_fixed_point,
+)
 
 # Largest number of probabilities that are fitted at once, over all vectors: about 30 MiB.
 MOST_OPEN = 2**15
@@ -30,7 +40,8 @@ NEAR = 0.1
 
 def _log_odds_ratio(probs: Tensor, num_terms: int) -> Tensor:
     """Change of each logit due to conditioning on the count: log P(N_(-i) = n - 1) - log P(N_(-i) = n)."""
-    drawn, left_out = leave_one_out_neighbours(probs, num_terms)
+    events = (num_terms - 1, num_terms - 1), (num_terms, num_terms)
+    drawn, left_out = leave_one_out_probabilities(probs, *events).unbind(-2)
     # Absolute errors are near 1e-15, in the implied probability too; the floor keeps the logarithm finite.
     return drawn.clamp_min(1e-18).log() - left_out.clamp_min(1e-18).log()
 
@@ -81,7 +92,8 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
     return fitted
 
 
-class _Undecided(NamedTuple):
+@dataclass
+class _Undecided:
     """A vector with terms left to chance, and where its working probabilities go; all shapes are ``(N,)``."""
 
     target: Tensor
@@ -168,7 +180,7 @@ def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
             f"`num_terms` must be between the number of ones ({ones}) and of positive entries ({positive}) "
             f"of `working_probs`, got {num_terms}."
         )
-    return parted(probs, num_terms)
+    return open_terms(probs, num_terms)
 
 
 def draw_conditional_poisson(
@@ -214,3 +226,28 @@ def _rejective_rows(probs: Tensor, num_terms: int, num_samples: int, generator: 
         rows = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) < probs
         kept.append(rows[rows.sum(1) == num_terms][:missing])
     return torch.cat(kept)
+
+
+def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Tensor:
+    r"""Joint inclusion probabilities of conditional Poisson sampling, shape ``(N, N)``, float64.
+
+    .. math:: \pi_{ij} = p_i p_j \, P(N_{-ij} = n - 2) / P(N = n)
+
+    for all pairs, from one matrix product, with an absolute error of about 1e-14. Unlike the usual formula, which
+    divides by the difference of the odds of i and j, this one allows ties. The working probabilities p are those of
+    :func:`~lightning_spectral.functional.fit_conditional_poisson`.
+
+    Reference:
+        Chen, Dempster & Liu (1994), Biometrika 81, 457-469.
+
+    Example:
+        >>> conditional_poisson_joint_probs(torch.tensor([1.0, 0.5, 0.5]), num_terms=2)[0]
+        tensor([1.0000, 0.5000, 0.5000], dtype=torch.float64)
+    """
+    parts = working_open_terms(working_probs, num_terms)
+    marginals = poisson_conditional_inclusion_probs(working_probs, num_terms)
+    if parts.num_terms == 0:
+        return torch.outer(marginals, marginals)
+    p, n = parts.probs, parts.num_terms
+    among_open = torch.outer(p, p) * leave_two_out_probabilities(p, n - 2, n - 2) / count_probabilities(p, n, n)
+    return joint_of_all(among_open, marginals, parts.certain, parts.undecided)

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.functional.checks import as_inclusion_probs, check_num_terms
-from lightning_spectral.functional.sampling.fixed_point import solve_fixed_point
-from lightning_spectral.functional.sampling.open_terms import in_chunks
-from lightning_spectral.functional.sampling.poisson_binomial import (
+from lightning_spectral.functional.sampling.open_terms import (
     centred_logits,
     count_probabilities,
+    in_chunks,
     increasing_root,
+    joint_of_all,
     leave_one_out_probabilities,
+    leave_two_out_probabilities,
+    solve_fixed_point,
 )
 
 # Probability of the tails of the n-th arrival time that the quadrature leaves out.
@@ -121,7 +123,9 @@ def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
     start, nodes = quadrature(log_rates, num_terms)
     log_times, weights = torch.tensor(nodes, dtype=torch.float64).T
     expected = torch.exp((log_rates + log_times[:, None]).clamp_max(50.0))
-    in_time = _at_times(lambda probs: leave_one_out_probabilities(probs, 0, num_terms - 1), log_rates, log_times)
+    in_time = _at_times(
+        lambda probs: leave_one_out_probabilities(probs, (0, num_terms - 1)).squeeze(-2), log_rates, log_times
+    )
     # a term that arrives before the window is among the first n
     probs: Tensor = arrived(log_rates, start) + weights @ (expected * torch.exp(-expected) * in_time)
     return probs.clamp_max(1.0)
@@ -276,3 +280,37 @@ def _manly(log_rates: Tensor, num_terms: int) -> Tensor:
         return arrived(log_rates, log_time), expected * torch.exp(-expected)
 
     return arrived(log_rates, increasing_root(arrivals, low, low, high, num_terms))
+
+
+def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
+    r"""Joint inclusion probabilities of successive sampling, shape ``(N, N)``, float64 on the CPU.
+
+    Two terms are both drawn if at most n - 2 others have arrived when the later of the two arrives:
+
+    .. math:: \pi_{ij} = \int_0^\infty \frac{d}{dt}\big[F_i(t) F_j(t)\big]\, P(N_{-ij}(t) \le n - 2)\, dt
+
+    with :math:`F_i(t) = 1 - e^{-w_i t}`, by the quadrature of
+    :func:`~lightning_spectral.functional.successive_inclusion_probs`, with an absolute error of about 1e-12. It takes
+    about fifty matrix products: about a second for 512 terms. The logarithms of the sizes w are as for that function.
+
+    Example:
+        >>> successive_joint_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)[0, 1]
+        tensor(0.4167, dtype=torch.float64)
+    """
+    sure, racing = certain_and_competing(log_sizes, num_terms)
+    marginals = successive_inclusion_probs(log_sizes, num_terms).cpu()
+    rates, places = log_sizes.detach()[racing].double().cpu(), num_terms - int(sure.sum())
+    among_open = _racing_joint(rates, places) if len(rates) else torch.zeros(0, 0, dtype=torch.float64)
+    return joint_of_all(among_open, marginals, sure.cpu().nonzero()[:, 0], racing.cpu().nonzero()[:, 0])
+
+
+def _racing_joint(log_rates: Tensor, num_terms: int) -> Tensor:
+    start, nodes = quadrature(log_rates, num_terms)
+    before = arrived(log_rates, start)
+    joint = torch.outer(before, before)  # both arrive before the window, and so are among the first n
+    for log_time, weight in nodes:
+        present = arrived(log_rates, log_time)
+        log_expected = (log_rates + log_time).clamp_max(50.0)
+        arriving = torch.outer(weight * torch.exp(log_expected - log_expected.exp()), present)
+        joint += (arriving + arriving.T) * leave_two_out_probabilities(present, 0, num_terms - 2)
+    return joint if num_terms > 1 else torch.zeros_like(joint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.factors import num_terms_for, weight_to_matrix
+from lightning_spectral.functional.spectra import num_terms_for, weight_to_matrix
 
 
 @dataclass(frozen=True)

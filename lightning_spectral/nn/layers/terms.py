@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.arguments import Whole
-from lightning_spectral.functional.factors import singular_terms
+from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.nn.layers.leading_channels import LeadingChannels, leading_channels
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, first_match, flag, matches_any
-from lightning_spectral.functional.factors import GRANULARITY, num_terms_for
+from lightning_spectral.functional.spectra import GRANULARITY, num_terms_for
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_spectral.functional.factors import KEEP_RATIO
+from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.functional.factors import num_terms_for
+from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.nn.width.units import Key, Labels
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.tables import Block, as_html, as_text

@@ -24,7 +24,7 @@ from lightning_spectral.arguments import (
     matches_any,
 )
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix, LayerRows, Values
+from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows, Values
 from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
 from lightning_spectral.nn.torch_hooks import has_gradient_hook, weight_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed

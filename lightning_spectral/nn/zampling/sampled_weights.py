@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_spectral.functional.zampling.bits import draw_bits
-from lightning_spectral.functional.zampling.links import Link
-from lightning_spectral.functional.zampling.matrix import InfluenceMatrix
+from lightning_spectral.functional.zampling import InfluenceMatrix, Link, draw_bits
 from lightning_spectral.nn.own_types import at_least_float32, keeping_float32
 from lightning_spectral.nn.zampling.compressed import CompressedWeight
 

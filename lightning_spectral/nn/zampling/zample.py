@@ -11,8 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling.links import Clip, Link
-from lightning_spectral.functional.zampling.matrix import Values
+from lightning_spectral.functional.zampling import Clip, Link, Values
 from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 from lightning_spectral.protocol.rng import derived_generator, derived_seed

@@ -13,7 +13,7 @@ import torch
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import ClientError, SpectralWarning
-from lightning_spectral.functional.figures.fairness import decile_means, gini_coefficient, jain_index
+from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.host import Host, Trained, as_host

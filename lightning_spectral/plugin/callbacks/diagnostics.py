@@ -20,12 +20,14 @@ from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.functional.figures.discrepancy import (
+from lightning_spectral.functional.figures import (
     cohort_discrepancy,
     coordinated_discrepancy,
+    entropy_rank,
     expected_coverage,
+    participation_rank,
+    stable_rank,
 )
-from lightning_spectral.functional.figures.effective_rank import entropy_rank, participation_rank, stable_rank
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit

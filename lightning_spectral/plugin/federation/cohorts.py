@@ -16,7 +16,7 @@ from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.measuring import measure_figures
 from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.sampled_cohorts import SampledCohorts
-from lightning_spectral.sums.exact_sum import MOST_TERMS
+from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 
 class Cohorts:

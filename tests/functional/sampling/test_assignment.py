@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson
-from lightning_spectral.functional import assignment_probs, model_joint_probs, proportional_inclusion_probs
+from lightning_spectral.functional import (
+    assignment_probs,
+    fit_conditional_poisson,
+    model_joint_probs,
+    proportional_inclusion_probs,
+)
 from lightning_spectral.functional.sampling.inclusion import capped_proportional, relative
 
 CASES = [(2, 1, 1.0), (4, 2, 1.5), (5, 3, 2.0), (6, 3, 4.7), (6, 1, 0.3)]
@@ -124,7 +129,7 @@ def test_joint_probabilities_of_a_model_by_enumeration() -> None:
     assert float(rows.max()) < 1
     joint_of_processors = ConditionalPoisson().joint_inclusion_probs(rows)
     # rejective sampling: working odds from the design, subsets of three by their product
-    working = ConditionalPoisson().fit(rows).working_probs  # type: ignore[union-attr]
+    working = fit_conditional_poisson(rows)
     odds = working / (1 - working)
     subsets = list(itertools.combinations(range(5), 3))
     chances = torch.stack([odds[list(subset)].prod() for subset in subsets])

@@ -76,7 +76,7 @@ def test_entries_a_trillionth_from_zero_and_one_keep_full_precision():
     """Weights of all terms at every first and second draw, against exact rational numbers."""
     from fractions import Fraction
 
-    from lightning_spectral.functional.sampling.brewer import brewer_weights
+    from lightning_spectral.functional.sampling.without_fit import brewer_weights
 
     pi = torch.tensor([1 - 1e-12, 1 - 1e-12, 1e-12, 1e-12, 0.5, 0.5], dtype=torch.float64)
     exact = [Fraction(x) for x in pi.tolist()]

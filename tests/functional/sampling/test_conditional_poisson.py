@@ -17,7 +17,7 @@ from lightning_spectral.functional import (
     proportional_inclusion_probs,
 )
 from lightning_spectral.functional.sampling.conditional_poisson import fit_conditional_poissons
-from lightning_spectral.functional.sampling.poisson_binomial import (
+from lightning_spectral.functional.sampling.open_terms import (
     centred_logits,
     count_probabilities,
     leave_one_out_probabilities,
@@ -225,7 +225,7 @@ def test_leave_one_out_probabilities_equal_the_dynamic_programme(N, kind):
         expected = total[first : last + 1].sum()
         assert float(count_probabilities(torch.tensor(p), first, last)) == pytest.approx(expected, abs=1e-13)
         without = [law(np.delete(p, i))[first : last + 1].sum() for i in range(0, N, max(1, N // 5))]
-        actual = leave_one_out_probabilities(torch.tensor(p), first, last)[:: max(1, N // 5)]
+        actual = leave_one_out_probabilities(torch.tensor(p), (first, last))[0][:: max(1, N // 5)]
         np.testing.assert_allclose(actual, without, atol=1e-13, rtol=0)
 
 

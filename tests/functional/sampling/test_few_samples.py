@@ -18,8 +18,8 @@ from lightning_spectral.functional import (
     support_joint_probs,
     systematic_support,
 )
-from lightning_spectral.functional.sampling.few_samples import ONE, whole_units
 from lightning_spectral.functional.sampling.open_terms import open_terms
+from lightning_spectral.functional.sampling.without_fit import ONE, whole_units
 
 Law = dict[tuple[int, ...], Fraction]
 

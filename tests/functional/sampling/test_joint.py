@@ -16,7 +16,7 @@ from lightning_spectral.functional import (
     successive_inclusion_probs,
     successive_joint_probs,
 )
-from lightning_spectral.functional.sampling.poisson_binomial import leave_two_out_probabilities
+from lightning_spectral.functional.sampling.open_terms import leave_two_out_probabilities
 
 
 def conditional_poisson_by_enumeration(p: np.ndarray, n: int) -> np.ndarray:

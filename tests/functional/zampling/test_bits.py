@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_spectral.functional.zampling.bits import bit_entropy, pack_bits, pack_levels, unpack_bits, unpack_levels
+from lightning_spectral.functional.zampling import bit_entropy, pack_bits, pack_levels, unpack_bits, unpack_levels
 
 
 def random_bits(n: int) -> torch.Tensor:

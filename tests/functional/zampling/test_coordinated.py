@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.zampling.bits import coordinated_uniforms
+from lightning_spectral.functional.zampling import coordinated_uniforms
 
 ENTRIES = 40_000
 

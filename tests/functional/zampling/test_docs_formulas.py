@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_spectral.functional.zampling.matrix import BLOCK_ROWS, draw_rows
+from lightning_spectral.functional.zampling import BLOCK_ROWS, draw_rows
 
 
 def expected_empty_subsets(num_rows: int, num_columns: int, degree: int, size: int) -> float:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from lightning_spectral.functional.zampling import matrix
-from lightning_spectral.functional.zampling.matrix import BLOCK_ROWS, draw_rows
+from lightning_spectral.functional import zampling as matrix
+from lightning_spectral.functional.zampling import BLOCK_ROWS, draw_rows
 
 WORD = 2**64 - 1
 LEVEL = 1e-6  # of every test of a hypothesis; seeds are fixed, so each passes or fails for good
@@ -88,7 +88,7 @@ def test_a_fresh_process_draws_the_same_rows_whatever_was_drawn_before() -> None
     torch.rand(3), np.random.rand(3)
     assert all(map(np.array_equal, draw_rows(42, 3, 1000, 500, 10), (columns, values)))
     code = (
-        "import hashlib; from lightning_spectral.functional.zampling.matrix import draw_rows;"
+        "import hashlib; from lightning_spectral.functional.zampling import draw_rows;"
         "columns, values = draw_rows(42, 3, 1000, 500, 10);"
         "print(hashlib.sha256(columns.tobytes() + values.tobytes()).hexdigest())"
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
+from lightning_spectral.functional.zampling import Clip, Link, Sigmoid
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 

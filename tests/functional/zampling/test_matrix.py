@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional.zampling.matrix import BLOCK_ROWS, InfluenceMatrix, LayerRows, draw_rows
+from lightning_spectral.functional.zampling import BLOCK_ROWS, InfluenceMatrix, LayerRows, draw_rows
 
 LAYERS = (  # of several blocks, of a few rows, of one block exactly and a row more
     LayerRows(seed=1, num_rows=BLOCK_ROWS + 5, scale=0.5),

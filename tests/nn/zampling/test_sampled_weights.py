@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_spectral.functional.zampling.links import Clip, Link, Sigmoid
+from lightning_spectral.functional.zampling import Clip, Link, Sigmoid
 from lightning_spectral.nn.zampling.compressed import Compression
 from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
 

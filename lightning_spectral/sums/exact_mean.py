@@ -1,28 +1,229 @@
-"""A running mean over clients, which never holds a list of models: add a client, add up processes, finish."""
+"""Exact means over clients, which never hold a list of models: add a client, add up processes, finish.
+
+Weights and weighted changes are rounded, each on its own, to whole steps, which are added in int64. So the bits of a
+sum depend neither on the order of the clients nor on their processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums.exact_sum import (
-    FINE,
-    NEAR,
-    ONE,
-    Weights,
-    check_can_be_summed,
-    cut,
-    join,
-    largest_magnitudes,
-    unit_for,
-)
-
+T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
+_MESSAGE = 2**22  # values that processes add up at a time
+
+MOST_TERMS = 2**13  # clients in one round
+ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
+LARGEST = 2.0**40  # about 1.1e12: what the sums have room for with 2^13 clients
+FINE = 2.0**50  # steps in one unit
+NEAR = 2.0**12  # units up to which a change is added in one part
+COARSE_BITS = 40  # a coarse step is 2^40 steps
 
 
-class MeanChange:
+@torch.no_grad()
+def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
+    magnitudes = dict.fromkeys(tensors, 0.0)
+    filled = [name for name, tensor in tensors.items() if tensor.numel()]
+    if filled:
+        # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
+        ends = [end for name in filled for end in torch.aminmax(tensors[name])]
+        exact = [end if end.is_floating_point() else end.double() for end in ends]
+        found = torch.stack(exact).view(-1, 2).abs().amax(1)
+        magnitudes.update(zip(filled, found.tolist(), strict=True))
+    return magnitudes
+
+
+def can_be_summed(magnitude: float) -> bool:
+    """Whether values up to a magnitude are finite and small enough for an exact sum."""
+    return magnitude <= LARGEST
+
+
+def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
+    """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum."""
+    sure = can_be_summed(2 * bound)  # twice, for what rounding adds
+    return bound if sure else largest_magnitudes({"values": values()})["values"]
+
+
+class Weights:
+    r"""The weights of clients in a round's average, and their sum so far.
+
+    They are scaled by the power of two above the cohort's total T, so that their sum is at most 1, and each is rounded
+    once, on its own, to a whole number of steps of 2^-52. These whole numbers multiply the clients' tensors, and the
+    result is divided by their sum. The weights of the mean thus differ from the given ones by at most
+    :math:`2^{-52}\, T`; whole numbers, such as numbers of examples, do not change.
+
+    Args:
+        total: Sum of the weights of all clients asked, an upper bound for the sum over those that report.
+
+    Attributes:
+        sum: Sum of the weights so far, in steps.
+        num_terms: Number of weights so far.
+
+    Example:
+        >>> forth, back = Weights(1.3), Weights(1.3)
+        >>> in_steps = [forth.add(weight) for weight in (0.1, 0.2, 0.3, 0.7)]
+        >>> in_steps = [back.add(weight) for weight in (0.7, 0.2, 0.1, 0.3)]
+        >>> forth.value == back.value, 0.1 + 0.2 + 0.3 + 0.7 == 0.7 + 0.2 + 0.1 + 0.3
+        (True, False)
+    """
+
+    def __init__(self, total: float) -> None:
+        if not 0 <= total < math.inf:
+            raise ValueError(f"`total_weight` must be finite and at least 0, got {total}.")
+        self.total = total
+        self._exponent = math.frexp(total)[1]
+        self.sum = 0
+        self.num_terms = 0
+
+    @property
+    def value(self) -> float:
+        """Sum of the weights so far, in their own unit."""
+        return math.ldexp(self.sum / ONE, self._exponent)
+
+    @property
+    def one(self) -> float:
+        """A weight of 1, in steps."""
+        return math.ldexp(ONE, -self._exponent)
+
+    def add(self, weight: float) -> int:
+        """Count one client's weight, and return it in steps.
+
+        Raises:
+            ValueError: If it is not between 0 and the total, or the weights sum to more than the total.
+            OverflowError: If there are too many weights.
+        """
+        if not 0 <= weight <= self.total:
+            raise ValueError(f"A client's weight must be between 0 and the total of {self.total:g}, got {weight}.")
+        steps = self._steps(weight)
+        self.count(steps, 1)
+        return steps
+
+    def count(self, steps: int, num_terms: int) -> None:
+        """Count weights that were rounded elsewhere; errors as for `add`."""
+        if self.num_terms + num_terms > MOST_TERMS:
+            raise OverflowError(f"An exact sum has room for {MOST_TERMS} terms; ask fewer clients in a round.")
+        # one step of slack for each term: the rounding of the weights and of their total
+        if self.sum + steps > self._steps(self.total) + MOST_TERMS:
+            raise ValueError(
+                f"The weights sum to more than `total_weight`={self.total:g}; give the sum of all of them."
+            )
+        self.sum += steps
+        self.num_terms += num_terms
+
+    def _steps(self, weight: float) -> int:
+        return round(math.ldexp(weight, -self._exponent) * ONE)
+
+
+def cut(steps: Tensor) -> Tensor:
+    """Return the nearest whole numbers of coarse steps; ``steps``, float64, keeps the rest. Both are exact."""
+    coarse = (steps / 2.0**COARSE_BITS).round_()
+    steps.sub_(coarse, alpha=2.0**COARSE_BITS)
+    return coarse
+
+
+def join(steps: Tensor, coarse: Tensor | None = None) -> Tensor:
+    """The sum of steps and of coarse steps, both int64, in steps, float64: rounded once."""
+    if coarse is None:
+        return steps.double()
+    carry = steps >> COARSE_BITS
+    rest = steps - (carry << COARSE_BITS)
+    return rest.double().add_((coarse + carry).double(), alpha=2.0**COARSE_BITS)
+
+
+class Peers(ABC):
+    """The processes that train the same round; all of them call these methods together.
+
+    Attributes:
+        size: Number of processes.
+    """
+
+    size: int
+
+    @abstractmethod
+    def gather(self, value: T) -> list[T]:
+        """Gather one value from every process, in the order of their ranks."""
+
+    @abstractmethod
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace int64 tensors by their sums over processes, in place."""
+
+
+class RunningMean(ABC):
+    """A weighted mean that is summed over clients, one by one, and then over processes.
+
+    Attributes:
+        weights: The clients' weights so far.
+        coarse: By name, the sums of coarse steps, int64, which other processes may lack.
+    """
+
+    def __init__(self, total_weight: float) -> None:
+        self.weights = Weights(total_weight)
+        self.coarse: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def totals(self, coarse: Collection[str]) -> list[Tensor]:
+        """All other sums, int64, contiguous, and those of coarse steps of the named tensors."""
+
+
+def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
+    """Give every process the sums over all processes; what `Weights.count` refuses fails in all of them."""
+    if processes.size == 1:
+        return
+    mine = [(mean.weights.sum, mean.weights.num_terms, set(mean.coarse)) for mean in means]
+    totals = []
+    for mean, gathered in zip(means, zip(*processes.gather(mine), strict=True), strict=True):
+        steps, num_terms, coarse = zip(*gathered, strict=True)
+        mean.weights.count(sum(steps) - mean.weights.sum, sum(num_terms) - mean.weights.num_terms)
+        totals += mean.totals(set().union(*coarse))
+    processes.add_up([message for total in totals for message in torch.split(total.view(-1), _MESSAGE)])
+
+
+class MeanBits(RunningMean):
+    """Weighted mean over clients of vectors of n bits, whose counts are kept on a device.
+
+    Weights are whole numbers of steps (`Weights`), so sums of them are exact.
+
+    Example:
+        >>> mean = MeanBits(2, total_weight=4)
+        >>> mean.add(torch.tensor([True, False]), weight=1)
+        >>> mean.add(torch.tensor([True, True]), weight=3)
+        >>> mean.finish().tolist()
+        [1.0, 0.75]
+    """
+
+    def __init__(self, num_bits: int, total_weight: float, device: torch.device | str = "cpu") -> None:
+        super().__init__(total_weight)
+        self.ones = torch.zeros(num_bits, dtype=torch.int64, device=device)
+
+    def totals(self, coarse: Collection[str]) -> list[Tensor]:
+        """For each bit, the weight of the clients in which it is 1, in steps."""
+        return [self.ones]
+
+    def add(self, bits: Tensor, weight: float) -> None:
+        """Add one client's bits, booleans of shape ``(n,)``, with its weight; errors as for `Weights.add`."""
+        if bits.shape != self.ones.shape:
+            raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
+        self.ones.add_(bits, alpha=self.weights.add(weight))
+
+    def finish(self, prior: float = 0.0) -> Tensor:
+        r"""The mean of the bits, shape ``(n,)``, float64, or its posterior mean.
+
+        ``prior`` is the pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
+        :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
+        """
+        mean = self.ones.double() / max(self.weights.sum, 1)
+        clients = self.weights.num_terms
+        return mean if prior == 0.0 else (clients * mean + prior) / (clients + 2 * prior)
+
+
+class MeanChange(RunningMean):
     r"""Weighted mean over clients of the change of tensors during training, held whole or in parts.
 
     Changes are computed in the tensors' own type. Each weighted change is rounded once, on its own, to a whole number
@@ -56,7 +257,6 @@ class MeanChange:
     Attributes:
         before: As given.
         names: Names of the tensors.
-        weights: The clients' weights so far.
         held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, int64.
 
     Note:
@@ -90,25 +290,21 @@ class MeanChange:
         always_divided: Collection[str] = (),
         by_index: Mapping[str, int | None] | None = None,
     ) -> None:
-        self.before, self.names, self.weights = dict(before), tuple(before), Weights(total_weight)
+        super().__init__(total_weight)
+        self.before, self.names = dict(before), tuple(before)
         self._absolute = frozenset(before).difference(always_divided) if absolute else frozenset()
         by_index = by_index or {}
         self._dims = {name: dim or 0 for name, dim in by_index.items()}
         flat = {n for n, t in before.items() if by_index.get(n, None if t.is_contiguous() else 0) is None}
         self._rows = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in before.items()}
         self._largest = largest_magnitudes(before)
-        self._units = {name: unit_for(magnitude) for name, magnitude in self._largest.items()}
+        self._units = {
+            n: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for n, x in self._largest.items()
+        }
         self._sums = {n: torch.zeros(t.shape, dtype=torch.int64, device=t.device) for n, t in self._rows.items()}
-        self._coarse: dict[str, Tensor] = {}
         self.held = {name: self._sums[name].new_zeros(self._sums[name].shape[dim]) for name, dim in self._dims.items()}
 
-    @property
-    def coarse(self) -> Collection[str]:
-        """Names of the tensors that have a coarse sum."""
-        return self._coarse.keys()
-
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
-        """All sums, int64, where the named tensors have a coarse one."""
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
 
     def add(
@@ -158,7 +354,12 @@ class MeanChange:
     ) -> None:
         magnitudes = largest_magnitudes({n: tensors[n] for n in self.names}) if magnitudes is None else magnitudes
         for name in self.names:
-            check_can_be_summed(name, self._largest[name], magnitudes[name])
+            for when, magnitude in (("before", self._largest[name]), ("after", magnitudes[name])):
+                if not can_be_summed(magnitude):
+                    raise OverflowError(
+                        f"To be averaged exactly, values must be finite and at most {LARGEST:g} in magnitude; "
+                        f"{name!r} has {magnitude:g} {when} local training."
+                    )
         weight_in_steps = self.weights.add(weight)
         for name, before in self._rows.items():
             given = tensors[name].reshape(-1) if before.ndim == 1 else tensors[name]
@@ -190,9 +391,9 @@ class MeanChange:
         return weight_in_steps * (FINE / ONE / self._units[name])
 
     def _coarse_sum(self, name: str) -> Tensor:
-        if name not in self._coarse:
-            self._coarse[name] = torch.zeros_like(self._sums[name])
-        return self._coarse[name]
+        if name not in self.coarse:
+            self.coarse[name] = torch.zeros_like(self._sums[name])
+        return self.coarse[name]
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each tensor's name and mean change, float64, one after another; zero where no client contributed."""
@@ -202,7 +403,7 @@ class MeanChange:
     def change(self, name: str, indices: Tensor | None = None) -> Tensor:
         """Mean change of one tensor, float64, or of some of its slices."""
         dim = self._dims.get(name)
-        parts = [sums[name] for sums in (self._sums, self._coarse) if name in sums]
+        parts = [sums[name] for sums in (self._sums, self.coarse) if name in sums]
         if indices is not None:
             parts = [part.index_select(dim or 0, indices) for part in parts]
         total = join(*parts)

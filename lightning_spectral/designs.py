@@ -1,34 +1,128 @@
-"""The designs: conditional Poisson, draw by draw, with few different samples, and coordinated."""
+"""Designs: exact fixed-size draws with given inclusion probabilities; the contract, and the designs of the papers."""
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.designs.base import Design, FittedDesign, JointDesign, Prepared
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.checks import as_inclusion_probs
-from lightning_spectral.functional.sampling.brewer import draw_one_by_one
 from lightning_spectral.functional.sampling.cohorts import coordinated_multipliers, draw_coordinated
 from lightning_spectral.functional.sampling.conditional_poisson import (
+    conditional_poisson_joint_probs,
     draw_rejectively,
     fit_conditional_poisson,
     fit_conditional_poissons,
     working_open_terms,
 )
-from lightning_spectral.functional.sampling.few_samples import (
+from lightning_spectral.functional.sampling.open_terms import open_terms
+from lightning_spectral.functional.sampling.successive_sampling import (
+    draw_successive,
+    fit_log_sizes,
+    successive_joint_probs,
+)
+from lightning_spectral.functional.sampling.without_fit import (
     draw_along,
     draw_from_support,
+    draw_one_by_one,
     minimum_support,
     support_joint_probs,
     systematic_support,
     whole_units,
 )
-from lightning_spectral.functional.sampling.joint import conditional_poisson_joint_probs, successive_joint_probs
-from lightning_spectral.functional.sampling.open_terms import OpenTerms, open_terms
-from lightning_spectral.functional.sampling.successive_sampling import draw_successive, fit_log_sizes
+
+__all__ = [
+    "Brewer",
+    "ConditionalPoisson",
+    "Coordinated",
+    "Design",
+    "FittedDesign",
+    "JointDesign",
+    "MinimumSupport",
+    "RandomSystematic",
+    "SuccessiveSampling",
+    "Systematic",
+]
+
+
+class FittedDesign(ABC):
+    """A design prepared for one vector of inclusion probabilities; draws are cheap and can be repeated."""
+
+    @abstractmethod
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Draw independent samples of terms, e.g. one for each client; ``generator`` is the only source of randomness.
+
+        Returns:
+            Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the generator's device.
+        """
+
+
+class Prepared(FittedDesign):
+    """A function that draws, ``function(*prepared, num_samples, generator)``, with what was prepared for it."""
+
+    def __init__(self, function: Callable[..., Tensor], *prepared: Any, **options: Any) -> None:
+        self._draw = partial(function, *prepared, **options)
+
+    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        return self._draw(num_samples, generator)
+
+
+class Design(ABC):
+    """A way to draw exactly n of N terms so that term i is drawn with probability ``inclusion_probs[i]``.
+
+    Subclasses implement :meth:`fit`. ``lightning_spectral.testing.check_design(MyDesign())`` then checks the contract:
+    size exactly n, terms of probability one always drawn and those of zero never, the given frequencies, independent
+    rows.
+
+    Attributes:
+        draws_cohort: Whether the rows of one draw belong together, one for each client of a group. Such a design draws
+            once per group and round; all others draw once per client.
+    """
+
+    draws_cohort: ClassVar[bool] = False
+
+    @abstractmethod
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        """Do the work that is common to all draws; in a federation it serves every client with these probabilities.
+
+        Args:
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Our designs take
+                entries within 1e-13 of 0 or 1 for 0 or 1; `SuccessiveSampling` those within 1e-11 of 1 for 1.
+
+        Raises:
+            ValueError: If ``inclusion_probs`` is invalid; ``functional.checks.as_inclusion_probs`` makes that check.
+        """
+
+    def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
+        """Fit several vectors, such as those of all layers; by default one after another."""
+        return [self.fit(probs) for probs in inclusion_probs]
+
+    def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
+        """Return the multipliers, shape ``(N,)``, for draws of this design; by default the strategy's.
+
+        Those suit independent draws. ``cohort_size`` is the number of clients of the group.
+        """
+        return multipliers
+
+    def sample(self, inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Fit and draw in one call."""
+        return self.fit(inclusion_probs).draw(num_samples, generator)
+
+
+class JointDesign(Design):
+    """A design that also knows how likely two terms are to be drawn together."""
+
+    @abstractmethod
+    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
+        """Probabilities that terms i and j are in the same sample, shape ``(N, N)``, float64, symmetric.
+
+        The inclusion probabilities, as for :meth:`fit`, are on the diagonal; each row sums to n times its diagonal
+        entry.
+        """
 
 
 @dataclass(frozen=True)
@@ -49,37 +143,19 @@ class ConditionalPoisson(JointDesign):
                 [0, 2]])
     """
 
-    def fit(self, inclusion_probs: Tensor) -> "FittedConditionalPoisson":
-        return _fitted(inclusion_probs, fit_conditional_poisson(inclusion_probs))
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        return self.fit_all([inclusion_probs])[0]
 
     def fit_all(self, inclusion_probs: Sequence[Tensor]) -> list[FittedDesign]:
         """Fit vectors of one length and sample size together, which is several times faster for short ones."""
         fitted = fit_conditional_poissons(inclusion_probs)
-        return [_fitted(probs, working) for probs, working in zip(inclusion_probs, fitted, strict=True)]
+        num_terms = [as_inclusion_probs(probs)[1] for probs in inclusion_probs]
+        # checked and centred once: in a federation every client draws separately
+        return [Prepared(draw_rejectively, working_open_terms(*of)) for of in zip(fitted, num_terms, strict=True)]
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         _, num_terms = as_inclusion_probs(inclusion_probs)
         return conditional_poisson_joint_probs(fit_conditional_poisson(inclusion_probs), num_terms)
-
-
-@dataclass(frozen=True, eq=False)
-class FittedConditionalPoisson(FittedDesign):
-    """Working probabilities, shape ``(N,)``, float64, and the number n of terms that a draw is conditioned on."""
-
-    working_probs: Tensor
-    num_terms: int
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        return draw_rejectively(self._parts, num_samples, generator)
-
-    @cached_property
-    def _parts(self) -> OpenTerms:
-        """The open terms, checked and centred once: in a federation every client draws separately."""
-        return working_open_terms(self.working_probs, self.num_terms)
-
-
-def _fitted(inclusion_probs: Tensor, working_probs: Tensor) -> FittedConditionalPoisson:
-    return FittedConditionalPoisson(working_probs, as_inclusion_probs(inclusion_probs)[1])
 
 
 @dataclass(frozen=True)
@@ -126,31 +202,23 @@ class SuccessiveSampling(JointDesign):
         if self.log_sizes is not None:
             check_is("log_sizes", self.log_sizes, Tensor)
 
-    def fit(self, inclusion_probs: Tensor) -> "FittedSuccessiveSampling":
+    def fit(self, inclusion_probs: Tensor) -> FittedDesign:
+        return Prepared(draw_successive, *self._sizes(inclusion_probs))
+
+    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
+        return successive_joint_probs(*self._sizes(inclusion_probs))
+
+    def _sizes(self, inclusion_probs: Tensor) -> tuple[Tensor, int]:
+        """Logarithms of the sizes, and the sample size n."""
         _, num_terms = as_inclusion_probs(inclusion_probs)
         if self.log_sizes is None:
-            return FittedSuccessiveSampling(fit_log_sizes(inclusion_probs), num_terms)
+            return fit_log_sizes(inclusion_probs), num_terms
         if self.log_sizes.shape != inclusion_probs.shape:
             raise ValueError(
                 f"`inclusion_probs` must be those of this design's {len(self.log_sizes)} sizes, got "
                 f"{len(inclusion_probs)} entries; use SuccessiveSampling() to fit sizes to any probabilities."
             )
-        return FittedSuccessiveSampling(self.log_sizes, num_terms)
-
-    def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
-        fitted = self.fit(inclusion_probs)
-        return successive_joint_probs(fitted.log_sizes, fitted.num_terms)
-
-
-@dataclass(frozen=True, eq=False)
-class FittedSuccessiveSampling(FittedDesign):
-    """Logarithms of the sizes, shape ``(N,)``; ``+inf`` is always drawn, ``-inf`` only to reach n."""
-
-    log_sizes: Tensor
-    num_terms: int
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        return draw_successive(self.log_sizes, self.num_terms, num_samples, generator)
+        return self.log_sizes, num_terms
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Measures of a spectrum, or of a way of sampling it."""

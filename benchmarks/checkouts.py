@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.models import ResNet18
-from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
+from lightning_spectral.plugin.trainer import silence, silent_trainer
 
 HERE = Path(__file__).parents[1]
 SHAPES = {"tiny MLP": (8,), "MLP": (64,), "CNN": (1, 8, 8), "ResNet-18": (3, 32, 32)}

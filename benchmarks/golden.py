@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
+from lightning_spectral.plugin.trainer import silence, silent_trainer
 
 SIZES = (20, 18, 16, 14, 12, 10, 10, 8, 6, 6)  # examples of each client; no batch of four leaves a single one over
 FEATURES, SIDE, CLASSES = 36, 6, 4

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.quiet_trainer import silence, silent_trainer
+from lightning_spectral.plugin.trainer import silence, silent_trainer
 
 PACKAGE = str(Path(ls.__file__).parent)
 ALGORITHMS = {"FedAvg": ls.FedAvg(), "spectral": ls.SpectralSharding(keep_ratio=0.5), "LoRA": ls.LoRA(2)}

@@ -49,7 +49,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.checkpoint_files import saved_progress
+from lightning_spectral.plugin.checkpoint_files import saved_progress
 from lightning_spectral.tables import aligned
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

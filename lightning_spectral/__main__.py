@@ -40,8 +40,7 @@ def main() -> None:
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning 2.6 calls methods by their old names
     if command in OTHERS:
         sys.exit(import_module(OTHERS[command]).main(sys.argv[2:]))
-    from lightning_spectral.plugin.cli.command import FederatedCLI
-    from lightning_spectral.plugin.cli.errors import errors_in_one_line
+    from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line
 
     with errors_in_one_line():
         FederatedCLI(parser_kwargs={"epilog": EPILOG})

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.checks.run import check_trainer
+from lightning_spectral.plugin.checks import check_trainer
 
 
 class Measured(IterableDataset[Any]):

@@ -19,7 +19,7 @@ from public_names import PLACES
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.user_hooks import REFUSED_HOOKS
+from lightning_spectral.plugin.user_hooks import REFUSED_HOOKS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -125,7 +125,7 @@ def test_further_seeds_run_at_the_best_rate_and_the_report_reads_only_that(study
 @pytest.mark.parametrize("short", SHORT)
 def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, short, monkeypatch):
     pytest.importorskip("jsonargparse", reason="the command line is an extra")
-    from lightning_spectral.plugin.cli.command import FederatedCLI
+    from lightning_spectral.plugin.cli import FederatedCLI
 
     monkeypatch.syspath_prepend(STUDIES.parent)  # where the sweep is started
     arguments = ["--config", str(STUDIES / "any_network/sweep.yaml"), f"--model.module.net={short}"]

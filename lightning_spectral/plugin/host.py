@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.protocol.records import WorkUnit
+from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.optimizers import FedOptimizer
+from lightning_spectral.server.run import Run
+from lightning_spectral.server.update_norms import MaxUpdateNorm
+from lightning_spectral.simulation import Conditions
+
+ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class Share:
@@ -44,6 +56,11 @@ class Trained(Protocol):
     state: nn.Module | None
     seed: int
     faults: Faults
+    local_epochs: int
+    local_hooks: tuple[LocalHook, ...]
+    server_optimizer: ServerOptimizer | None
+    update_bound: MaxUpdateNorm | None
+    conditions: Conditions
 
     @property
     def name(self) -> str:
@@ -60,6 +77,19 @@ class Trained(Protocol):
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the module."""
+
+    def make_executor(self, run: Run) -> Executor:
+        """Create the executor that runs the device half of a run's rounds."""
+
+    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = ...) -> Executor:
+        """Create an executor that trains clients one after another, in this process."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the server's parameters."""
+
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers, which step the parameters of clients while these train."""
 
@@ -71,6 +101,9 @@ class Trained(Protocol):
 class Host(Protocol):
     """The module that a Trainer fits, which trains one model or several."""
 
+    seed: int
+    participation: UniformParticipation | Sampler | None
+
     @property
     def current_epoch(self) -> int:
         """The round, from 0."""
@@ -79,7 +112,14 @@ class Host(Protocol):
     def members(self) -> Mapping[str, Trained]:
         """The models by name."""
 
-    def data_of(self, name: str) -> Any: ...
+    def population(self) -> Population:
+        """Which client can train which model."""
+
+    def data_of(self, name: str) -> Any:
+        """The `ServerData` of one model's clients."""
+
+    def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of one model's clients, with the capacities that an algorithm gives them."""
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round, and those of the others."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -13,37 +13,36 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.arguments import Whole
+from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
+from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
-from lightning_spectral.plugin.checks.module import (
-    check_algorithm,
-    check_module,
-    check_settings,
-    check_suits,
+from lightning_spectral.plugin.checks import check_datamodule
+from lightning_spectral.plugin.data import ServerData
+from lightning_spectral.plugin.hooks import FederatedHooks, on_each, on_one
+from lightning_spectral.plugin.host import ServerOptimizer, Trained, is_host
+from lightning_spectral.plugin.logs import forwarded_logging, redirect
+from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.settings import arguments_of, as_config, config_of, described, shown_hparams
+from lightning_spectral.plugin.trainer import placement_of
+from lightning_spectral.plugin.user_hooks import (
+    adopt_batch_hooks,
+    check_user_module,
+    defines,
+    for_evaluation_only,
+    only_or_all,
 )
-from lightning_spectral.plugin.checks.run import check_datamodule
-from lightning_spectral.plugin.data.run_config import as_config, config_of, shown_hparams
-from lightning_spectral.plugin.data.server_data import ServerData
-from lightning_spectral.plugin.federated_hooks import FederatedHooks
-from lightning_spectral.plugin.federation.interfaces import ServerOptimizer
-from lightning_spectral.plugin.federation.member import Member
-from lightning_spectral.plugin.host import Trained
-from lightning_spectral.plugin.lightning.checkpoints import described
-from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
-from lightning_spectral.plugin.lightning.logs import forwarded_logging
-from lightning_spectral.plugin.lightning.user_hooks import check_user_module, spare_shares
-from lightning_spectral.plugin.trainer.forwarded_hooks import on_each, on_one
-from lightning_spectral.plugin.trainer.runtime import sequential_executor
 from lightning_spectral.server.engine import Engine
-from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.run import Run
 from lightning_spectral.server.update_norms import MaxUpdateNorm
+from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 
@@ -129,17 +128,9 @@ class FederatedModule(FederatedHooks, Trained):
         self.state = self.algorithm.new_state(module, self.seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
         self.member = Member(self)
-        self._federate({"": self.member})
+        self._create_federation({"": self.member})
         self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
         self._fix(arguments_of(FederatedModule.__init__))
-
-    @property
-    def members(self) -> Mapping[str, FederatedModule]:
-        return {"": self}
-
-    @property
-    def views(self) -> Mapping[str, pl.LightningModule]:
-        return {"": self.module}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the server's parameters, and of those of the algorithm's state."""
@@ -194,9 +185,19 @@ class FederatedModule(FederatedHooks, Trained):
 
     def make_local_executor(self, run: Run, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
-        schedules = self.member.schedules.schedulers
-        remote = self.data.make_executor(self, run, local_trainer)
-        return remote or sequential_executor(self, run, schedules, local_trainer)
+        if (remote := self.data.make_executor(self, run, local_trainer)) is not None:
+            return cast(Executor, remote)
+        schedulers = only_or_all([_StepsOncePerRound(one.scheduler) for one in self.member.schedules.schedulers])
+
+        def attach(recorder: Recorder, client: Any) -> None:
+            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": lambda: schedulers})
+            adopt_batch_hooks(client, self.data)
+
+        placement = placement_of(self.trainer, self.device, self.module, self.data)
+        settings = LocalSettings(placement, self.local_hooks, defines, redirect)
+        half, data = run.half.device_half, self.data.client_data
+        device = Device(run.server, half, self.templates(), data, settings, local_trainer, attach, run.profile)
+        return SequentialExecutor(device)
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         return self.member.build_engine(server, algorithm)
@@ -240,9 +241,9 @@ class FederatedModule(FederatedHooks, Trained):
         return self.module(*args, **kwargs)
 
     def move_batches(self) -> None:
-        spare_shares(self, of=self.module)
+        for_evaluation_only(self, of=self.module)
         if (data := self.data_or_none("")) is not None:
-            spare_shares(data, of=data)
+            for_evaluation_only(data, of=data)
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; one of several models logs under its own name."""
@@ -263,6 +264,18 @@ class FederatedModule(FederatedHooks, Trained):
             raise AttributeError(f"{error}; that of your {type(own).__name__} is `.module.{name}`.") from None
 
 
+class _StepsOncePerRound:
+    """The result of ``self.lr_schedulers()`` on a client: the user's scheduler to read; only the server steps it."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def step(self, *args: Any, **kwargs: Any) -> None: ...  # the learning rate is constant within a round
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+
 def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:
     """Who takes part in a round; ``None`` if a federation of several models decides that."""
     if sampler is None:
@@ -274,3 +287,88 @@ def _participation(clients_per_round: int | None, sampler: Sampler | None) -> Un
             "one out."
         )
     return sampler
+
+
+def check_module(module: Any) -> None:
+    """Raise ``TypeError`` unless ``module`` is a LightningModule of the package ``lightning``, not yet federated."""
+    if isinstance(module, pl.LightningModule):
+        if is_host(module):
+            raise TypeError(
+                f"`module` must be your own LightningModule, got a {type(module).__name__}, which is federated "
+                "already; train it as it is, or wrap its `.module` anew."
+            )
+        return
+    if isinstance(getattr(module, "_orig_mod", None), pl.LightningModule):
+        raise TypeError(
+            "`module` is a compiled LightningModule, and clients need its hooks; compile what does the work inside it: "
+            "self.net = torch.compile(net)."
+        )
+    if isinstance(module, type):
+        raise TypeError(
+            f"`module` must be a LightningModule, got the class {module.__name__}; write {module.__name__}(...)."
+        )
+    remedy = "wrap it in one, with `training_step` and `configure_optimizers`"
+    if any(base.__module__.startswith("pytorch_lightning") for base in type(module).__mro__):
+        remedy = (
+            "it derives from `pytorch_lightning`, whose classes are other types than those of `lightning.pytorch`; "
+            "change the import to `import lightning.pytorch as pl`"
+        )
+    raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {type(module).__name__}: {remedy}.")
+
+
+def check_settings(server_optimizer: Any, local_hooks: Any) -> None:
+    """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own."""
+    _check_server_optimizer(server_optimizer)
+    if isinstance(local_hooks, LocalHook):
+        raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
+    check_is("local_hooks", local_hooks, Sequence)
+    for hook in local_hooks:
+        if isinstance(hook, pl.Callback):
+            name = type(hook).__name__
+            raise TypeError(
+                f"`local_hooks` act on devices, and {name} is a callback; write Trainer(callbacks=[{name}(...)])."
+            )
+        check_is("local_hooks", hook, LocalHook)
+
+
+def _check_server_optimizer(server_optimizer: Any) -> None:
+    if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
+        name = server_optimizer.__name__
+        got = f"the class {name}; write {name}(...)"
+    elif isinstance(server_optimizer, Optimizer):
+        name = type(server_optimizer).__name__
+        got = f"{name} of some parameters; write lambda parameters: torch.optim.{name}(parameters, lr=...)"
+    elif server_optimizer is None or callable(server_optimizer):
+        return
+    else:
+        got = (
+            f"{server_optimizer!r}; leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)"
+        )
+    raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
+
+
+def check_algorithm(algorithm: Any) -> None:
+    """Raise ``TypeError`` unless the argument is an algorithm; a strategy is only a part of one."""
+    is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
+    if is_class or isinstance(algorithm, ShardingStrategy):
+        strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
+        raise TypeError(
+            f"`algorithm` must be an instance of Algorithm, got the strategy {strategy}; write "
+            f"SpectralSharding(strategy={strategy})."
+        )
+    check_is("algorithm", algorithm, Algorithm)
+
+
+def check_suits(algorithm: Algorithm, module: pl.LightningModule) -> None:
+    """Raise ``ValueError`` if an algorithm cannot train a module, with a hint if its layers are not there yet."""
+    try:
+        algorithm.check(module)
+    except ValueError as error:
+        if next(module.parameters(), None) is not None:
+            raise
+        name = type(module).__name__
+        raise ValueError(
+            f"{name} has no parameters yet, and {type(algorithm).__name__} needs to see them when {name} is wrapped; "
+            "make its layers in `__init__`, rather than in `setup`."
+        ) from error

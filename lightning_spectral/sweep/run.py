@@ -20,9 +20,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_spectral.plugin.callbacks import RoundHistory
-from lightning_spectral.plugin.cli.command import FederatedCLI
-from lightning_spectral.plugin.cli.errors import errors_in_one_line, one_line
-from lightning_spectral.plugin.lightning.quiet_trainer import silence
+from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line, one_line
+from lightning_spectral.plugin.trainer import silence
 from lightning_spectral.report.rounds_file import NAME as RECORD
 from lightning_spectral.sweep.plan import SEED, PlannedRun, SweepError
 

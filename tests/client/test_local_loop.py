@@ -21,7 +21,7 @@ from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTask, Placement
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.client.user_step import Recorder
-from lightning_spectral.plugin.lightning.user_hooks import defines
+from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 

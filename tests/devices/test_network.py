@@ -9,7 +9,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.network.device import workplace
-from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
+from lightning_spectral.plugin.trainer import silent_trainer
 
 ALGORITHMS: dict[str, Any] = {
     "FedAvg": ls.FedAvg(),

@@ -10,7 +10,7 @@ import lightning_spectral as ls
 # Two blocks of 40 MiB, freed and asked for again ten times: by default glibc always maps blocks above 32 MiB anew.
 PROGRAM = """
 import resource, torch
-from lightning_spectral.plugin.lightning.allocator import tune_allocator
+from lightning_spectral.plugin.processes import tune_allocator
 torch.set_num_threads(1)
 if {tuned}:
     assert tune_allocator()

@@ -26,8 +26,7 @@ pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 from jsonargparse import Namespace, dict_to_namespace
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_spectral.plugin.cli.checkpoint import report_differences
-from lightning_spectral.plugin.cli.command import FederatedCLI
+from lightning_spectral.plugin.cli import FederatedCLI, report_differences
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/cli.md"

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.checkpoint_files import check_loadable
+from lightning_spectral.plugin.checkpoint_files import check_loadable
 
 WEIGHTS = {"w": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 PROGRESS = {"epoch": 1, "global_step": 2, "loops": {}, "optimizer_states": []}

@@ -22,8 +22,8 @@ from lightning_spectral.client.local_loop import LocalLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.federation import Federation
+from lightning_spectral.plugin.member import Member
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
@@ -67,10 +67,10 @@ class Chosen:
 
 @dataclass
 class Loop:
-    """Runs rounds in a plain loop; `told_after` turns of a round, nobody else may begin."""
+    """Runs rounds in a plain loop; `stopped_after` turns of a round, nobody else may begin."""
 
     round_idx: int = 0
-    told_after: int | None = None
+    stopped_after: int | None = None
     trainer: None = None
     averages_are_set: bool = False
     processes: Processes = field(default_factory=Processes)
@@ -82,8 +82,8 @@ class Loop:
     def round_callbacks(self) -> list[RoundCallback]:
         return [ls.SubmodelSampling(), ls.Aggregation()]
 
-    def until_told(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
-        yield from list(units)[: self.told_after]
+    def until_stopped(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
+        yield from list(units)[: self.stopped_after]
 
     def step(self, servers: Sequence[Optimizer]) -> None:
         for server in servers:
@@ -192,13 +192,13 @@ def test_a_round_that_ended_early_changes_nothing_and_can_be_repeated(lit_mlp: A
     owner, federation, loop = alone(lit_mlp, data, MIXED)
     begin(federation)
     before = copy.deepcopy(owner.module.state_dict())
-    loop.told_after = 2
+    loop.stopped_after = 2
     federation.start_round(0)
     federation.play(federation.cohorts.share(0))
     assert len(owner.engine.round.outcomes) == 2
     federation.abandon_round()
     assert same_state(before, owner.module.state_dict())
-    loop.told_after = None
+    loop.stopped_after = None
     play(federation, loop, [0])
     expected, other, plain = alone(lit_mlp, data, MIXED)
     begin(other)

@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.checks.run import REFUSED_CALLBACKS, check_callbacks
+from lightning_spectral.plugin.checks import REFUSED_CALLBACKS, check_callbacks
 
 WORKS: dict[str, Callable[[Path], pl.Callback]] = {
     "DeviceStatsMonitor": lambda folder: theirs.DeviceStatsMonitor(),

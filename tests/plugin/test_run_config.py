@@ -13,7 +13,7 @@ from federation import Fit, seeded
 from lightning.pytorch.loggers import CSVLogger
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.data.run_config import as_config
+from lightning_spectral.plugin.settings import as_config
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
-from lightning_spectral.plugin.checks.sampler import check_sampler
+from lightning_spectral.plugin.checks import check_sampler
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.server import sampled_cohorts
 

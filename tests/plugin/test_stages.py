@@ -7,7 +7,7 @@ from federation import Fit, same_state
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.stages import action_name
+from lightning_spectral.plugin.trainer import action_name
 from lightning_spectral.protocol.stage_clock import STAGES
 
 ROUNDS, COHORT = 3, 4

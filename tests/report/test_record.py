@@ -21,7 +21,7 @@ from made_up_runs import lines_of, made_run, rounds, write_run
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
-from lightning_spectral.plugin.data.run_config import as_config
+from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.report.groups import group_runs
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
 from lightning_spectral.report.page import write_report

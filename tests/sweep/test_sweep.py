@@ -205,7 +205,7 @@ def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(folder:
     subprocess.run(command, cwd=folder, check=True)
     assert {path.name for path in run.glob("version_*")} == {"version_0", "version_1", "version_2"}
 
-    from lightning_spectral.plugin.cli.command import FederatedCLI
+    from lightning_spectral.plugin.cli import FederatedCLI
 
     alone = FederatedCLI(
         ["--config", str(run / "config.yaml"), "--trainer.logger=false", "--trainer.default_root_dir=alone"],

@@ -10,7 +10,7 @@ import torch
 from lightning_spectral.network.device.client_data import ClientData
 from lightning_spectral.network.device.workplace import Workplace
 from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
-from lightning_spectral.plugin.lightning.user_hooks import as_in_a_step
+from lightning_spectral.plugin.user_hooks import as_in_a_step
 from lightning_spectral.protocol.records import Download, LoggedValue
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 

@@ -17,13 +17,10 @@ from lightning_spectral.client.local_loop import LocalLoop, LossLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.network.messages import Start
-from lightning_spectral.plugin.lightning.logs import redirect
-from lightning_spectral.plugin.lightning.placement import placement_of
-from lightning_spectral.plugin.lightning.precision import convert_now
-from lightning_spectral.plugin.lightning.quiet_trainer import silent_trainer
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
-from lightning_spectral.plugin.lightning.schedules import only_or_all, read_optimizers
-from lightning_spectral.plugin.lightning.user_hooks import defines
+from lightning_spectral.plugin.logs import redirect
+from lightning_spectral.plugin.member import read_optimizers
+from lightning_spectral.plugin.trainer import convert_now, num_rounds, placement_of, silent_trainer
+from lightning_spectral.plugin.user_hooks import defines, only_or_all
 from lightning_spectral.protocol.records import Download
 
 

@@ -96,7 +96,7 @@ def server_app(
         from lightning_spectral.network.flower.flower_line import FlowerLine
         from lightning_spectral.network.server.remote_clients import clients_of_models
         from lightning_spectral.plugin.module import FederatedModule
-        from lightning_spectral.plugin.multi_model import MultiModelModule
+        from lightning_spectral.plugin.several import MultiModelModule
 
         config = dict(context.run_config)
         model = federation(config)

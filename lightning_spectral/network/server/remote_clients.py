@@ -22,12 +22,10 @@ from lightning_spectral.network.server.reply_checks import ReplyChecks
 from lightning_spectral.network.server.roster import Roster, check_enough
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
-from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
-from lightning_spectral.plugin.data.server_data import EvaluationData, ServerData
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, MultiModelDataModule, ServerData
 from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.multi_model import MultiModelModule
+from lightning_spectral.plugin.several import MultiModelModule
+from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.executor import Executor

@@ -18,10 +18,10 @@ from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.batch_norm import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained, as_host
-from lightning_spectral.plugin.lightning.client_parallel import processes_of
-from lightning_spectral.plugin.lightning.logs import redirect_logging
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
-from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, defines
+from lightning_spectral.plugin.logs import redirect_logging
+from lightning_spectral.plugin.processes import processes_of
+from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, defines
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary

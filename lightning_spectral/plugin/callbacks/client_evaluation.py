@@ -17,10 +17,10 @@ from lightning_spectral.functional.figures import decile_means, gini_coefficient
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.host import Host, Trained, as_host
-from lightning_spectral.plugin.lightning.client_parallel import processes_of
-from lightning_spectral.plugin.lightning.logs import log_values
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
-from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
+from lightning_spectral.plugin.logs import log_values
+from lightning_spectral.plugin.processes import processes_of
+from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.processes import deal

@@ -27,8 +27,7 @@ from lightning_spectral.plugin.dashboard.loggers import (
 )
 from lightning_spectral.plugin.dashboard.records import Histogram, Shown, Table, of_model
 from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table
-from lightning_spectral.plugin.data.data_module import FederatedDataModule
-from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
+from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.host import Trained, is_host
 from lightning_spectral.protocol.records import RoundSummary
 

@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.dashboard.tables import round_bytes
-from lightning_spectral.plugin.lightning.logs import NewlyLogged
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.logs import NewlyLogged
+from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.turn import Turn

@@ -14,9 +14,9 @@ import lightning.pytorch as pl
 
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.data.run_config import as_config
 from lightning_spectral.plugin.host import is_host
-from lightning_spectral.plugin.lightning.logs import NewlyLogged
+from lightning_spectral.plugin.logs import NewlyLogged
+from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
 from lightning_spectral.report.rounds_file import NAME, Line, append_line, read_record, write_record
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics

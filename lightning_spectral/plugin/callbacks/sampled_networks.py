@@ -14,7 +14,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks.validated_beside import SUFFIX, ValidatedBeside
 from lightning_spectral.plugin.host import Trained, is_trained
-from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
+from lightning_spectral.plugin.processes import ClientParallelStrategy
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 
 from lightning_spectral.plugin.dashboard.records import Drawing, Histogram, Shown, Table
-from lightning_spectral.plugin.lightning.round_counting import num_rounds
+from lightning_spectral.plugin.trainer import num_rounds
 
 PAGES = TensorBoardLogger | WandbLogger  # loggers that have pages of their own
 BYTES = "fl/bytes_total"

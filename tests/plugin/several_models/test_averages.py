@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.participation import Sampler
-from lightning_spectral.plugin.checks.sampler import check_measurable
+from lightning_spectral.plugin.checks import check_measurable
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

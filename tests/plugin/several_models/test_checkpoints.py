@@ -14,7 +14,7 @@ from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, 
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint
+from lightning_spectral.plugin.settings import check_checkpoint
 
 
 @pytest.mark.filterwarnings(HARDLY_MOVED)

@@ -16,7 +16,7 @@ from mixed_federation import MIXED, federate
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import SpectralStart
-from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS, check_checkpoint
+from lightning_spectral.plugin.settings import TRAINER_SETTINGS, check_checkpoint
 
 FitAndSave = Callable[..., Fitted]
 

@@ -1,4 +1,4 @@
-"""Checks before the first round, and settings of a Trainer that a federation cannot honour; errors name the remedy."""
+"""Mistakes named before the first round, and settings that a federation cannot honour; errors name the remedy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from torch.nn.parameter import is_lazy
 
+from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
-from lightning_spectral.plugin.data.server_data import ServerData
-from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy
-from lightning_spectral.plugin.lightning.user_hooks import is_overridden
+from lightning_spectral.plugin.data import ServerData
+from lightning_spectral.plugin.processes import ClientParallelStrategy
+from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
 from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.server.processes import Processes
+from lightning_spectral.simulation import Conditions
 
 # By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
@@ -170,17 +171,70 @@ def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> N
         )
 
 
-def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
-    """Raise ``ValueError``, in every process, unless all of them have the same configuration."""
-    gathered = processes.gather(dict(configuration))
-    different = [
-        f"{name}: {value!r} in process 0, {other[name]!r} in process {rank}"
-        for rank, other in enumerate(gathered)
-        for name, value in gathered[0].items()
-        if other[name] != value
-    ]
-    if different:
+UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
+
+
+def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:
+    """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
+    for name, algorithm in algorithms.items():
+        of_model = f" of {name!r}" if name else ""
+        if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
+            raise ValueError(
+                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what "
+                "is uploaded or added without saying whether uploads are new values of the tensors sent: set "
+                "`updates_have_norms` in the class, to False if they are changes or anything else."
+            )
+        if "update" in sampler.figure and not algorithm.updates_have_norms:
+            raise ValueError(
+                f"{type(sampler).__name__} needs update norms, which {type(algorithm).__name__}{of_model} does not "
+                "provide; use LossVarianceReduced."
+            )
+        if sampler.figure == "stale update" and not algorithm.updates_are_expected:
+            raise ValueError(
+                f"{type(sampler).__name__} compares updates with earlier ones, which "
+                f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
+                "UpdateVarianceReduced."
+            )
+
+
+def _norms_are_unknown(kind: type[Algorithm]) -> bool:
+    """Whether a class inherits `updates_have_norms` from a class with other uploads, of which alone it is known."""
+    owners = {name: _place(kind, name) for name in ("updates_have_norms", *UPLOADING)}
+    return owners["updates_have_norms"] > min(owners[name] for name in UPLOADING)
+
+
+def _place(kind: type, name: str) -> int:
+    """The position of the class that defines an attribute, among a class and its bases."""
+    return next((place for place, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
+
+
+def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
+    """Raise ``ValueError`` if a sampler would measure losses with a ``training_step`` that itself trains."""
+    if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
+        return
+    for name, module in modules.items():
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"{type(sampler).__name__} measures losses with `training_step`, but "
+                f"{type(module).__name__}.training_step{f' ({name!r})' if name else ''} uses manual optimisation and "
+                'would train; use measure="last", or UpdateVarianceReduced.'
+            )
+
+
+def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
+    """Raise ``ValueError`` if a sampler's cohort is to be cut: its coefficients are meant for all drawn clients."""
+    if not trainer.fast_dev_run and limit != 0 and not (isinstance(limit, float) and limit == 1.0):  # type: ignore[attr-defined]
         raise ValueError(
-            "The processes are set up for different runs; give them the same arguments, data and seeds:\n  - "
-            + "\n  - ".join(different)
+            f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "
+            "its `active` instead."
+        )
+
+
+def check_over_selection(conditions: Conditions, participation: UniformParticipation | Sampler | None) -> None:
+    """Raise ``ValueError`` if late clients are left out of a sum whose coefficients are meant for all drawn clients."""
+    is_absolute = isinstance(participation, Sampler) and not participation.normalize
+    if is_absolute and conditions.clock is not None and conditions.clock.keep_first is not None:
+        raise ValueError(
+            f"VirtualClock(keep_first={conditions.clock.keep_first}) leaves out clients that a sampler drew, and every "
+            "step would be too short; leave it out, or give the sampler normalize=True."
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,10 +12,6 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
-from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
-from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
     BatchNormEstimation,
@@ -28,29 +23,22 @@ from lightning_spectral.plugin.callbacks import (
     WandbRounds,
 )
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.checks.run import check_callbacks
+from lightning_spectral.plugin.checks import check_callbacks
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.lightning.logs import log_round, redirect
-from lightning_spectral.plugin.lightning.placement import placement_of
-from lightning_spectral.plugin.lightning.precision import scaled_by
-from lightning_spectral.plugin.lightning.round_counting import RoundsAsSteps
-from lightning_spectral.plugin.lightning.schedules import RoundScheduler, only_or_all
-from lightning_spectral.plugin.lightning.stages import RoundStages, action_name
-from lightning_spectral.plugin.lightning.user_hooks import adopt_batch_hooks, defines
+from lightning_spectral.plugin.logs import log_round
+from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, action_name, scaled_by
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.stage_clock import Profile
-from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.run import Run
 
 
-class TrainerRuntime:
+class Runtime:
     """Runs a federation's rounds with the Trainer that fits a module."""
 
     def __init__(self, host: pl.LightningModule) -> None:
         self._host = host
-        self._told_to_end = False
+        self._is_stopping = False
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -79,28 +67,29 @@ class TrainerRuntime:
         return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=_place)
 
     def begin(self) -> None:
-        self._told_to_end = False
+        self._is_stopping = False
 
     def note_shares(self, round_idx: int, share: Share | None = None) -> None:
         """Let the other processes know what this one does until they meet, for the error if one does not arrive."""
         if isinstance(self.trainer.strategy, ClientParallelStrategy):
             self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
 
-    def until_told(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
+    def until_stopped(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
+        """Yield the units whose turns may begin: none once this process, or another, was asked to stop."""
         strategy = self.trainer.strategy
         for unit in units:
             if isinstance(strategy, ClientParallelStrategy):
                 strategy.note_turn(self.round_idx, unit)
-                self._told_to_end |= strategy.is_told_to_end()
+                self._is_stopping |= strategy.must_stop()
             else:
-                self._told_to_end |= self.trainer.received_sigterm
-            if self._told_to_end:
+                self._is_stopping |= self.trainer.received_sigterm
+            if self._is_stopping:
                 return
             yield unit
 
-    def end_if_told(self) -> None:
-        """End all processes, as Lightning does for SIGTERM, if any of them was told to before its clients were done."""
-        if self.trainer.strategy.reduce_boolean_decision(self._told_to_end, all=False):
+    def stop_if_signalled(self) -> None:
+        """End all processes, as Lightning does for SIGTERM, if any was asked to before its clients were done."""
+        if self.trainer.strategy.reduce_boolean_decision(self._is_stopping, all=False):
             self.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException
 
@@ -118,41 +107,6 @@ class TrainerRuntime:
 
     def log(self, summaries: Sequence[RoundSummary]) -> None:
         log_round(self.trainer, summaries)
-
-
-def sequential_executor(
-    owner: Any, run: Run, schedules: Sequence[RoundScheduler], local_trainer: LocalTrainer = LocalLoop
-) -> SequentialExecutor:
-    """An executor that trains the clients of a `FederatedModule` one after another, on a device in this process."""
-    placement = placement_of(owner.trainer, owner.device, owner.module, owner.data)
-    device = Device(
-        run.server,
-        run.half.device_half,
-        owner.templates(),
-        owner.data.client_data,
-        LocalSettings(placement, owner.local_hooks, defines, redirect),
-        local_trainer,
-        attach=partial(_attach, owner, lambda: only_or_all([_StepsOncePerRound(s.scheduler) for s in schedules])),
-        profile=run.profile,
-    )
-    return SequentialExecutor(device)
-
-
-def _attach(owner: Any, schedulers: Callable[[], Any], recorder: Recorder, client: Any) -> None:
-    redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
-    adopt_batch_hooks(client, owner.data)
-
-
-class _StepsOncePerRound:
-    """The result of ``self.lr_schedulers()`` on a client: the user's scheduler to read; only the server steps it."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def step(self, *args: Any, **kwargs: Any) -> None: ...  # the learning rate is constant within a round
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
 
 
 def _is_absent(profiler: object) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,17 +14,14 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
-from lightning_spectral.plugin.checks.run import check_datamodule
-from lightning_spectral.plugin.data.multi_model import MultiModelDataModule
-from lightning_spectral.plugin.data.run_config import config_of, shown_hparams
-from lightning_spectral.plugin.data.server_data import ServerData
-from lightning_spectral.plugin.federated_hooks import FederatedHooks
+from lightning_spectral.plugin.checks import check_datamodule
+from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
+from lightning_spectral.plugin.hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.lightning.fixed_arguments import arguments_of
-from lightning_spectral.plugin.lightning.logs import forwarded_logging
-from lightning_spectral.plugin.lightning.user_hooks import BATCH_HOOKS, is_overridden
+from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.multi_model_checks import PROCESSORS, check_models, plain_unavailable
+from lightning_spectral.plugin.settings import arguments_of, config_of, shown_hparams
+from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 
@@ -90,18 +87,10 @@ class MultiModelModule(FederatedHooks):
         self.processors = check_per_client("processors", processors, PROCESSORS)
         self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
-        self._federate({name: member.member for name, member in self.members.items()})
+        self._create_federation({name: model.member for name, model in models.items()})
         hparams = {name: shown_hparams(member.module) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
         self._fix(arguments_of(MultiModelModule.__init__))
-
-    @property
-    def members(self) -> Mapping[str, FederatedModule]:
-        return cast(Mapping[str, FederatedModule], dict(self.models.items()))
-
-    @property
-    def views(self) -> Mapping[str, pl.LightningModule]:
-        return {f"models.{name}": member.module for name, member in self.members.items()}
 
     @property
     def multi_data(self) -> MultiModelDataModule:
@@ -215,3 +204,56 @@ class MultiModelModule(FederatedHooks):
         if name in own:
             return getattr(own[name], hook)(batch, *args[:-1], own_index)
         return getattr(super(), hook)(batch, *args)
+
+
+PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
+
+
+def check_models(models: Any) -> None:
+    """Check the models of a federation: their types, names and participation, and that they share no weights."""
+    check_is("models", models, Mapping)
+    taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
+    if not models:
+        raise ValueError("`models` is empty; give a FederatedModule for each model, by name.")
+    for name, model in models.items():
+        check_is(f"models[{name!r}]", model, FederatedModule)
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"A model's name must be an identifier, as it begins those of its metrics, got {name!r}.")
+        if name in taken:
+            raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
+        if model.participation is not None:
+            raise ValueError(
+                f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "
+                "leave out its `clients_per_round` and `participation`."
+            )
+    _check_nothing_is_shared(models)
+
+
+def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
+    owner: dict[int, str] = {}
+    for name, model in models.items():
+        for tensor in {*model.module.parameters(), *model.module.buffers()}:
+            other = owner.setdefault(id(tensor), name)
+            if other != name:
+                raise ValueError(
+                    f"The models {other!r} and {name!r} share weights, so each would train the other's; give each "
+                    "its own: copy.deepcopy(layer)."
+                )
+
+
+def plain_unavailable(
+    unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]
+) -> dict[int, tuple[str, ...]]:
+    """Check which models clients cannot train, by client, and return them."""
+    check_is("unavailable", unavailable, Mapping)
+    client_id = Whole(at_least=0, hint="its keys are clients' ids")
+    plain: dict[int, tuple[str, ...]] = {}
+    for client, names in unavailable.items():
+        client = client_id("unavailable", client)
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            remedy = f"; write {{{client}: [{names!r}]}}" if isinstance(names, str) else ""
+            raise TypeError(f"`unavailable` lists models of a client, got {names!r}{remedy}.")
+        plain[client] = names = tuple(names)
+        if unknown := [name for name in names if name not in models]:
+            raise ValueError(f"`unavailable` names {unknown} for client {client}; the models are {sorted(models)}.")
+    return plain

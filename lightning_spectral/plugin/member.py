@@ -1,10 +1,11 @@
-"""One model of a federation: its optimizers, its engine, and its part of every round."""
+"""One model of a federation: its optimizers and their schedules, its engine, and its part of every round."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf
@@ -25,15 +27,16 @@ from lightning_spectral.client.local_optimizer import (
     untrained_parameters,
 )
 from lightning_spectral.client.training_checks import check_still_own
-from lightning_spectral.plugin.federation.interfaces import Owner, Plan, Runtime, figure_of, is_absolute
-from lightning_spectral.plugin.federation.round_schedules import RoundSchedules
-from lightning_spectral.plugin.lightning.schedules import RoundScheduler, name_group, read_optimizers
-from lightning_spectral.plugin.lightning.user_hooks import check_configures
+from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.host import Host, Trained
+from lightning_spectral.plugin.rounds import Runtime
+from lightning_spectral.plugin.user_hooks import check_configures
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.round import OpenRound
 from lightning_spectral.server.run import Run
@@ -59,10 +62,10 @@ class Member:
         first_rounds: Watches the first rounds for mistakes.
     """
 
-    plan: Plan
+    plan: Host
     runtime: Runtime
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: Trained) -> None:
         self.owner = owner
         self.name = self.key = ""
         self.optimizers: list[Optimizer] = []
@@ -77,7 +80,7 @@ class Member:
         """A copy has no part in the fit."""
         return {**vars(self), "_engine": None, "optimizers": []}
 
-    def join(self, name: str, key: str, plan: Plan, runtime: Runtime) -> None:
+    def join(self, name: str, key: str, plan: Host, runtime: Runtime) -> None:
         """Become part of a federation."""
         self.name, self.key, self.plan, self.runtime = name, key, plan, runtime
 
@@ -188,7 +191,8 @@ class Member:
         store: ClientStore,
         frozen_base: FrozenBase,
     ) -> Engine:
-        owner, participation = self.owner, self.plan.participation
+        owner, sampler = self.owner, self.plan.participation
+        figure = sampler.figure if isinstance(sampler, Sampler) else ""
         store.to(owner.device)
         run = Run(
             algorithm,
@@ -196,9 +200,9 @@ class Member:
             self.plan.clients_of(self.name, algorithm),
             seed=owner.seed,
             local_epochs=owner.local_epochs,
-            absolute=is_absolute(participation),
+            absolute=isinstance(sampler, Sampler) and not sampler.normalize,
             model=self.name,
-            figure=figure_of(participation),
+            figure=figure,
             options=self._options,
             faults=owner.faults,
             update_bound=owner.update_bound,
@@ -208,7 +212,7 @@ class Member:
             frozen_base=frozen_base,
             profile=self.runtime.profile,
         )
-        losses = partial(owner.make_local_executor, run, LossLoop) if run.figure == "loss" else None
+        losses = partial(owner.make_local_executor, run, LossLoop) if figure == "loss" else None
         return Engine(run, partial(owner.make_executor, run), losses)
 
     def _options(self) -> tuple[tuple[Options, ...], ...]:
@@ -255,3 +259,171 @@ class Member:
     def end_fit(self) -> None:
         """Drop what exists only while fitting."""
         self._engine, self.optimizers = None, []
+
+
+class RoundSchedules:
+    """A model's schedules in one fit.
+
+    Lightning keeps the last value of every metric, so a schedule that waits for one could see an earlier round's value.
+
+    Args:
+        schedulers: Those of the user's ``configure_optimizers``.
+        name: The model's name, with which the names of its metrics begin; empty if it is trained alone.
+    """
+
+    def __init__(self, schedulers: Sequence[RoundScheduler], name: str) -> None:
+        self.schedulers = schedulers
+        self.prefix = f"{name}/" if name else ""
+        self._logged: set[str] = set()
+        self._outdated: set[str] = set()
+        self._rests = False
+
+    def note(self, summary: RoundSummary) -> None:
+        """Remember which training metrics are missing in this round."""
+        logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
+        self._logged |= logged
+        self._outdated = self._logged - logged
+        self._rests = not summary.averaged
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which training metrics there are, for the checkpoint; Lightning saves the schedulers themselves."""
+        return {"logged": sorted(self._logged), "outdated": sorted(self._outdated), "rests": self._rests}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what is known about training metrics."""
+        self._logged, self._outdated = set(state_dict["logged"]), set(state_dict["outdated"])
+        self._rests = state_dict["rests"]
+
+    def step(self, round_idx: int) -> None:
+        """Step at the end of a round, whether or not any client trained this model."""
+        for scheduler in self.schedulers:
+            if not scheduler.waits_for_metric:
+                scheduler.step(round_idx)
+
+    def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
+        """Step the schedules that wait for a metric, by the names under which the user's module logs.
+
+        A schedule that waits for a training metric skips rounds in which no client is in the average.
+        """
+        new = {name: value for name, value in metrics.items() if name not in self._outdated}
+        own = {name.removeprefix(self.prefix): value for name, value in new.items() if name.startswith(self.prefix)}
+        for scheduler in self.schedulers:
+            if scheduler.waits_for_metric and (scheduler.monitor in own or not self._rests):
+                scheduler.step_on(own, round_idx)
+
+
+@dataclass(frozen=True)
+class RoundScheduler:
+    """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
+
+    Attributes:
+        scheduler: The user's scheduler, of the optimizer on which every client's is modelled.
+        name: Its name for ``LearningRateMonitor``.
+        frequency: Number of rounds from one step to the next.
+        monitor: Metric that a ``ReduceLROnPlateau`` monitors.
+        strict: Whether a missing metric is an error.
+    """
+
+    scheduler: Any
+    name: str | None = None
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+
+    @property
+    def waits_for_metric(self) -> bool:
+        """Whether it steps after validation, on a metric."""
+        return isinstance(self.scheduler, ReduceLROnPlateau)
+
+    def step(self, round_idx: int) -> None:
+        if (round_idx + 1) % self.frequency == 0:
+            with warnings.catch_warnings():
+                # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                self.scheduler.step()
+
+    def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
+        """Step on the monitored metric; if it is missing, that is an error if ``strict`` is set."""
+        if (round_idx + 1) % self.frequency != 0:
+            return
+        if self.monitor is not None and self.monitor in metrics:
+            self.scheduler.step(metrics[self.monitor])
+        elif self.strict:
+            raise ValueError(
+                f"ReduceLROnPlateau monitors {self.monitor!r}, which was not logged in round {round_idx}; "
+                f"logged were: {', '.join(sorted(metrics))}. Log it, validate every round, or set 'strict': False."
+            )
+
+
+def read_optimizers(
+    configured: Any, owner: str, *, several: bool = False
+) -> tuple[list[Optimizer], list[RoundScheduler]]:
+    """Read what a user's ``configure_optimizers`` returned, in any of the forms that Lightning knows.
+
+    Args:
+        configured: What it returned.
+        owner: Name of the user's class, for errors.
+        several: Whether there may be more than one optimizer.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> _, schedules = read_optimizers({"optimizer": optimizer, "lr_scheduler": None}, "LitModel")
+        >>> schedules
+        []
+    """
+    if configured is None:
+        raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
+    optimizers, schedulers = _parts(configured)
+    right_number = len(optimizers) >= 1 if several else len(optimizers) == 1
+    if not right_number or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+        number = "torch optimizers" if several else "one torch optimizer"
+        more = "; several need manual optimisation: `self.automatic_optimization = False` in its `__init__`"
+        raise ValueError(
+            f"{owner}.configure_optimizers must return {number}, got {len(optimizers)} "
+            f"({', '.join(type(o).__name__ for o in optimizers)}){'' if several else more}."
+        )
+    return optimizers, [_schedule(s, monitor) for s, monitor in schedulers if s is not None]
+
+
+def name_group(optimizer: Optimizer, name: str) -> None:
+    """Name an optimizer's only parameter group for ``LearningRateMonitor``, unless it has a name.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        >>> name_group(optimizer, "server")  # its rate is then logged as "lr-SGD/server"
+        >>> optimizer.param_groups[0]["name"]
+        'server'
+    """
+    if len(optimizer.param_groups) == 1:
+        optimizer.param_groups[0].setdefault("name", name)
+
+
+def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
+    """Optimizers, and schedulers with the metric that each monitors, if any."""
+    if isinstance(configured, Mapping):
+        if "optimizer" not in configured:
+            raise ValueError(f"`configure_optimizers` returned a dictionary without 'optimizer': {list(configured)}.")
+        return [configured["optimizer"]], [(configured.get("lr_scheduler"), configured.get("monitor"))]
+    if not isinstance(configured, Sequence):
+        return [configured], []
+    if configured and all(isinstance(one, Mapping) for one in configured):
+        parts = [_parts(one) for one in configured]
+        return [o for optimizers, _ in parts for o in optimizers], [s for _, schedulers in parts for s in schedulers]
+    if len(configured) == 2 and isinstance(configured[0], Sequence):
+        schedulers = configured[1] if isinstance(configured[1], Sequence) else [configured[1]]
+        return list(configured[0]), [(scheduler, None) for scheduler in schedulers]
+    return list(configured), []
+
+
+def _schedule(scheduler: Any, monitor: str | None) -> RoundScheduler:
+    if not isinstance(scheduler, Mapping):
+        return RoundScheduler(scheduler, monitor=monitor)
+    return RoundScheduler(
+        scheduler["scheduler"],
+        scheduler.get("name"),
+        scheduler.get("frequency", 1),
+        scheduler.get("monitor", monitor),
+        scheduler.get("strict", True),
+    )

@@ -1,8 +1,9 @@
-"""The settings of a run as plain nested dictionaries, by which loggers filter and group runs."""
+"""The settings of a run: fixed once it is built from them, shown to loggers, and compared when it is resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -12,8 +13,39 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.parsing import is_picklable
 
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.plugin.data.server_data import ServerData
+from lightning_spectral.server.processes import Processes
 
+
+class FixedArguments:
+    """A base class that refuses new values for arguments that would be ignored, wholly or in part."""
+
+    _fixed: frozenset[str] = frozenset()
+
+    def _fix(self, names: Iterable[str]) -> None:
+        """Refuse new values for these arguments from now on."""
+        self._fixed = self._fixed.union(names)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._fixed:
+            kind = type(self).__name__
+            raise AttributeError(
+                f"`{name}` cannot be changed in a {kind} that is already built from it; make a new one: "
+                f"{kind}(..., {name}=...)."
+            )
+        super().__setattr__(name, value)
+
+
+def arguments_of(init: Callable[..., None]) -> list[str]:
+    """Names of the arguments of an ``__init__``.
+
+    Example:
+        >>> arguments_of(lambda self, module, *, seed=0: None)
+        ['module', 'seed']
+    """
+    return list(inspect.signature(init).parameters)[1:]
+
+
+TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
 MAX_ITEMS = 8  # of a sequence that is shown item by item
 MAX_TEXT = 200
 
@@ -21,11 +53,6 @@ MAX_TEXT = 200
 def config_of(owner: object, names: Iterable[str]) -> dict[str, Any]:
     """The named attributes of an object, each by `as_config`."""
     return {name: as_config(getattr(owner, name)) for name in names}
-
-
-def data_config(data: ServerData) -> dict[str, Any]:
-    """The data settings of a run: how the data was dealt, and to how many clients."""
-    return config_of(data, data.settings)
 
 
 def shown_hparams(module: pl.LightningModule) -> dict[str, Any]:
@@ -82,3 +109,50 @@ def _as_text(value: object) -> str:
         return type(value).__qualname__
     text = repr(value)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
+
+
+def described(server_optimizer: Any) -> str:
+    """Describe the server optimizer with its settings, except those of a function, which are not visible."""
+    if server_optimizer is None or is_dataclass(server_optimizer):
+        return repr(server_optimizer)
+    return "a function, whose settings are not compared"
+
+
+def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was written by a run of the same configuration.
+
+    Settings of the Trainer are compared if both have them: quick tries (``fast_dev_run``) do not.
+    """
+    saved = checkpoint.get("federation")
+    if saved is None:
+        raise ValueError(
+            "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
+            "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."
+        )
+    uncompared = set(TRAINER_SETTINGS) - (saved.keys() & configuration.keys())
+    changed = [
+        f"{name}: {saved.get(name)!r} in the checkpoint, {configuration.get(name)!r} now"
+        for name in {**configuration, **saved}
+        if name not in uncompared and saved.get(name) != configuration.get(name)
+    ]
+    if changed:
+        raise ValueError(
+            "The checkpoint was written with another configuration, so resuming would continue neither run; "
+            "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
+        )
+
+
+def check_same_everywhere(processes: Processes, configuration: Mapping[str, Any]) -> None:
+    """Raise ``ValueError``, in every process, unless all of them have the same configuration."""
+    gathered = processes.gather(dict(configuration))
+    different = [
+        f"{name}: {value!r} in process 0, {other[name]!r} in process {rank}"
+        for rank, other in enumerate(gathered)
+        for name, value in gathered[0].items()
+        if other[name] != value
+    ]
+    if different:
+        raise ValueError(
+            "The processes are set up for different runs; give them the same arguments, data and seeds:\n  - "
+            + "\n  - ".join(different)
+        )

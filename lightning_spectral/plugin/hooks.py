@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.parsing import clean_namespace
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.client.user_step import call_with_accepted
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checks.run import (
+from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable, handle_whole_files
+from lightning_spectral.plugin.checkpoints import SavedRun
+from lightning_spectral.plugin.checks import (
     check_clipping,
+    check_limit,
     check_member,
+    check_over_selection,
     check_own_optimizers,
-    check_same_everywhere,
     check_stage,
     check_trainer,
     warn_of_recompilations,
 )
-from lightning_spectral.plugin.checks.sampler import check_limit, check_over_selection
-from lightning_spectral.plugin.data.run_config import data_config
-from lightning_spectral.plugin.data.server_data import ServerData
-from lightning_spectral.plugin.federation.federation import ALONE, Federation
-from lightning_spectral.plugin.federation.interfaces import is_absolute
-from lightning_spectral.plugin.federation.member import Member
+from lightning_spectral.plugin.data import ServerData
+from lightning_spectral.plugin.federation import ALONE, Federation
 from lightning_spectral.plugin.host import Host, Share
-from lightning_spectral.plugin.lightning.checkpoint_files import check_loadable, handle_whole_files
-from lightning_spectral.plugin.lightning.checkpoints import TRAINER_SETTINGS
-from lightning_spectral.plugin.lightning.client_parallel import ClientParallelStrategy, log_options, processes_of
-from lightning_spectral.plugin.lightning.fixed_arguments import FixedArguments
-from lightning_spectral.plugin.lightning.logs import show_epoch
-from lightning_spectral.plugin.lightning.precision import convert_now, full_precision
-from lightning_spectral.plugin.lightning.saved_modules import ARGUMENTS
-from lightning_spectral.plugin.lightning.user_view import UserView
-from lightning_spectral.plugin.trainer.forwarded_hooks import ForwardedHooks
-from lightning_spectral.plugin.trainer.runtime import TrainerRuntime, with_boundaries
-from lightning_spectral.plugin.trainer.saved_run import SavedRun
+from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
+from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.processes import ClientParallelStrategy, log_options, processes_of
+from lightning_spectral.plugin.rounds import Runtime, with_boundaries
+from lightning_spectral.plugin.settings import TRAINER_SETTINGS, FixedArguments, check_same_everywhere, config_of
+from lightning_spectral.plugin.trainer import convert_now, full_precision
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.client_directory import ClientDirectory
 from lightning_spectral.server.processes import Processes
@@ -46,8 +46,41 @@ from lightning_spectral.server.processes import Processes
 Checkpoint = dict[str, Any]
 
 
-class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
-    """What Lightning calls of a federation; `FederatedModule` and `MultiModelModule` say who is in it."""
+def on_each(hook: str) -> Callable[..., None]:
+    """Make a method that calls the hook of the same name on every user's module."""
+
+    def forward(self: FederatedHooks, *args: Any) -> None:
+        self.call_users(hook, *args)
+
+    return _named(forward, hook)
+
+
+def on_one(hook: str, position: int = 2) -> Callable[..., Any]:
+    """Make a method that calls the hook of the same name on the module to whose data a batch belongs.
+
+    The dataloader's index has a position among the hook's arguments, and Lightning may leave it out.
+    """
+
+    def forward(self: FederatedHooks, *args: Any) -> Any:
+        with self.evaluating(args, position) as (module, own_args):
+            return call_with_accepted(getattr(module, hook), *own_args)
+
+    return _named(forward, hook)
+
+
+def _named(forward: Callable[..., Any], hook: str) -> Callable[..., Any]:
+    forward.__name__ = forward.__qualname__ = hook
+    forward.__doc__ = f"The user's ``{hook}``, on the server's module."
+    return forward
+
+
+class FederatedHooks(FixedArguments, pl.LightningModule, Host):
+    """What Lightning calls of a federation; `FederatedModule` and `MultiModelModule` say who is in it.
+
+    Lightning and its callbacks see the parameters, buffers and `state_dict` of the users' modules alone, under the
+    users' names. An algorithm's state is no weight of the model: callbacks that save, average, freeze or count weights
+    leave it alone. It moves with the module, and the federation saves it in an entry of its own.
+    """
 
     # Where Lightning looks for what builds the federation; the usual entries are those of the user's module.
     CHECKPOINT_HYPER_PARAMS_KEY = ARGUMENTS
@@ -57,17 +90,24 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     seed: int
     participation: UniformParticipation | Sampler | None
     federation: Federation
-    _runtime: TrainerRuntime
+    _runtime: Runtime
     _saved: SavedRun
     _default_dtype: torch.dtype
 
-    def _federate(self, members: Mapping[str, Member]) -> None:
-        """Found the federation, at the end of the constructor."""
+    def _create_federation(self, members: Mapping[str, Member]) -> None:
+        """Create the federation, at the end of the constructor."""
         self.automatic_optimization = False
-        self._runtime = TrainerRuntime(self)
+        self._runtime = Runtime(self)
         self.federation = Federation(self, members, self._runtime)
         self._saved = SavedRun(self.federation)
         self._default_dtype = torch.get_default_dtype()
+
+    # -- who is in it
+
+    @property
+    def members(self) -> Mapping[str, Any]:
+        """The `FederatedModule` of each model by name; the name is empty if there is only one."""
+        return {name: member.owner for name, member in self.federation.members.items()}
 
     def data_of(self, name: str) -> ServerData:
         raise NotImplementedError
@@ -79,7 +119,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     def population(self) -> Population:
         raise NotImplementedError
 
-    def available_for(self, name: str) -> torch.Tensor | None:
+    def available_for(self, name: str) -> Tensor | None:
         """Whether each client can train a model, if it has examples of it; ``None`` if all can."""
         return None
 
@@ -87,11 +127,98 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         """The settings that must match for a checkpoint to be resumed, apart from the data."""
         raise NotImplementedError
 
+    def move_batches(self) -> None:
+        """Let the batch hooks of users' modules and data act on evaluation batches."""
+        raise NotImplementedError
+
+    def evaluating(self, args: tuple[Any, ...], position: int) -> AbstractContextManager[Any]:
+        """Within the block, let the module log to which an evaluation batch belongs; yields it and its own arguments.
+
+        Of the arguments of one of Lightning's hooks, the one at ``position`` is the dataloader's index.
+        """
+        raise NotImplementedError
+
     def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
         """What is known of one model's clients, with the capacities that an algorithm gives them."""
         data = self.data_of(name)
-        capacities = algorithm.keep_ratios(data.num_clients, self.federation.members[name].owner.seed)
-        return data.client_directory(capacities, self.available_for(name))
+        return data.client_directory(
+            algorithm.keep_ratios(data.num_clients, self.members[name].seed), self.available_for(name)
+        )
+
+    # -- weights, under the names that users know
+
+    @property
+    def views(self) -> Mapping[str, pl.LightningModule]:
+        """The users' modules, by what precedes the names of their weights."""
+        return {f"models.{name}" if name else "": owner.module for name, owner in self.members.items()}
+
+    def named_parameters(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        views = self.views.items()
+        return chain.from_iterable(m.named_parameters(_joined(prefix, own), *args, **options) for own, m in views)
+
+    def named_buffers(self, prefix: str = "", *args: Any, **options: Any) -> Iterator[tuple[str, Tensor]]:
+        views = self.views.items()
+        return chain.from_iterable(m.named_buffers(_joined(prefix, own), *args, **options) for own, m in views)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """What the users' own ``state_dict`` return."""
+        if (only := self.views.get("")) is not None:
+            return only.state_dict(*args, **options)
+        prefix, found = options.pop("prefix", ""), options.pop("destination", OrderedDict())
+        for own, module in self.views.items():
+            found.update({f"{prefix}{own}.{name}": value for name, value in module.state_dict(**options).items()})
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights with the users' own ``load_state_dict``; of several, each has its own ``strict_loading``."""
+        options = {"assign": True} if assign else {}  # users who override this rarely know it
+        if (only := self.views.get("")) is not None:
+            return only.load_state_dict(state_dict, strict, **options)
+        unexpected = [name for name in state_dict if not name.startswith(tuple(f"{own}." for own in self.views))]
+        if strict and unexpected:
+            raise RuntimeError(f"The weights {', '.join(unexpected)} belong to none of {', '.join(self.views)}.")
+        missing: list[str] = []
+        for own, module in self.views.items():
+            prefix = f"{own}."
+            part = {name.removeprefix(prefix): v for name, v in state_dict.items() if name.startswith(prefix)}
+            found = module.load_state_dict(part, strict and module.strict_loading, **options)
+            missing += [prefix + name for name in found.missing_keys]
+            unexpected += [prefix + name for name in found.unexpected_keys]
+        return _IncompatibleKeys(missing, unexpected)
+
+    @property
+    def strict_loading(self) -> bool:
+        """Whether all weights must be found, which the user's module decides if there is only one."""
+        only = self.views.get("")
+        return super().strict_loading if only is None else only.strict_loading
+
+    @strict_loading.setter
+    def strict_loading(self, strict_loading: bool) -> None:
+        for module in self.views.values():
+            module.strict_loading = strict_loading
+
+    # -- hooks of evaluation, and those that run once per run
+
+    validation_step = on_one("validation_step")
+    on_validation_start = on_each("on_validation_start")
+    on_validation_end = on_each("on_validation_end")
+    on_validation_epoch_start = on_each("on_validation_epoch_start")
+    on_validation_batch_start = on_one("on_validation_batch_start")
+    on_validation_batch_end = on_one("on_validation_batch_end", 3)
+
+    test_step = on_one("test_step")
+    on_test_start = on_each("on_test_start")
+    on_test_end = on_each("on_test_end")
+    on_test_epoch_start = on_each("on_test_epoch_start")
+    on_test_epoch_end = on_each("on_test_epoch_end")
+    on_test_batch_start = on_one("on_test_batch_start")
+    on_test_batch_end = on_one("on_test_batch_end", 3)
+
+    def call_users(self, hook: str, *args: Any) -> None:
+        """Call a hook of every user's module, which logs under the model's name."""
+        for owner in self.members.values():
+            with forwarded_logging(owner.module, owner):
+                call_with_accepted(getattr(owner.module, hook), *args)
 
     # -- a run
 
@@ -101,38 +228,32 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         if self.trainer.state.fn == "fit":
             self._saved.begin()
         check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
-        configured = [member.owner.module.configure_callbacks() for member in self.federation.members.values()]
+        configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
         return with_boundaries(self.trainer, own)
 
     def prepare_data(self) -> None:
-        for member in self.federation.members.values():
-            member.owner.module.prepare_data()
+        for owner in self.members.values():
+            owner.module.prepare_data()
 
     def setup(self, stage: str) -> None:
         self.federation.take_members()
-        for member in self.federation.members.values():
-            clean_namespace(member.owner.module.hparams)  # as Lightning does for the module that it knows
-            member.owner.module.setup(stage)
-            check_stage(stage, member.owner.module)
+        for owner in self.members.values():
+            clean_namespace(owner.module.hparams)  # as Lightning does for the module that it knows
+            owner.module.setup(stage)
+            check_stage(stage, owner.module)
         if stage == "fit":
             self._runtime.begin()
             check_trainer(self.trainer)
             check_own_optimizers(self)
-            for name, member in self.federation.members.items():
-                self._check_member(member, self.data_of(name))
+            for name, owner in self.members.items():
+                data = self.data_of(name)
+                check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
+                capacities = owner.algorithm.keep_ratios(data.num_clients, owner.seed)
+                warn_of_recompilations(owner.module, len(capacities.values))
+                check_over_selection(owner.conditions, self.participation)
+                owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
         self.move_batches()
-
-    def _check_member(self, member: Member, data: ServerData) -> None:
-        owner = member.owner
-        check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
-        capacities = owner.algorithm.keep_ratios(data.num_clients, owner.seed)
-        warn_of_recompilations(owner.module, len(capacities.values))
-        check_over_selection(owner.conditions, absolute=is_absolute(self.participation))
-        owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
-
-    def move_batches(self) -> None:
-        raise NotImplementedError
 
     def teardown(self, stage: str) -> None:
         for member in self.federation.members.values():
@@ -144,10 +265,10 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         optimizers: list[Any] = []
         schedulers: list[dict[str, Any]] = []
         for name, member in self.federation.members.items():
-            made = member.make_optimizers()
+            for made in member.make_optimizers():
+                shown = f"{name}/{made.name or 'lr'}" if name else made.name
+                schedulers.append({"scheduler": made.scheduler, "name": shown})
             optimizers += member.optimizers
-            names = (f"{name}/{s.name or 'lr'}" if name else s.name for s in made)
-            schedulers += [{"scheduler": s.scheduler, "name": own} for s, own in zip(made, names, strict=True)]
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:
@@ -164,7 +285,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
     def on_train_start(self) -> None:
         self.call_users("on_train_start")
         self._saved.try_saving()
-        self._saved.go_on(self)
+        self._saved.start_training(self)
 
     def on_train_end(self) -> None:
         """Report what the first rounds have shown, and call the users' hooks."""
@@ -198,7 +319,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         self._runtime.note_shares(batch.round_idx, batch)
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
-            self._runtime.end_if_told()
+            self._runtime.stop_if_signalled()
             for callback in self._runtime.round_callbacks():
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
@@ -216,7 +337,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         """Stop all processes together, as soon as any of them is asked to, or received SIGTERM."""
         strategy = self.trainer.strategy
         if isinstance(strategy, ClientParallelStrategy):
-            strategy.end_if_told()
+            strategy.share_sigterm()
             strategy.note_shares(batch.round_idx)
         self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
 
@@ -276,26 +397,26 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         found = super().hparams_initial
         if self._trainer is None or self.trainer.state.fn != "fit":
             return found
-        data = {name: self.data_or_none(name) for name in self.federation.members}
-        configs = {name: data_config(one) for name, one in data.items() if one is not None}
+        data = {name: self.data_or_none(name) for name in self.members}
+        configs = {name: config_of(one, one.settings) for name, one in data.items() if one is not None}
         return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def full_configuration(self) -> dict[str, str | int]:
-        """The settings that must match for a checkpoint to be resumed, and across all processes."""
+        """The settings that must match for a checkpoint to be resumed, and across all processes.
+
+        Among them are settings of the Trainer that change a run's result, except in a quick try, which can continue
+        any run.
+        """
         found = self.configuration()
-        for name in self.federation.members:
+        for name in self.members:
             prefix = f"{name}: " if name else ""
             if (data := self.data_or_none(name)) is not None:
                 found |= {f"{prefix}{setting}": value for setting, value in data.configuration().items()}
-        return found | self._trainer_settings()
-
-    def _trainer_settings(self) -> dict[str, str | int]:
-        """Settings of the Trainer that change a run's result; none for a quick try, which can continue any run."""
-        trainer, limit = self.trainer, self.federation.cohorts.limit
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return {}
-        settings = limit, trainer.overfit_batches or 0.0, trainer.precision  # type: ignore[attr-defined]
-        return dict(zip(TRAINER_SETTINGS, map(str, settings), strict=True))  # as text, because a limit of 1 is not 1.0
+        trainer: Any = self.trainer
+        if not trainer.fast_dev_run:
+            settings = self.federation.cohorts.limit, trainer.overfit_batches or 0.0, trainer.precision
+            found |= zip(TRAINER_SETTINGS, map(str, settings), strict=True)  # as text, because a limit of 1 is not 1.0
+        return found
 
     def on_save_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._saved.write(checkpoint, self.full_configuration())
@@ -312,3 +433,7 @@ class FederatedHooks(FixedArguments, UserView, ForwardedHooks, Host):
         if self._trainer is not None:
             convert_now(self, self.trainer.precision_plugin)
         self.federation.load_states(checkpoint)
+
+
+def _joined(prefix: str, own: str) -> str:
+    return ".".join(filter(None, (prefix, own)))

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.trainer import call
+from torch import nn
 
-from lightning_spectral.plugin.callbacks import RoundHistory
-from lightning_spectral.plugin.federation.federation import Federation
-from lightning_spectral.plugin.federation.unfinished_rounds import (
-    KeptRound,
-    begin_anew,
-    count_round,
-    dumped,
-    finish_epoch,
+from lightning_spectral.plugin.callbacks import CommunicationLedger, RoundHistory
+from lightning_spectral.plugin.checkpoint_files import (
+    ARGUMENTS,
+    HPARAMS,
+    NOTHING_NEW,
+    OF_MODELS,
+    given_arguments,
+    write_arguments,
+    write_hparams,
 )
+from lightning_spectral.plugin.federation import Federation
 from lightning_spectral.plugin.host import Share
-from lightning_spectral.plugin.lightning.checkpoint_files import NOTHING_NEW
-from lightning_spectral.plugin.lightning.checkpoints import check_checkpoint, settle_progress
-from lightning_spectral.plugin.lightning.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
-from lightning_spectral.plugin.lightning.saved_modules import OF_MODELS, given_arguments, write_arguments, write_hparams
-from lightning_spectral.plugin.lightning.trial_saves import check_can_be_saved
+from lightning_spectral.plugin.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
+from lightning_spectral.plugin.settings import check_checkpoint
 from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]
@@ -150,7 +154,7 @@ class SavedRun:
             with own_checkpoint(checkpoint, name) as own:
                 member.owner.module.on_load_checkpoint(own)
 
-    def go_on(self, host: pl.LightningModule) -> None:
+    def start_training(self, host: pl.LightningModule) -> None:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""
         saved, trainer = self.progress.resumed, self._trainer
         if saved is None:
@@ -219,3 +223,201 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     weights.update({prefix + key: value for key, value in mine.items()})
     added = {key: value for key, value in own.items() if key not in checkpoint}
     checkpoint.setdefault(OF_MODELS, {})[name] = added
+
+
+LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
+RECORDERS = (RoundHistory, CommunicationLedger)  # their state is new whenever it is asked for, and grows
+
+
+class KeptRound:
+    """All that a checkpoint says of a round in which the server has stepped, as it was right after the step.
+
+    Hooks of callbacks and of users come after it: validation, which may run on other weights, and the end of the epoch.
+    If one of them fails, or saves while weights and records are about to change, some have counted the round and others
+    not. The checkpoint is then this one, whatever hook is running, and a resumed run calls all of them.
+
+    Args:
+        trainer: The Trainer; its callbacks that save decide what is kept, and what is not saved is not kept.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
+        self._by_kind = {kind: _copied(found, trainer, memo) for kind, found in dumped(trainer).items()}
+
+    def replace(self, checkpoint: dict[str, Any]) -> bool:
+        """Make a checkpoint this one, with or without what only a resumed run needs; false if that is not kept."""
+        kept = self._by_kind.get("callbacks" not in checkpoint)
+        if kept is None:
+            return False
+        checkpoint.clear()
+        checkpoint.update(kept)
+        return True
+
+
+def dumped(trainer: pl.Trainer) -> dict[bool, dict[str, Any]]:
+    """What the Trainer's callbacks would save now, by whether it is weights alone."""
+    kinds = {bool(getattr(callback, "save_weights_only", False)) for callback in trainer.checkpoint_callbacks}
+    return {kind: trainer._checkpoint_connector.dump_checkpoint(weights_only=kind) for kind in sorted(kinds)}
+
+
+def _copied(checkpoint: dict[str, Any], trainer: pl.Trainer, memo: dict[int, Any]) -> dict[str, Any]:
+    records = {one.state_key for one in trainer.callbacks if isinstance(one, RECORDERS)}  # type: ignore[attr-defined]
+    lasting = [checkpoint.get(name) for name in LASTING]
+    lasting += [state for key, state in checkpoint.get("callbacks", {}).items() if key in records]
+    memo.update({id(value): value for value in lasting})
+    return copy.deepcopy(checkpoint, memo)
+
+
+def begin_anew(trainer: pl.Trainer) -> None:
+    """Begin the next epoch as any other: between two epochs, nothing is left for Lightning to repeat.
+
+    With ``max_steps`` it otherwise looks for an epoch to complete.
+    """
+    batches = trainer.fit_loop.epoch_loop
+    if batches.batch_progress.current.ready == 0:
+        batches.restarting = False
+
+
+def finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool) -> None:
+    """Do the rest of a round in which the server has stepped, as Lightning would have.
+
+    Args:
+        trainer: The Trainer of a resumed run that has just started, which counts the round as trained: `count_round`.
+        share: The round's batch, if its hooks have yet to be called.
+        is_validated: Whether validation had ended before the checkpoint was written.
+    """
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    if share is not None:
+        trainer._logger_connector.on_batch_start(share)
+        call._call_callback_hooks(trainer, "on_train_batch_end", None, share, 0)
+        call._call_lightning_module_hook(trainer, "on_train_batch_end", None, share, 0)
+        trainer._logger_connector.on_batch_end()
+        trainer._logger_connector.update_train_step_metrics()
+    fetcher: Any = epochs._data_fetcher
+    own, trainer.limit_val_batches = trainer.limit_val_batches, 0 if is_validated else trainer.limit_val_batches
+    try:
+        batches.on_advance_end(fetcher)
+    finally:
+        trainer.limit_val_batches = own
+    _end_iteration(batches)
+    epochs.on_advance_end()
+    _end_iteration(epochs)
+
+
+def count_round(trainer: pl.Trainer) -> None:
+    """Count a round as trained in the progress of a resumed run, which is that of the end of the previous epoch."""
+    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    epochs.epoch_progress.increment_ready()
+    epochs.epoch_progress.increment_started()
+    batches.manual_optimization.optim_step_progress.increment_ready()
+    batches.manual_optimization.optim_step_progress.increment_completed()
+    _count_batches(batches.batch_progress, int(trainer.num_training_batches))
+
+
+def _count_batches(progress: Any, number: int) -> None:
+    """Count the batches of an epoch that has ended; Lightning before 2.5 has no method for it."""
+    for counts in (progress.total, progress.current):
+        for name, count in vars(counts).items():
+            setattr(counts, name, count + number)
+    progress.is_last_batch = True
+
+
+def _end_iteration(loop: Any) -> None:
+    """Let a loop forget that it was restarted, as Lightning does after each iteration; before 2.5, without a method."""
+    if hasattr(loop, "on_iteration_done"):
+        loop.on_iteration_done()
+    else:
+        loop.restarting = False
+
+
+def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_has_stepped: bool) -> None:
+    """Make a checkpoint hold whole rounds, as if it had been written between two epochs.
+
+    The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
+    therefore counts as not begun, and is repeated from its first client. A round in which the server has stepped, but
+    whose validation or epoch has not ended, counts as not begun either: `finish_epoch` then does the rest of it.
+    """
+    progress = checkpoint["loops"]["fit_loop"]
+    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
+    steps = progress["epoch_loop.manual_optimization.optim_step_progress"]["total"]
+    for counts in (epochs["total"], epochs["current"]):
+        finished = counts["processed"] if round_is_over else counts["completed"]
+        counts.update(ready=finished, started=finished, processed=finished, completed=finished)
+    if not round_is_over:
+        for name, count in batches["current"].items():
+            batches["total"][name] -= count
+        if server_has_stepped:
+            steps.update({name: count - 1 for name, count in steps.items()})
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
+
+
+REMEDIES = {
+    "callbacks": "leave it out of what that callback's `state_dict` returns",
+    "state_dict": "leave it out of what your module's `state_dict` or `get_extra_state` returns",
+    HPARAMS: "leave it out: self.save_hyperparameters(ignore=[...])",
+}
+OTHERWISE = "leave it out of what `on_save_checkpoint` adds"
+
+
+def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:
+    """Pickle a checkpoint without the bytes of its tensors.
+
+    Raises:
+        ValueError: If something in it cannot be pickled, with its place.
+
+    Example:
+        >>> check_can_be_saved({"state_dict": {"w": torch.ones(3)}, "epoch": 0})
+        >>> check_can_be_saved({"callbacks": {"Mine": [1, lambda: 2]}})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: The run could not save a checkpoint: checkpoint['callbacks']['Mine'][1] cannot be pickled, ...
+    """
+    if (error := _error(checkpoint)) is None:
+        return
+    keys, value = _place(checkpoint)
+    remedy = REMEDIES.get(keys[0], OTHERWISE) if keys else OTHERWISE
+    raise ValueError(
+        f"The run could not save a checkpoint: checkpoint{''.join(f'[{key!r}]' for key in keys)} cannot be pickled, "
+        f"got {type(value).__name__}; {remedy}, or train without checkpoints: Trainer(enable_checkpointing=False). "
+        f"{type(error).__name__}: {error}"
+    ) from error
+
+
+def _error(value: Any) -> Exception | None:
+    try:
+        _TrialPickler(_Nowhere(), protocol=2).dump(value)  # torch's protocol
+    except Exception as error:  # whatever `__reduce__` and `__getstate__` raise
+        return error
+    return None
+
+
+def _place(value: Any) -> tuple[list[Any], Any]:
+    """Where in nested containers the first value is that cannot be pickled, and that value."""
+    for key, entry in _entries(value):
+        if _error(entry) is not None:
+            inner, found = _place(entry)
+            return [key, *inner], found
+    return [], value
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+
+
+class _TrialPickler(pickle.Pickler):
+    """Treats tensors and their storages as written, as torch writes them outside of the pickle."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "elsewhere" if type(value) in (torch.Tensor, nn.Parameter) or torch.is_storage(value) else None
+
+
+class _Nowhere:
+    """A file that forgets what is written to it."""
+
+    def write(self, data: Any) -> int:
+        return len(data)

@@ -1,15 +1,17 @@
-"""Decides where the hooks of a user's LightningModule run, and which cannot be honoured."""
+"""The hooks of a user's LightningModule: which are honoured, where they run, and where what they log goes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 
 from lightning_spectral.plugin.host import Share
+
+T = TypeVar("T")
 
 # Hooks of a client's local steps run while the module is that client: see `client.user_step`. The hooks below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
@@ -87,7 +89,7 @@ def adopt_batch_hooks(client: pl.LightningModule, data: pl.LightningDataModule) 
             setattr(client, hook, getattr(data, hook))
 
 
-def spare_shares(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
+def for_evaluation_only(module: pl.LightningModule | pl.LightningDataModule, of: Any) -> None:
     """Let the batch hooks of an object act on evaluation batches only: Lightning moves a round's batch too."""
     for hook in BATCH_HOOKS:
         if is_overridden(of, hook):
@@ -99,3 +101,8 @@ def _for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
         return batch if isinstance(batch, Share) else batch_hook(batch, *args)
 
     return hook
+
+
+def only_or_all(found: list[T]) -> T | list[T] | None:
+    """What ``LightningModule.lr_schedulers`` and ``optimizers`` return: the only one, or all; ``None`` for none."""
+    return found[0] if len(found) == 1 else found or None

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_spectral.plugin.lightning.user_hooks import is_overridden
+from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.records import LoggedValue, RoundSummary
 from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
 

@@ -1,1 +1,0 @@
-"""Mistakes that can be named before a round is run."""

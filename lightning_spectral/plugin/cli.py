@@ -1,0 +1,263 @@
+"""The command line: fit, validate and test from YAML, with each mistake reported in one line."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jsonargparse
+import lightning
+import lightning.pytorch as pl
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin.callbacks import RoundHistory
+from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
+from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
+from lightning_spectral.plugin.hooks import FederatedHooks
+from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.several import MultiModelModule
+
+
+class FederatedCLI(LightningCLI):
+    """LightningCLI for a federation of one model or of several; needs jsonargparse, the ``cli`` extra.
+
+    ``model`` and ``data`` take the arguments of `FederatedModule` and `FederatedDataModule`, or those of
+    `MultiModelModule` and `MultiModelDataModule`, or a ``class_path`` of a subclass with its ``init_args``.
+
+    Args:
+        args: Arguments, as on the command line or as a mapping; ``None`` for those of the command line.
+        **options: As for LightningCLI. ``seed_everything`` is 0 by default, so that runs are repeatable.
+    """
+
+    def __init__(self, args: ArgsType = None, **options: Any) -> None:
+        defaults = {"seed_everything_default": 0, "auto_configure_optimizers": False, "parser_class": OneLineParser}
+        super().__init__(
+            FederatedHooks,  # the common base, whose subclasses remember what they were built from, for checkpoints
+            pl.LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            args=args,
+            **{**defaults, **options},
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Lightning's, without ``predict``: a federation's data module has no data for it."""
+        return {name: skipped for name, skipped in LightningCLI.subcommands().items() if name != "predict"}
+
+    def _parse_ckpt_path(self) -> None:
+        """Take the federation's arguments from ``ckpt_path``, unless those given differ; there is no public hook.
+
+        Lightning's own would take those of the user's module, which stand where any checkpoint has its arguments.
+        """
+        command = self.config.get("subcommand")
+        path = self.config[command].get("ckpt_path") if command else None
+        check_path(path)
+        if not path or not Path(path).is_file():
+            return
+        check_loadable(path)
+        saved = torch.load(path, weights_only=True, map_location="cpu").get(ARGUMENTS, {})
+        saved.pop("_instantiator", None)
+        if not saved:
+            return
+        given = self.config[command].model.clone()
+        # LightningCLI itself, which knows only one class, does not name it
+        plain = f"{FederatedModule.__module__}.{FederatedModule.__name__}"
+        model = {"class_path": saved.pop("_class_path", plain), "dict_kwargs": saved}
+        self.config = self.parser.parse_object({command: {"model": model}}, self.config)
+        report_differences(self.config[command].model, given, command)
+
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[pl.Callback]) -> pl.Trainer:
+        """Let every run keep its record, for a report; there is no public hook after the config's own callbacks."""
+        own = config.get("callbacks") or []
+        if not any(isinstance(one, RoundHistory) for one in (own if isinstance(own, list) else [own])):
+            callbacks = [*callbacks, RoundHistory()]
+        trainer: pl.Trainer = super()._instantiate_trainer(config, callbacks)
+        return trainer
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        for key, classes in {
+            "model": (FederatedModule, MultiModelModule),
+            "data": (FederatedDataModule, MultiModelDataModule),
+        }.items():
+            parser.add_subclass_arguments(classes, key, fail_untyped=False, required=True)
+
+
+CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
+
+
+def check_path(path: str | None) -> None:
+    """Raise ``ValueError`` if a checkpoint is not there, before anything is built from the config."""
+    if path and "://" not in path and not path.startswith(CHOSEN_BY_LIGHTNING) and not os.path.exists(path):
+        raise ValueError(f"`ckpt_path`: there is no file {path}.")
+
+
+def report_differences(saved: Any, given: Any, command: str) -> None:
+    """Compare the arguments of a checkpoint, which are used, with those in the config and on the command line.
+
+    A fit is refused, like one from Python, because it would continue neither run. For other commands the model is that
+    of the checkpoint, with a warning.
+    """
+    before, now = _flat(saved), _flat(given)
+    names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    if not names:
+        return
+    outermost = sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+    changed = [f"{name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now" for name in outermost]
+    listed = "\n  - ".join(["", *changed])
+    if command == "fit":
+        raise ValueError(
+            "The checkpoint was written with another configuration, so resuming would continue neither run; "
+            f"change it back, or start a new run without `ckpt_path`:{listed}"
+        )
+    warnings.warn(f"The checkpoint's model is used, not the one given, which differs:{listed}", SpectralWarning, 2)
+
+
+def _flat(arguments: Namespace | Mapping[str, Any], name: str = "model") -> dict[str, Any]:
+    """Arguments by the names that they have on the command line, where nothing needs ``init_args``."""
+    found: dict[str, Any] = {}
+    for key, value in (vars(arguments) if isinstance(arguments, Namespace) else arguments).items():
+        inner = name if key in ("init_args", "class_path") else f"{name}.{key}"
+        found |= _flat(value, inner) if _has_names(value) else {inner: value}
+    return found
+
+
+def _has_names(value: object) -> bool:
+    """Whether a value is an object with its arguments, or objects by name."""
+    inner = value.values() if isinstance(value, Mapping) else ()
+    return isinstance(value, Namespace) or any(isinstance(one, Namespace) for one in inner)
+
+
+# How lines of jsonargparse's messages begin that only say what it has tried.
+TRIED = (
+    *("Subtypes: ", "Errors:", "Given value", "Does not validate", "Problem with given class_path"),
+    *("Expected a path but", "Expected a <class 'NoneType'>", "Option 'models.", "Option 'modules."),
+)
+TYPE = "Expected a "  # a line for each that would do
+
+OWN = str(Path(__file__).parents[2]) + os.sep
+LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
+
+
+class OneLineParser(LightningArgumentParser):
+    """LightningCLI's parser, which ends the process with one line in place of all options and a tree of types."""
+
+    _config_file: object = None
+
+    def parse_path(self, cfg_path: Any, *args: Any, **options: Any) -> Any:
+        self._config_file = cfg_path
+        return super().parse_path(cfg_path, *args, **options)
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None, **options: Any) -> Any:  # type: ignore[override]
+        """Parse arguments; jsonargparse hands on a null within a class as the text None."""
+        given = args and [f"{text[:-4]}null" if text.endswith("=None") else text for text in args]
+        return super().parse_args(given, namespace, **options)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the process with status 2; within a larger value, raise an error with the nearest key."""
+        for before, after in (("ption '", "'"), ("unrecognized arguments: --", "=")):
+            if before in message:
+                message += _nearest(message.partition(before)[2].partition(after)[0], _keys(self))
+        if message.startswith(("Problems parsing config", "Unexpected config")):
+            message = f"{self._config_file}: {' '.join(message.split())}"
+        if not self.exit_on_error:
+            super().error(message, ex)
+        _end(one_line(message))
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Report an error in one line if it was raised on purpose, by this package or Lightning; others have a traceback.
+
+    As for jsonargparse, ``JSONARGPARSE_DEBUG`` in the environment shows the traceback of all errors.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = explained(error)
+        if message is None or "JSONARGPARSE_DEBUG" in os.environ:
+            raise
+        _end(message)
+
+
+def explained(error: Exception) -> str | None:
+    """An error in one line if it was raised on purpose; ``None`` if only its traceback can explain it."""
+    if not _is_on_purpose(error):
+        return None
+    if _raised_in(error, JSONARGPARSE):
+        return one_line(str(error))
+    return " ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split())
+
+
+def one_line(message: str) -> str:
+    r"""The innermost line of a message of jsonargparse, after the key that it is about.
+
+    Example:
+        >>> one_line("Parser key \"model\":\n  Errors:\n    - Parser key \"seed\":\n        Expected a <class 'int'>")
+        "model.seed: Expected a <class 'int'>"
+    """
+    lines = [(len(line) - len(text), text) for line in message.splitlines() if (text := line.lstrip(" -"))]
+    causes = [number for number, (_, text) in enumerate(lines) if not text.startswith(TRIED)]
+    if not causes:
+        return " ".join(message.split())
+    first = max(causes, key=lambda number: lines[number][0])
+    depth, said = lines[first]
+    if said.startswith(TYPE):
+        said = "; ".join(text for above, text in lines if above == depth and text.startswith(TYPE))
+    keys = []
+    for above, text in reversed(lines[:first]):
+        if above < depth:
+            depth = above
+            keys += text.split('"')[1:2] if text.startswith("Parser key") else []
+    return ": ".join(filter(None, (".".join(reversed(keys)), said)))
+
+
+def _nearest(key: str, known: Sequence[str]) -> str:
+    """What may have been meant by a key, of which any part between dots can be wrong."""
+    for place, part in enumerate(key.split(".")):
+        before = key.split(".")[:place]
+        names = {one.split(".")[place] for one in known if one.split(".")[:place] == before and one.count(".") >= place}
+        if part not in names:
+            close = difflib.get_close_matches(part, names, 1)
+            return f"; did you mean {close[0]!r}?" if close else ""
+    return ""
+
+
+def _keys(parser: Any) -> list[str]:
+    found = []
+    for action in parser._actions:  # there is no public way to ask
+        found.append(action.dest)
+        if isinstance(action.choices, Mapping):
+            found += [key for subcommand in action.choices.values() for key in _keys(subcommand)]
+    return found
+
+
+def _is_on_purpose(error: BaseException) -> bool:
+    """Whether an error, or its cause if it is one of jsonargparse, is a ``raise`` in a package that reads arguments."""
+    while _raised_in(error, JSONARGPARSE) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, RuntimeError) and _raised_in(error, OWN):
+        return False  # a round or a client failed
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return line.startswith("raise ") and any(_raised_in(error, folder) for folder in (OWN, LIGHTNING, JSONARGPARSE))
+
+
+def _raised_in(error: BaseException, folder: str) -> bool:
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(folder)
+
+
+def _end(line: str) -> NoReturn:
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)

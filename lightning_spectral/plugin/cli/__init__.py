@@ -1,1 +1,0 @@
-"""The command line: fit, validate and test from YAML."""

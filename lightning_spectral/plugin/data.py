@@ -1,0 +1,550 @@
+"""The data of a federation: dealt to clients, kept at the server for evaluation, of one model or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeAlias, TypeGuard, cast
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_spectral.arguments import Number, Whole, flag
+from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
+from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.errors import check_is
+from lightning_spectral.partition import (
+    Labels,
+    Partition,
+    Partitioner,
+    PartitionReport,
+    class_indices,
+    dataset_labels,
+    hold_out,
+    labels_in_examples,
+    report,
+)
+from lightning_spectral.plugin.host import Host, Share, as_host
+from lightning_spectral.plugin.settings import FixedArguments
+from lightning_spectral.protocol.per_client import Assigned
+from lightning_spectral.protocol.records import Download
+from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
+from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.run import Run
+
+
+def check_dealt(train: Any, partitioner: Any) -> None:
+    """Raise ``TypeError`` unless there is a map-style data set, and a partitioner that deals it to clients."""
+    if isinstance(train, Partitioner):
+        raise TypeError(
+            f"`train` must be a data set, got the partitioner {train!r}; the data set comes first: "
+            "FederatedDataModule(train, partitioner)."
+        )
+    if isinstance(train, DataLoader):
+        raise TypeError(
+            "`train` must be a data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, "
+            "batch_size=...), because each client gets batches of its own."
+        )
+    if isinstance(train, Mapping):
+        raise TypeError(
+            f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
+            f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
+        )
+    _check_no_columns("train", train)
+    if isinstance(train, IterableDataset):
+        raise TypeError(
+            f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
+            "cannot be dealt to clients; collect its examples first, for example in a list."
+        )
+    if isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
+        raise TypeError(
+            f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data "
+            "set itself, or a list of examples."
+        )
+    check_is("partitioner", partitioner, Partitioner)
+
+
+def check_evaluation(**data: Any) -> None:
+    """Raise ``TypeError`` if evaluation data come in a dictionary or as tensors, or cannot be iterated over."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            raise TypeError(
+                f"`{name}` must be a data set, a dataloader or a list of them, got a {type(value).__name__}; write "
+                f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
+            )
+        _check_no_columns(name, value)
+        can_be_read = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
+        if value is not None and (isinstance(value, str | bytes | type) or not can_be_read):
+            raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
+
+
+def check_collate(collate_fn: Any) -> None:
+    """Raise ``TypeError`` unless ``collate_fn`` is a function, or ``None``."""
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
+
+
+def _check_no_columns(argument: str, data: Any) -> None:
+    """Raise ``TypeError`` for inputs and labels that have not been combined into examples."""
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+        raise TypeError(
+            f"`{argument}` must be a data set, got a tuple of tensors; write "
+            f"torch.utils.data.TensorDataset(*{argument}), whose examples are the tensors' rows."
+        )
+
+
+def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
+    """Whether evaluation data are a list of data sets or loaders; a list of examples is one data set.
+
+    Example:
+        >>> loader, example = DataLoader([1, 2]), ([0.5, 0.1], 1)
+        >>> are_several([loader, loader]), are_several([example, example])
+        (True, False)
+    """
+    return isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data)
+
+
+def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: Any) -> None:
+    """Raise ``ValueError`` if a method of the Trainer is to evaluate on data that are missing."""
+    if data is None and trainer is not None and trainer.state.fn == method:
+        raise ValueError(
+            f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
+        )
+
+
+def dataset_length(dataset: Any) -> int:
+    """The number of examples of a data set; raise ``ValueError`` if it has no length."""
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
+            "pass a map-style data set, with `__len__` and `__getitem__`."
+        )
+    return len(dataset)
+
+
+# `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
+EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
+
+
+class RoundLoader:
+    """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
+
+    The host is asked when the batch is fetched: Lightning creates the iterator before a resumed run knows its epoch.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Share]:
+        yield self.host.share(self.host.current_epoch)
+
+
+def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
+    """The rounds of the module that a Trainer fits; raise ``TypeError`` if it trains on batches instead of clients."""
+    module = None if trainer is None else trainer.lightning_module
+    return RoundLoader(as_host(module, f"{owner} feeds clients, not batches"))
+
+
+class ServerData(pl.LightningDataModule):
+    """Base class of data modules whose rounds are played by clients: here, or elsewhere.
+
+    Args:
+        val: Validation data: a data set, which may be a list of examples, a dataloader of your own, or a list of these.
+        test: Test data, likewise.
+        eval_batch_size: Examples per evaluation batch.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+        num_workers: Number of worker processes for data that is not in memory.
+
+    Raises:
+        TypeError: If ``val`` or ``test`` is a dictionary or no data at all.
+    """
+
+    settings: tuple[str, ...] = ("num_clients",)  # what loggers show
+
+    def __init__(
+        self,
+        val: EvaluationData = None,
+        test: EvaluationData = None,
+        eval_batch_size: int = 256,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        check_evaluation(val=val, test=test)
+        self.val = val
+        self.test = test
+        self.eval_batch_size = eval_batch_size
+        self.collate_fn = collate_fn
+        self.num_workers = num_workers
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        raise NotImplementedError
+
+    @property
+    def labels_in_examples(self) -> Tensor:
+        """Class of each training example, as a training step sees it.
+
+        Raises:
+            ValueError: If the server does not know the clients' examples.
+        """
+        raise ValueError("The server does not know the classes of clients' examples, which are on other machines.")
+
+    def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
+        """What the server knows of the clients.
+
+        Args:
+            capacities: Keep ratio of each client, as the algorithm assigns them.
+            available: Whether each client can train the model, bool, shape ``(num_clients,)``; ``None`` if all can.
+        """
+        raise NotImplementedError
+
+    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer) -> Executor | None:
+        """Create the executor of clients that are elsewhere; by default there are none, and it returns ``None``.
+
+        Args:
+            owner: The `FederatedModule` of the model that they train.
+            run: Settings and state shared by its rounds.
+            local_trainer: Runs a client's local epochs.
+        """
+        return None
+
+    def evaluate_elsewhere(
+        self, owner: Any, round_idx: int, client_ids: Sequence[int]
+    ) -> Mapping[int, Mapping[str, float]] | None:
+        """Evaluate the server's model where clients are; ``None``, as by default, if that is here.
+
+        Args:
+            owner: The `FederatedModule`.
+            round_idx: The round, from 0.
+            client_ids: Clients to evaluate.
+
+        Returns:
+            The metrics of each client that could be evaluated, by name.
+        """
+        return None
+
+    def check_clients(self) -> None:
+        """Raise ``ValueError`` if a client has no examples."""
+        raise NotImplementedError
+
+    def configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed."""
+        raise NotImplementedError
+
+    @property
+    def has_val(self) -> bool:
+        """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
+        return self.val is not None or type(self).val_dataloader is not ServerData.val_dataloader
+
+    def train_dataloader(self) -> RoundLoader:
+        """One item per client of the round that Lightning is about to run."""
+        return round_loader(self.trainer, type(self).__name__)
+
+    def val_dataloader(self) -> Any:
+        """The validation data in order, or nothing."""
+        check_asked(self.trainer, "validate", "val", self.val)
+        return self._evaluation_loader(self.val)
+
+    def test_dataloader(self) -> Any:
+        """The test data in order, or nothing."""
+        check_asked(self.trainer, "test", "test", self.test)
+        return self._evaluation_loader(self.test)
+
+    def _evaluation_loader(self, data: EvaluationData) -> Any:
+        if data is None:
+            return []
+        if are_several(data):
+            return [self._evaluation_loader(one) for one in data]
+        if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
+            return data  # a loader of the user's own
+        dataset = cast(Dataset[Any], data)
+        source = BatchSource(dataset, self.collate_fn)
+        if source.is_in_memory:
+            return EvaluationLoader(source, dataset_length(dataset), self.eval_batch_size)
+        return DataLoader(dataset, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+
+
+class FederatedDataModule(FixedArguments, ServerData):
+    """Deals the examples of a training set to clients; evaluation data stays whole, at the server.
+
+    Args:
+        train: Any map-style data set, including those of Hugging Face (``with_format("torch")``).
+        partitioner: Decides which examples belong to which client.
+        val: Validation data: a data set, which may be a list of examples, a dataloader of your own, or a list of these.
+        test: Test data, likewise.
+        batch_size: Examples per local step of a client.
+        drop_last: Whether a client drops the last batch of a local epoch if it is smaller than ``batch_size``.
+            BatchNorm needs this, because it cannot train on a single example. The dropped examples change from epoch
+            to epoch. A client with less than one batch trains on all its examples.
+        eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
+        labels: Class of each training example, shape ``(len(train),)``: integers, or names, which are numbered in
+            sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+        num_workers: Number of worker processes for data that is not in memory; those for clients stay alive from one
+            client to the next. The number does not change the run.
+        seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
+        client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
+
+    Note:
+        Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> train = TensorDataset(torch.randn(100, 3), torch.randint(2, (100,)))
+        >>> FederatedDataModule(train, IIDPartitioner(num_clients=10)).partition.sizes.tolist()
+        [10, 10, 10, 10, 10, 10, 10, 10, 10, 10]
+    """
+
+    settings = ("batch_size", "num_clients", "partitioner", "seed", "num_examples")
+
+    def __init__(
+        self,
+        train: Dataset,  # type: ignore[type-arg]
+        partitioner: Partitioner,
+        *,
+        val: EvaluationData = None,
+        test: EvaluationData = None,
+        batch_size: int = 32,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
+        labels: Labels | None = None,
+        collate_fn: Collate | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        client_val_fraction: float = 0.0,
+    ) -> None:
+        check_dealt(train, partitioner)
+        check_collate(collate_fn)
+        self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
+        size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
+        super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
+        self.train = train
+        self.partitioner = partitioner
+        self.drop_last = flag("drop_last", drop_last)
+        self.seed: int = Whole()("seed", seed)
+        self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
+        self._labels = None if labels is None else class_indices(labels, dataset_length(train))
+        self._source = BatchSource(train, collate_fn, self.num_workers)
+        self._fix(("train", "collate_fn", "num_workers"))
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """Class of each training example, int64, shape ``(len(train),)``; read once."""
+        if self._labels is not None:
+            return self._labels
+        with isolated_rng(derived_seed(self.seed, "labels")):  # examples may draw, and a client may be training
+            return dataset_labels(self.train)
+
+    @cached_property
+    def labels_in_examples(self) -> Tensor:
+        """The same as a training step sees them, after the data set's ``target_transform``."""
+        return self.labels if self._labels is not None else labels_in_examples(self.train, self.labels)
+
+    @cached_property
+    def _parts(self) -> tuple[Partition, Partition]:
+        labels = self.labels if self.partitioner.needs_labels else None
+        whole = self.partitioner(dataset_length(self.train), labels, derived_generator(self.seed, "partition"))
+        self._fix(("partitioner", "seed", "client_val_fraction", "labels"))
+        return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+
+    @cached_property
+    def partition(self) -> Partition:
+        """The examples that each client trains on; drawn once from the seed."""
+        return self._parts[0]
+
+    @cached_property
+    def held_out(self) -> Partition:
+        """The examples of each client that are held out, by ``client_val_fraction``; drawn once from the seed."""
+        return self._parts[1]
+
+    def report(self) -> PartitionReport:
+        """Number of examples and label histogram of every client, to print or to plot."""
+        return report(self.partition, self.labels)
+
+    @property
+    def num_clients(self) -> int:
+        return self.partition.num_clients
+
+    @property
+    def num_examples(self) -> int:
+        """Number of training examples of all clients."""
+        return int(self.partition.sizes.sum())
+
+    def setup(self, stage: str) -> None:
+        """Draw the partition before training, so that an impossible one is refused here."""
+        if stage == "fit":
+            self.partition  # noqa: B018
+
+    def teardown(self, stage: str) -> None:
+        self._source.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._source.close()
+
+    def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
+        """What the server knows of clients: their sizes and keep ratios, and which of them can train the model."""
+        return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
+
+    def client_data(self, download: Download) -> ClientData:
+        """The data of a download's client, in an order that depends on the round."""
+        indices = self.partition[download.unit.client_id]
+        order = download.seed, download.ids, self.drop_last
+        return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
+
+    def check_clients(self) -> None:
+        """Raise ``ValueError`` if a client has no examples."""
+        check_no_client_is_empty(self.partition)
+
+    def configuration(self) -> dict[str, str | int]:
+        """The settings that must match for a checkpoint to be resumed."""
+        own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        return {**own, "partition": self.partition.fingerprint()}
+
+    def examples_per_epoch(self, num_examples: int) -> int:
+        return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
+
+    def client_val_batches(self, client_id: int) -> Iterator[Any]:
+        """A client's held-out examples in order, in batches of ``eval_batch_size``."""
+        index_batches = torch.split(self.held_out[client_id], self.eval_batch_size)
+        return self._source.batches(index_batches, self.seed, ("held out", client_id))
+
+    def shuffled_batches(self, seed: int, ids: tuple[int | str, ...], max_batches: int | None = None) -> Iterator[Any]:
+        """The training examples of all clients, shuffled, in nearly equal batches of at most ``eval_batch_size``.
+
+        Seed and ids determine the order and every random draw of the examples.
+        """
+        dealt = self.partition.indices
+        order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]
+        index_batches = torch.tensor_split(order, -(-len(order) // self.eval_batch_size))
+        return self._source.batches(index_batches[:max_batches], seed, ids)
+
+
+def check_no_client_is_empty(partition: Partition) -> None:
+    """Raise ``ValueError`` if a client has no examples."""
+    empty = (partition.sizes == 0).nonzero().flatten().tolist()
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+        raise ValueError(
+            f"{len(empty)} of {partition.num_clients} clients have no examples (clients {shown}); "
+            "use fewer clients or a partitioner that gives every client some, or leave the others out of their rounds: "
+            "faults=Faults(on_no_data=LeaveOut())."
+        )
+
+
+class MultiModelDataModule(pl.LightningDataModule):
+    """Holds the data of each model; client i is the same client for all models.
+
+    A client may have no examples of some models: it never trains those.
+
+    Args:
+        modules: The data by model name; the same number of clients in all.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from lightning_spectral.partition import IIDPartitioner
+        >>> words, images = TensorDataset(torch.ones(20, 3)), TensorDataset(torch.ones(30, 4))
+        >>> data = MultiModelDataModule(
+        ...     {
+        ...         "words": FederatedDataModule(words, IIDPartitioner(num_clients=10)),
+        ...         "images": FederatedDataModule(images, IIDPartitioner(num_clients=10)),
+        ...     }
+        ... )
+        >>> data.num_clients
+        10
+    """
+
+    def __init__(self, modules: Mapping[str, FederatedDataModule]) -> None:
+        super().__init__()
+        check_is("modules", modules, Mapping)
+        if not modules:
+            raise ValueError("`modules` is empty; give the data of each model: {'words': FederatedDataModule(...)}.")
+        for name, module in modules.items():
+            if not isinstance(module, ServerData):
+                check_is(f"modules[{name!r}]", module, FederatedDataModule)
+        self.modules: dict[str, ServerData] = dict(modules)  # a command line builds only `FederatedDataModule`
+        self._num_loaders: dict[str, dict[str, int]] = {}
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients; raises ``ValueError`` if models have different ones."""
+        counts = {name: module.num_clients for name, module in self.modules.items()}
+        if len(set(counts.values())) > 1:
+            listed = ", ".join(f"{name!r}: {count}" for name, count in counts.items())
+            raise ValueError(
+                f"The models have different numbers of clients ({listed}); partition all data among the same clients. "
+                "A client may have no examples of some models."
+            )
+        return next(iter(counts.values()))
+
+    @property
+    def val(self) -> Any:
+        found = {name: module.val for name, module in self.modules.items() if module.has_val}
+        return found or None
+
+    @property
+    def has_val(self) -> bool:
+        return any(module.has_val for module in self.modules.values())
+
+    def prepare_data(self) -> None:
+        for module in self.modules.values():
+            module.prepare_data()
+
+    def setup(self, stage: str) -> None:
+        for module in self.modules.values():
+            module.trainer = self.trainer
+            module.setup(stage)
+        if stage == "fit":
+            self.num_clients  # noqa: B018  # refused here if they differ
+
+    def teardown(self, stage: str) -> None:
+        for module in self.modules.values():
+            module.teardown(stage)
+
+    def on_exception(self, exception: BaseException) -> None:
+        for module in self.modules.values():
+            module.on_exception(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What each model's data keeps in checkpoints."""
+        return {name: state for name, module in self.modules.items() if (state := module.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what each model's data keeps in checkpoints."""
+        for name, state in state_dict.items():
+            self.modules[name].load_state_dict(state)
+
+    def train_dataloader(self) -> Any:
+        return round_loader(self.trainer, type(self).__name__)
+
+    def val_dataloader(self) -> list[Any]:
+        return self._counted("validate", {n: as_list(m.val_dataloader()) for n, m in self.modules.items()})
+
+    def test_dataloader(self) -> list[Any]:
+        return self._counted("test", {n: as_list(m.test_dataloader()) for n, m in self.modules.items()})
+
+    def _counted(self, stage: str, loaders: Mapping[str, list[Any]]) -> list[Any]:
+        self._num_loaders[stage] = {name: len(own) for name, own in loaders.items()}
+        return [loader for own in loaders.values() for loader in own]
+
+    def evaluated(self, stage: str) -> list[tuple[str, int, int]]:
+        """For each evaluation loader of a stage: its model, its index in it, and the number of the model's loaders."""
+        counts = self._num_loaders[stage]  # not of `val` or `test`, since a subclass may have loaders of other data
+        return [(name, index, count) for name, count in counts.items() for index in range(count)]
+
+
+def as_list(data: Any) -> list[Any]:
+    """Evaluation data, or its loaders: none, one or several, as a list."""
+    if data is None:
+        return []
+    return list(data) if isinstance(data, list | tuple) else [data]

@@ -1,1 +1,0 @@
-"""Clients' data as a LightningDataModule."""

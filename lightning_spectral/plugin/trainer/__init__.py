@@ -1,1 +1,0 @@
-"""A Trainer as what runs a federation."""

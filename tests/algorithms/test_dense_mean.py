@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_spectral.algorithms.dense_mean import dense_mean
+from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
 from lightning_spectral.protocol.records import WorkUnit

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fiarse.device import ThresholdedWeight
+from lightning_spectral.algorithms.fiarse import ThresholdedWeight
 
 WEIGHTS = ("net.0.weight", "net.2.weight", "net.5.weight")
 SIZE = 12 * 6 + 12 * 12 + 3 * 12  # of these weights

@@ -12,7 +12,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.memory.stale_entry import compress, restore
+from lightning_spectral.algorithms.memory.kept import compress, restore
 from lightning_spectral.algorithms.memory.stale_updates import SEEN
 from lightning_spectral.protocol.exchange import averaged_tensors
 from lightning_spectral.protocol.records import Download, Upload

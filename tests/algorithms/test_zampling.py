@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.zampling.device import BITS, SCORES
-from lightning_spectral.algorithms.zampling.state import GRID
+from lightning_spectral.algorithms.zampling.halves import BITS, GRID, SCORES
 from lightning_spectral.functional.zampling import pack_bits
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator

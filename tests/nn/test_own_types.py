@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.memory.client_sum import ClientSum
-from lightning_spectral.algorithms.zampling.state import ZamplingState
+from lightning_spectral.algorithms.memory.kept import ClientSum
+from lightning_spectral.algorithms.zampling.halves import ZamplingState
 from lightning_spectral.functional.zampling import InfluenceMatrix
 from lightning_spectral.nn.zampling.zample import local_weights
 

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.lora.checks import changes_base
-from lightning_spectral.algorithms.lora.config import ALPHA, LoRA
-from lightning_spectral.algorithms.lora.state import LoRAState
+from lightning_spectral.algorithms.lora.config import ALPHA, LoRA, changes_base
+from lightning_spectral.algorithms.lora.halves import LoRAState
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
 

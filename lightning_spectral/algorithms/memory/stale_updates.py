@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import ServerHalf
-from lightning_spectral.algorithms.dense_mean import dense_mean, sum_of
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg
-from lightning_spectral.algorithms.memory.client_sum import ClientSum, by_share
-from lightning_spectral.algorithms.memory.stale_entry import compress, restore, update_of
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg, dense_mean, sum_of
+from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.dense_mean import sum_of
-from lightning_spectral.algorithms.spectral.planned_module import with_absent_rows
+from lightning_spectral.algorithms.fed_avg import sum_of
+from lightning_spectral.algorithms.spectral.start import with_absent_rows
 from lightning_spectral.functional.spectra import weight_change
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange, RunningMean

@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Optimizer
 
 from lightning_spectral.algorithms.base import ByKeepRatio
 from lightning_spectral.algorithms.spectral.aggregation import TermAggregation
-from lightning_spectral.algorithms.spectral.checks import (
-    check_by_round,
-    cutting,
-    excluding,
-    warn_of_optimizer,
-    warn_of_whole_layers,
-)
 from lightning_spectral.algorithms.spectral.device import SpectralSide
-from lightning_spectral.algorithms.spectral.planned_module import PlannedModule
-from lightning_spectral.algorithms.spectral.round import Sampling
-from lightning_spectral.algorithms.spectral.server import SpectralHalf
-from lightning_spectral.algorithms.spectral.start import SpectralStart
+from lightning_spectral.algorithms.spectral.server import Sampling, SpectralHalf
+from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.designs import Design
-from lightning_spectral.errors import check_is
+from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR
 from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.validate import check_layers, plan_of
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
-from lightning_spectral.protocol.schedule import Schedule
+from lightning_spectral.protocol.schedule import Schedule, values_of
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}
@@ -189,3 +181,82 @@ class SpectralSharding(ByKeepRatio):
         if start is None or start.keep_ratio is not None:
             return start
         return replace(start, keep_ratio=min(entries_of(self.keep_ratio)))
+
+
+def check_by_round(strategy: object, design: object) -> None:
+    """Raise ``TypeError`` unless both have the right type, in every round if they are schedules."""
+    for name, setting in {"strategy": strategy, "design": design}.items():
+        if isinstance(setting, Mapping):
+            raise TypeError(f"`{name}` by round must be a Schedule, got {setting!r}; write Schedule({setting!r}).")
+    for one in values_of(strategy):
+        check_is("strategy", one, ShardingStrategy)
+    for one in values_of(design):
+        if one is not None:
+            check_is("design", one, Design)
+
+
+def excluding(exclude: Sequence[str], layers: LayerChoices | ModulePlan) -> LayerChoices:
+    """Layer choices that exclude some layers; raise ``ValueError`` if ``layers`` is given too."""
+    choices = LayerChoices(exclude=exclude)
+    if layers != LayerChoices():
+        raise ValueError(
+            f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but `layers` "
+            "is given too. Put the patterns into its LayerChoices; for a plan, pass them to `validate`."
+        )
+    return choices
+
+
+def cutting(output_ratio: float, layers: LayerChoices | ModulePlan) -> LayerChoices | ModulePlan:
+    """The same layers, with clients computing only a share of the outputs.
+
+    Raise ``ValueError`` if ``layers`` sets another share, or is a plan made with another one.
+    """
+    choices = layers if isinstance(layers, LayerChoices) else layers.choices
+    wanted = replace(choices, output_ratio=output_ratio)
+    if wanted == choices:
+        return layers
+    if isinstance(layers, ModulePlan) or choices.output_ratio != 1.0:
+        raise ValueError(
+            f"`output_ratio={output_ratio:g}`, but `layers` has {choices.output_ratio:g}; set it once, in "
+            "LayerChoices(output_ratio=...), which `validate` takes as well."
+        )
+    return wanted
+
+
+def warn_of_whole_layers(server: nn.Module, plan: ModulePlan) -> None:
+    """Warn if no layer is sharded, and about layers of which every client would hold all terms."""
+    if not plan.sharded:
+        warnings.warn(
+            f"SpectralSharding shards no layer of {type(server).__name__}, so clients train whatever is not frozen as "
+            "with FedAvg(); `validate` says why for each layer.",
+            SpectralWarning,
+            stacklevel=4,
+        )
+    if plan.whole:
+        listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
+        warnings.warn(
+            f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, so every "
+            "client holds them whole whatever its keep ratio; lower it to shard them, or list them in `exclude`.",
+            SpectralWarning,
+            stacklevel=4,
+        )
+
+
+def warn_of_optimizer(template: Optimizer, clip_tau: float, frobenius_decay: float) -> None:
+    """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
+    if math.isfinite(clip_tau) and not isinstance(template, SGD | ASGD):
+        warnings.warn(
+            f"clip_tau={clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr does, "
+            f"which is exact for SGD, with or without momentum; {type(template).__name__} rescales gradients by their "
+            "own history, which undoes it. Use SGD, or turn the bound off with clip_tau=float('inf').",
+            SpectralWarning,
+            stacklevel=3,
+        )
+    if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
+        listed = ", ".join(f"{decay:g}" for decay in decays)
+        warnings.warn(
+            f"weight_decay={listed} of {type(template).__name__} does not act on the factors of sharded layers; it is "
+            f"added to their Frobenius decay of {frobenius_decay:g}.",
+            SpectralWarning,
+            stacklevel=3,
+        )

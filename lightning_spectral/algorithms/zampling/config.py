@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -12,12 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.zampling.checks import check_none_untrained, check_score_groups, check_unchanged
-from lightning_spectral.algorithms.zampling.device import ZamplingSide
-from lightning_spectral.algorithms.zampling.server import ZamplingHalf
-from lightning_spectral.algorithms.zampling.state import ZamplingState
+from lightning_spectral.algorithms.zampling.halves import ZamplingHalf, ZamplingSide, ZamplingState
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
-from lightning_spectral.errors import check_is
+from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, Values
 from lightning_spectral.nn.zampling.compressed import (
     COMPRESSION,
@@ -219,3 +217,47 @@ class Zampling(Algorithm):
         assert isinstance(state, ZamplingState)
         check_unchanged(state.weights, self.weights_of(server))
         return state.network(generator)
+
+
+def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
+    """Check that one optimizer steps all scores with the same options; warn that weight decay does not reach them."""
+    wanted = {id(weight) for weight in weights}
+    groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
+    if not groups:
+        return
+    held = {id(p) for group in groups for p in group["params"]} & wanted
+    first, *others = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+    if held != wanted or any(options != first for options in others):
+        raise ValueError(
+            "Zampling trains one vector of scores for all compressed weights, so one optimizer must step them with the "
+            f"same options; your {type(template).__name__} holds only some of them, or in groups whose options differ. "
+            "Put them in one group, or keep the others dense with `exclude=`."
+        )
+    if first.get("weight_decay"):
+        warnings.warn(
+            f"weight_decay={first['weight_decay']:g} of {type(template).__name__} is not applied to Zampling's scores, "
+            "since it would pull every probability to 0; it applies to dense parameters only.",
+            SpectralWarning,
+            stacklevel=3,
+        )
+
+
+def check_unchanged(drawn: Sequence[CompressedWeight], found: Sequence[CompressedWeight]) -> None:
+    """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
+    if changed := sorted({weight.name for weight in set(drawn) ^ set(found)}):
+        raise ValueError(
+            f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed since: "
+            "parameters were frozen, unfrozen, added or removed. Build layers in `__init__` rather than in `setup`, "
+            "freeze or unfreeze them first, and then wrap the module in a new FederatedModule, which draws new "
+            "probabilities."
+        )
+
+
+def check_none_untrained(compressed: Sequence[str], untrained: Collection[str]) -> None:
+    """Raise ``ValueError`` if no optimizer steps a compressed weight: it would lose its value for a random one."""
+    if lost := [name for name in compressed if name in untrained]:
+        raise ValueError(
+            f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and would "
+            "not train; give it all parameters of the module, or list the layers in `exclude` to leave them as they "
+            "are."
+        )

@@ -1,0 +1,276 @@
+"""FIARSE: a client's sub-model consists of the server's largest weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
+from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
+from lightning_spectral.client.side import StepActions
+from lightning_spectral.functional.spectra import num_terms_for
+from lightning_spectral.functional.zampling import pack_bits, unpack_bits
+from lightning_spectral.nn.torch_hooks import normalised_weights
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    load_tensors,
+    returned_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.per_client import PerClient, check_per_client
+from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
+from lightning_spectral.sums import MeanChange, RunningMean
+
+SHARE = Number(above=0, at_most=1, hint="it is the share of weights a client holds")
+HELD = "held:"  # prefix to the name of a weight: one bit for each of its entries
+THRESHOLDED = "_thresholded_weights"  # of a sub-model, in its `__dict__`
+
+
+@dataclass(frozen=True)
+class FIARSE(ByKeepRatio):
+    r"""Each client trains the largest weights of the server's model; all others are zero on the client.
+
+    A client of keep ratio r gets the ceil(r m) weights of largest magnitude among all m weights of the module. Weights
+    are the entries of trainable parameters of two or more dimensions; biases, normalisation layers and buffers travel
+    whole. The threshold :math:`\theta` is the smallest magnitude that was sent. In local training, weights below it are
+    not used, and the gradient of the others is :math:`1 + 2\theta|w| / (|w| + \theta)^2` times that of a plain weight.
+    Each entry is averaged over the clients that held it; entries held by no client are unchanged.
+
+    Only traffic shrinks: the sub-model has the same shapes as the whole model. The download holds the values and one
+    bit for each weight, held or not; the upload holds the values.
+
+    Args:
+        keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
+        exclude: Patterns of the names of parameters that travel whole.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
+
+    Note:
+        The published code also masks the biases of linear layers and convolutions, and counts clients, whereas this
+        class weighs them. With ``keep_ratio=1`` there is no threshold, and this is `FedAvg`, bit for bit.
+
+    Reference:
+        Wu et al. (2024), "FIARSE: Model-heterogeneous federated learning via importance-aware submodel extraction".
+
+    Example:
+        >>> FIARSE({0.25: 0.5, 1.0: 0.5}).masked_weights(nn.Linear(3, 2))
+        ('weight',)
+    """
+
+    updates_have_norms: ClassVar[bool] = True
+
+    keep_ratio: PerClient[float] = 0.25
+    exclude: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=SHARE),
+            exclude=as_patterns,
+            buffers=as_rules,
+        )
+
+    def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters of which clients hold only the largest entries."""
+        check_matches("exclude", self.exclude, (name for name, _ in server.named_parameters()), "parameter")
+        whole = set(normalised_weights(server))
+        return tuple(
+            name
+            for name, parameter in server.named_parameters()
+            if parameter.requires_grad
+            and parameter.dim() > 1
+            and name not in whole
+            and not matches_any(name, self.exclude)
+        )
+
+    def check(self, server: nn.Module) -> None:
+        if not self.masked_weights(server):
+            raise ValueError(
+                f"FIARSE needs trainable weights of two or more dimensions that are not in `exclude`, and "
+                f"{type(server).__name__} has none. Exclude fewer, or use FedAvg()."
+            )
+
+    def cut_sizes(self, server: nn.Module) -> set[int]:
+        """The number m of weights: a client of keep ratio r holds ceil(r m) of them."""
+        return {sum(server.get_parameter(name).numel() for name in self.masked_weights(server))}
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> FIARSEHalf:
+        """Decide which weights are cut, and the rules of buffers; what is untrained travels whole."""
+        masked = [name for name in self.masked_weights(server) if name not in untrained]
+        return FIARSEHalf(server, masked, buffer_rules(server, self.buffers, decisions))
+
+
+class FIARSEHalf(ServerHalf):
+    """FIARSE bound to a module; ``masked`` names the parameters of which clients hold only the largest entries."""
+
+    def __init__(self, server: nn.Module, masked: Sequence[str], buffers: BufferRules) -> None:
+        super().__init__(server, buffers=buffers)
+        self.masked = tuple(masked)
+
+    @property
+    def device_half(self) -> FIARSESide:
+        return FIARSESide(tuple(returned_tensors(self.server, buffers=self.buffers)))
+
+    def open(self, cohort: Cohort) -> FIARSERound:
+        return FIARSERound(self, cohort)
+
+
+class FIARSERound(Round):
+    """One open round.
+
+    Attributes:
+        tensors: Parameters and buffers of the server's module, by name.
+        held: For each keep ratio and each weight, the ascending indices of the entries that are held.
+        masked: Running mean over the entries of the weights.
+        dense: Running mean of the tensors that all clients hold whole.
+    """
+
+    def __init__(self, half: FIARSEHalf, cohort: Cohort) -> None:
+        before = averaged_tensors(half.server, buffers=half.buffers)
+        weights = {name: before.pop(name) for name in half.masked}
+        self.server, self.cohort = half.server, cohort
+        self.tensors = travelling_tensors(half.server)
+        self.held = {keep_ratio: largest_entries(weights, keep_ratio) for keep_ratio in cohort.groups}
+        self.masked = MeanChange(weights, cohort.total, cohort.absolute, by_index=dict.fromkeys(weights))
+        self.dense = dense_mean(half.server, before, cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        keep_ratio = self.cohort.keep_ratio_of(unit)
+        tensors = dict(self.tensors)
+        if keep_ratio < 1:
+            for name, entries in self.held[keep_ratio].items():
+                whole = tensors[name].flatten()
+                tensors[name] = whole[entries]
+                bits = torch.zeros_like(whole, dtype=torch.bool).index_fill_(0, entries, True)
+                tensors[HELD + name] = pack_bits(bits)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        weight = receipt.unit.coefficient
+        self.masked.add(upload.tensors, weight, upload.largest, where=self.held[receipt.capacity])
+        self.dense.add(upload.tensors, weight, upload.largest)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.masked, self.dense]
+
+    def close(self) -> None:
+        apply_mean_change(self.server, self.dense.finish())
+        apply_mean_change(self.server, self.masked.finish())
+
+
+@torch.no_grad()
+def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[str, Tensor]:
+    """Ascending flat indices of the ceil(r m) entries of largest magnitude among all m; of equal ones, the first.
+
+    Example:
+        >>> largest_entries({"a": torch.tensor([[3.0, -1.0]]), "b": torch.tensor([1.0, -4.0])}, 0.75)
+        {'a': tensor([0, 1]), 'b': tensor([1])}
+    """
+    magnitudes = torch.cat([weight.abs().flatten() for weight in weights.values()])
+    num_held = num_terms_for(len(magnitudes), keep_ratio)
+    threshold = magnitudes.kthvalue(len(magnitudes) - num_held + 1).values
+    held = magnitudes > threshold
+    ties = (magnitudes == threshold).nonzero().squeeze(1)
+    held[ties[: num_held - int(held.sum())]] = True
+    parts = torch.split(held, [weight.numel() for weight in weights.values()])
+    return {name: part.nonzero().squeeze(1) for name, part in zip(weights, parts, strict=True)}
+
+
+class ThresholdedWeight:
+    r"""A weight of which a step uses only the entries that are at least as large as a threshold.
+
+    In the gradient of :math:`w\,[|w| \ge \theta]`, the derivative of the step function is taken to be
+    :math:`2\theta / (|w| + \theta)^2` where the entry is used, and zero elsewhere. So entries near the threshold have
+    up to 3/2 of the gradient.
+    """
+
+    def __init__(self, weight: nn.Parameter, held: Tensor, threshold: float) -> None:
+        self.weight, self._held, self._threshold = weight, held, threshold
+        self._below: Tensor | None = None  # the whole weight, while its small entries are zero
+
+    @torch.no_grad()
+    def use(self) -> None:
+        """Set entries below the threshold to zero, until `restore`."""
+        self.restore()
+        self._below = self.weight.clone()
+        self.weight.mul_(self._used())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self._below is not None:
+            self.weight.copy_(self._below)
+            self._below = None
+
+    @torch.no_grad()
+    def correct_gradient(self) -> None:
+        if self.weight.grad is not None:
+            magnitude = self.weight.abs()
+            whole = (magnitude + self._threshold).clamp(min=torch.finfo(magnitude.dtype).tiny)
+            slope = 2 * (self._threshold / whole) * (magnitude / whole)
+            self.weight.grad.mul_((1 + slope) * self._used())
+
+    def _used(self) -> Tensor:
+        return self._held & (self.weight.abs() >= self._threshold)
+
+
+@dataclass(frozen=True)
+class FIARSESide(DenseSide):
+    """Models whose absent weights are zero and stay zero."""
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        values = {name: tensor for name, tensor in download.tensors.items() if not name.startswith(HELD)}
+        for name, held in held_entries(client, download.tensors).items():
+            values[name] = torch.zeros_like(client.get_parameter(name)).masked_scatter_(held, values[name])
+        load_tensors(client, values)
+
+    def start(self, client: nn.Module, download: Download) -> StepActions | None:
+        """Apply a threshold, the smallest magnitude sent, in each step; do nothing if the client holds all weights."""
+        held = held_entries(client, download.tensors)
+        smallest = [float(download.tensors[name].abs().min()) for name in held if download.tensors[name].numel()]
+        weights = [ThresholdedWeight(client.get_parameter(name), mask, min(smallest)) for name, mask in held.items()]
+        vars(client)[THRESHOLDED] = weights
+
+        def use() -> None:
+            for weight in weights:
+                weight.use()
+
+        def correct(optimizer: Optimizer) -> None:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for weight in weights:
+                weight.restore()
+                if id(weight.weight) in stepped:
+                    weight.correct_gradient()
+
+        return StepActions(use, correct) if weights else None
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        for weight in vars(client).pop(THRESHOLDED, ()):
+            weight.restore()  # from a step that was begun but not taken
+        tensors, held = select_tensors(client, self.returned), held_entries(client, download.tensors)
+        return Upload(download.unit, {n: t[held[n]] if n in held else t for n, t in tensors.items()})
+
+
+def held_entries(client: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
+    """Which entries of its weights a client was sent, as booleans in their shapes; weights sent whole are left out."""
+    packed = {n.removeprefix(HELD): bits for n, bits in tensors.items() if n.startswith(HELD)}
+    shapes = {name: client.get_parameter(name).shape for name in packed}
+    return {name: unpack_bits(bits, shapes[name].numel()).view(shapes[name]) for name, bits in packed.items()}

@@ -24,8 +24,7 @@ from lightning_spectral.functional import (
     group_discrepancy,
 )
 from lightning_spectral.functional.spectra import factorize, num_terms_for
-from lightning_spectral.report.printed import legend_above, printed
-from lightning_spectral.report.style import PRINTED, look
+from lightning_spectral.report.printed import PRINTED, legend_above, look, printed
 from lightning_spectral.tables import aligned
 
 Weights = list[list[float]]

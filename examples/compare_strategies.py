@@ -35,8 +35,7 @@ import torch
 from quickstart import deal_digits, federate, quiet_lightning
 
 import lightning_spectral as ls
-from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, look
+from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
 
 STRATEGIES = {"TopN": ls.TopN(), "PriSM": ls.PriSM(), "Unbiased": ls.Unbiased(), "Collective": ls.Collective()}
 KEEP_RATIOS = (0.1, 0.2)  # share of singular terms each client holds, as in the homogeneous setups of the 2024 paper

@@ -11,7 +11,7 @@ OF_LIGHTNING = ("fit", "validate", "test")
 # Those that go without Lightning's parser, by the module of their `main`; each is imported only when it is used.
 OTHERS = {
     "sweep": "lightning_spectral.sweep.command",
-    "report": "lightning_spectral.report.command",
+    "report": "lightning_spectral.report.page",
     "doctor": "lightning_spectral.testing.doctor",
     "network": "lightning_spectral.network.cli.command",
 }

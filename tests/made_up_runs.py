@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_spectral.report.rounds_file import NAME, Line, write_record
-from lightning_spectral.report.runs import LoggedRun, run_of
+from lightning_spectral.report.runs import NAME, Line, LoggedRun, run_of, write_record
 
 SECONDS = {f"fl/seconds_{stage}": 0.1 for stage in ("refresh", "sample", "load", "train", "aggregate", "apply")}
 

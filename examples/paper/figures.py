@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from tables import METRICS, results
 
-from lightning_spectral.report.printed import draw_line, draw_spread, printed
-from lightning_spectral.report.style import look
+from lightning_spectral.report.printed import draw_line, draw_spread, look, printed
 
 Points = Sequence[tuple[float, float]]
 Panels = Mapping[tuple[str, str], Mapping[str, Sequence[Points]]]  # (group, column) -> line -> runs of all seeds

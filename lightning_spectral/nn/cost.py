@@ -262,7 +262,7 @@ class CostTable:
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
         with from_extra("examples"):
-            from lightning_spectral.pictures import Picture
+            from lightning_spectral.report.printed import Picture
 
         figure = Picture(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")

@@ -1,16 +1,17 @@
-"""How groups of runs compare: where they end, what that took, and what readers should know of their curves."""
+"""Groups of runs that differ only in their seeds, and how groups compare: where they end, what that took, remarks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from lightning_spectral.report.groups import Group
+from lightning_spectral.errors import ReportError
 from lightning_spectral.report.measures import (
     Curve,
     Numbers,
@@ -22,8 +23,15 @@ from lightning_spectral.report.measures import (
     megabytes_at,
     total,
 )
-from lightning_spectral.report.runs import LoggedRun, Table
+from lightning_spectral.report.runs import LoggedRun, Table, printable, shortened
 
+Settings: TypeAlias = Mapping[str, str]
+ABSENT = "—"
+# Settings in which repetitions of one experiment differ, by the last part of their names.
+REPETITION = frozenset({"seed", "seed_everything", "random_state", "fingerprint", "partition"})
+STRATEGY = "strategy"  # the argument that says more than the class that has it
+SWEEP = "sweep/"  # before the names of settings that a sweep varied
+LONGEST = 40  # letters of a value in a label
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of the megabytes that all runs have sent
 COSTS = ("rounds", "megabytes", "virtual seconds")
 FLAT = 0.02  # a metric that stays within this share of its scale has not moved
@@ -40,17 +48,137 @@ FLAT_BASELINE = " FedAvg is among them, so sharding is not the reason."
 DIVERGED = "Training diverged: lower the clients' learning rate, or bound their updates."
 
 
-class End(NamedTuple):
-    """The last evaluation that all repetitions of a group have."""
+@dataclass(frozen=True)
+class Group:
+    """Runs that are repetitions of each other."""
 
-    round_idx: float  # from 0; NaN if they share none, and each is taken at its own last one
-    points: Numbers  # megabytes sent by then, NaN if they were not counted, and the metric, shape ``(runs, 2)``
+    label: str  # the settings in which they differ from all others
+    runs: tuple[LoggedRun, ...]
+    index: int  # among the groups; it decides colour and marker
+    is_baseline: bool = False  # whether it is FedAvg, which others are compared with
+
+    def each(self, of: Callable[[LoggedRun], Curve | None]) -> list[Curve]:
+        """A curve of each run that has it."""
+        return [found for run in self.runs if (found := of(run)) is not None]
 
 
-def group_end(group: Group, metric: str) -> End:
-    """The end of a group; repetitions that got further are cut where the shortest ends."""
-    at = _last_common_round(group.runs, metric)
-    return End(at, np.array([run_end(run, metric, at) for run in group.runs]))
+def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
+    """Group runs by the settings in which they differ, apart from seeds.
+
+    ``by`` names the settings to group by instead, or the last parts of their names. Runs of a sweep are grouped by what
+    the sweep varied. A run without settings is a group of its own, since it is not known what it repeats. Runs with the
+    same label are one group, whatever their settings are.
+
+    Returns:
+        The groups in order of their first runs, and the names of the settings by which they differ.
+    """
+    settings = [flat_settings(run.config) for run in runs]
+    if by:
+        names = _named(settings, by)
+    else:
+        compared = [own for run, own in zip(runs, settings, strict=True) if own and not run.label]
+        varied = [{name: value for name, value in own.items() if name.startswith(SWEEP)} for own in compared]
+        names = differing(varied if all(varied) else compared)
+    members: dict[tuple[str, ...], list[LoggedRun]] = defaultdict(list)
+    labels: dict[tuple[str, ...], str] = {}
+    for run, own in zip(runs, settings, strict=True):
+        key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
+        key = ("label", run.label) if run.label else ("", *key)
+        members[key].append(run)
+        labels[key] = run.label or (label(own, names) if own else "") or run.name
+    if len(members) == 1 and not runs[0].label:
+        labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
+    groups, seen = [], Counter[str]()
+    for index, (key, found) in enumerate(members.items()):
+        seen[own_label := labels[key]] += 1
+        distinct = own_label if seen[own_label] == 1 else f"{own_label} ({seen[own_label]})"
+        groups.append(
+            Group(distinct, tuple(found), index, all(_is_baseline(flat_settings(run.config)) for run in found))
+        )
+    return groups, names
+
+
+def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:
+    known = sorted({name for one in settings for name in one})
+    found: list[str] = []
+    for wanted in by:
+        names = [name for name in known if f"/{name}".endswith(f"/{wanted}")]
+        if not names:
+            raise ReportError(f"No run has a setting `{wanted}`; known settings: {', '.join(known) or 'none'}.")
+        found += names
+    return found
+
+
+def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """All settings as ``outer/inner``, each with its value as text; a choice is its class, with its arguments inside.
+
+    Example:
+        >>> flat_settings({"seed": 1, "algorithm": {"name": "Sharding", "keep_ratio": 0.2}})
+        {'seed': '1', 'algorithm': 'Sharding', 'algorithm/keep_ratio': '0.2'}
+    """
+    return {printable(name): printable(value) for name, value in _flat("", config)}
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(value, Mapping):
+        yield name, str(value)
+        return
+    is_choice = bool(name) and isinstance(value.get("name"), str)
+    if is_choice:
+        yield name, value["name"]
+    for key, inner in value.items():
+        if not (is_choice and key == "name"):
+            yield from _flat(f"{name}/{key}".lstrip("/"), inner)
+
+
+def differing(all_settings: Sequence[Settings]) -> list[str]:
+    """The settings in which experiments differ, in order, apart from those of repetitions such as seeds.
+
+    Arguments are compared only among runs with the same class around them: what a class has, and another has not or has
+    with another value, is not a difference of its own.
+
+    Example:
+        >>> a = {"algorithm": "FedAvg", "seed": "0"}
+        >>> b = {"algorithm": "Sharding", "algorithm/keep_ratio": "0.2", "seed": "1"}
+        >>> differing([a, b]), differing([a, b, {**b, "algorithm/keep_ratio": "0.1"}])
+        (['algorithm'], ['algorithm', 'algorithm/keep_ratio'])
+    """
+    found: list[str] = []
+    names = {name for settings in all_settings for name in settings}
+    for name in sorted(names, key=lambda name: name.split("/")):  # each outer one before those inside it
+        around = [outer for outer in found if name.startswith(f"{outer}/")]
+        options: dict[tuple[str, ...], set[str]] = defaultdict(set)
+        for settings in all_settings:
+            options[tuple(settings.get(outer, ABSENT) for outer in around)].add(settings.get(name, ABSENT))
+        if any(len(alike) > 1 for alike in options.values()) and not REPETITION & set(name.split("/")):
+            found.append(name)
+    return found
+
+
+def _is_baseline(settings: Settings) -> bool:
+    """Whether all models of a run are trained by FedAvg."""
+    chosen = {name: value for name, value in settings.items() if f"/{name}".endswith("/algorithm")}
+    return {value for name, value in chosen.items() if not name.startswith(SWEEP)} == {"FedAvg"}
+
+
+def label(settings: Settings, names: Sequence[str]) -> str:
+    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is shown.
+
+    Example:
+        >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])
+        'TopN, keep_ratio=0.2'
+        >>> label({"a": "FedAvg"}, ["a", "a/strategy", "a/keep_ratio"])
+        'FedAvg'
+    """
+    shown = [name for name in names if name in settings]
+    parts = []
+    for name in shown:
+        (around, _, own), value = name.rpartition("/"), settings[name]
+        is_class = value.isidentifier() and value[0].isupper() and value not in ("True", "False", "None")
+        if f"{name}/{STRATEGY}" not in shown:
+            stands_alone = is_class and (own == STRATEGY or around not in shown)
+            parts.append(value if stands_alone else f"{own}={shortened(value, LONGEST)}")
+    return ", ".join(sorted(parts, key=lambda part: "=" in part))
 
 
 def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
@@ -60,34 +188,29 @@ def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[f
     return float(megabytes_at(run, found.rounds[[at]])[0]), float(found.values[at])
 
 
-def _last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
+def last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
     """The last round, from 0, in which all runs were evaluated; NaN if there is none."""
     return max(set.intersection(*(set(evaluations(run, metric).rounds) for run in runs)), default=math.nan)
+
+
+def group_end(group: Group, metric: str) -> Numbers:
+    """Megabytes and the metric of each run, at the last evaluation that all have, or its own if there is none.
+
+    Returns:
+        Shape ``(runs, 2)``; NaN where megabytes were not counted.
+    """
+    at = last_common_round(group.runs, metric)
+    return np.array([run_end(run, metric, at) for run in group.runs])
 
 
 def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
     """FedAvg first, as what others are compared with, then by what was sent; the order decides colours and marks."""
 
     def key(group: Group) -> tuple[bool, float]:
-        cost = float(group_end(group, metric).points[:, 0].mean())
+        cost = float(group_end(group, metric)[:, 0].mean())
         return not group.is_baseline, math.inf if math.isnan(cost) else cost
 
     return [replace(group, index=index) for index, group in enumerate(sorted(groups, key=key))]
-
-
-def groups_table(groups: Sequence[Group], metric: str) -> Table:
-    """A row for each group: its runs, its last evaluation over them, rounds and megabytes."""
-    common = _last_common_round([run for group in groups for run in group.runs], metric)
-    ends = [group_end(group, metric) for group in groups]
-    compared = len({end.round_idx for end in ends}) > 1 and not math.isnan(common)
-    columns = ("group", "runs", metric, "rounds", "megabytes", *([f"at round {common + 1:g}"] if compared else []))
-    rows = []
-    for group, end in zip(groups, ends, strict=True):
-        rounds = "" if math.isnan(end.round_idx) else int(end.round_idx) + 1
-        row = (group.label, len(group.runs), spread_of(end.points[:, 1]), rounds, spread_of(end.points[:, 0]))
-        at_common = [run_end(run, metric, common)[1] for run in group.runs] if compared else []
-        rows.append((*row, *([spread_of(at_common)] if compared else [])))
-    return Table(columns, tuple(rows))
 
 
 def spread_of(values: Sequence[float] | Numbers) -> str:
@@ -103,6 +226,21 @@ def spread_of(values: Sequence[float] | Numbers) -> str:
     if math.isnan(mean):
         return "nan" if np.isfinite(found).any() else ""
     return f"{mean:.4g} ± {deviation:.2g}" if deviation else f"{mean:.4g}"
+
+
+def groups_table(groups: Sequence[Group], metric: str) -> Table:
+    """A row for each group: its runs, its last evaluation over them, rounds and megabytes."""
+    common = last_common_round([run for group in groups for run in group.runs], metric)
+    ends = [last_common_round(group.runs, metric) for group in groups]
+    compared = len(set(ends)) > 1 and not math.isnan(common)
+    rows = []
+    for group, end in zip(groups, ends, strict=True):
+        sent, reached = group_end(group, metric).T
+        rounds = "" if math.isnan(end) else int(end) + 1
+        at_common = [spread_of([run_end(run, metric, common)[1] for run in group.runs])] if compared else []
+        rows.append((group.label, len(group.runs), spread_of(reached), rounds, spread_of(sent), *at_common))
+    columns = ("group", "runs", metric, "rounds", "megabytes", *([f"at round {common + 1:g}"] if compared else []))
+    return Table(columns, tuple(rows))
 
 
 def target_table(groups: Sequence[Group], metric: str, target: float, minimise: bool) -> Table:
@@ -128,14 +266,11 @@ def cost_to_reach(run: LoggedRun, metric: str, target: float, minimise: bool) ->
     good = np.flatnonzero(found.values <= target if minimise else found.values >= target)
     if not len(good):
         return None
-    round_idx = float(found.rounds[good[0]])
-    spent = (megabytes(run), total(run, "fl/virtual_seconds", max))
-    return (round_idx + 1, *(math.nan if one is None else _at(one, round_idx) for one in spent))
-
-
-def _at(spent: Curve, round_idx: float) -> float:
-    position = int(np.searchsorted(spent.rounds, round_idx, side="right")) - 1
-    return float(spent.values[position]) if position >= 0 else 0.0
+    round_idx, costs = float(found.rounds[good[0]]), []
+    for spent in (megabytes(run), total(run, ("fl/virtual_seconds",), max)):
+        known = None if spent is None else spent.values[spent.rounds <= round_idx]
+        costs.append(math.nan if known is None else float(known[-1]))
+    return (round_idx + 1, *costs)
 
 
 def equal_cost_table(groups: Sequence[Group], metric: str) -> Table | None:
@@ -162,16 +297,20 @@ def at_megabytes(run: LoggedRun, metric: str, budget: float) -> float:
 
 def on_curves(groups: Sequence[Group], metric: str) -> str:
     """Which curves lie on each other, do not rise or end in no number, each with the likely reason; empty if none."""
-    of = partial(curve, metric=metric)
-    parts = []
+    of, parts, flat = partial(curve, metric=metric), [], []
     if alike := equal_groups(groups, of):
         listed = "; ".join(" = ".join(group.label for group in equal) for equal in alike)
         parts.append(f"Curves that are equal to the last digit: {listed}. {EQUAL_CURVES}")
-    flat = [(group, ends) for group in groups if (ends := _range_if_flat(group, metric)) is not None]
+    for group in groups:
+        mean = band(group.each(of))
+        if mean is not None and len(mean.values) >= FEWEST and np.isfinite(mean.values).all():
+            low, high, largest = mean.values.min(), mean.values.max(), abs(mean.values).max()
+            scale = largest if lower_is_better(metric) or largest > 1 else 1.0  # an accuracy is on a scale up to 1
+            if high - low < FLAT * scale:
+                flat.append((group, f"{group.label} ({low:.3g} to {high:.3g})"))
     if flat:
-        listed = "; ".join(f"{group.label} ({low:.3g} to {high:.3g})" for group, (low, high) in flat)
         baseline = FLAT_BASELINE if any(group.is_baseline for group, _ in flat) else ""
-        parts.append(f"Curves that hardly move: {listed}. {FLAT_CURVES}{baseline}")
+        parts.append(f"Curves that hardly move: {'; '.join(text for _, text in flat)}. {FLAT_CURVES}{baseline}")
     lost = [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]
     if lost:
         parts.append(f"Curves that end in no finite number: {'; '.join(lost)}. {DIVERGED}")
@@ -180,24 +319,12 @@ def on_curves(groups: Sequence[Group], metric: str) -> str:
 
 def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> list[list[Group]]:
     """Sets of groups whose runs have the same curves to the last digit, at least two rounds long."""
-    alike: dict[tuple[tuple[bytes, bytes], ...], list[Group]] = {}
+    alike: dict[tuple[tuple[bytes, bytes], ...], list[Group]] = defaultdict(list)
     for group in groups:
         curves = group.each(of)
         if any(len(one.rounds) > 1 for one in curves):
-            key = tuple(sorted((one.rounds.tobytes(), one.values.tobytes()) for one in curves))
-            alike.setdefault(key, []).append(group)
+            alike[tuple(sorted((one.rounds.tobytes(), one.values.tobytes()) for one in curves))].append(group)
     return [found for found in alike.values() if len(found) > 1]
-
-
-def _range_if_flat(group: Group, metric: str) -> tuple[float, float] | None:
-    """The lowest and highest value of a group's mean; ``None`` if it moves, or has too few to tell."""
-    found = band(group.each(partial(curve, metric=metric)))
-    if found is None or len(found.mean) < FEWEST or not np.isfinite(found.mean).all():
-        return None
-    low, high = float(found.mean.min()), float(found.mean.max())
-    largest = max(abs(low), abs(high))
-    scale = largest if lower_is_better(metric) or largest > 1 else 1.0  # an accuracy of 0.1 is on a scale up to 1
-    return (low, high) if high - low < FLAT * scale else None
 
 
 def on_lengths(groups: Sequence[Group], metric: str) -> str:
@@ -209,7 +336,7 @@ def on_lengths(groups: Sequence[Group], metric: str) -> str:
     parts = [f"Runs were last evaluated after {min(every):g} to {max(every):g} rounds: some may be unfinished."]
     if within := [label for label, of_group in ends.items() if len(of_group) > 1]:
         parts.append(f"Repetitions are compared where the shortest of them ends: {'; '.join(within)}.")
-    common = _last_common_round([run for group in groups for run in group.runs], metric) + 1
+    common = last_common_round([run for group in groups for run in group.runs], metric) + 1
     if not math.isnan(common):
         parts.append(f"The table also compares all groups at round {common:g}, the last that all runs have.")
     return " ".join(parts)

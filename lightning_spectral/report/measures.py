@@ -17,7 +17,7 @@ from lightning_spectral.report.runs import ROUND, Histogram, LoggedRun, Table
 BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")  # all that is sent in a round
 SECONDS = "fl/seconds_"  # before the name of a stage
 CLIENTS = "fl/clients/"  # of `ClientEvaluation`: ``fl/clients/<metric>/<statistic>``
-LOW, MIDDLE, HIGH = "lowest_decile", "mean", "highest_decile"
+ENDS = LOW, MIDDLE, HIGH = ("lowest_decile", "mean", "highest_decile")
 SPECTRUM = "singular_values/"  # a histogram for each layer, of `RoundDashboard`
 CLIENT_TABLE = "tables/clients"
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
@@ -34,6 +34,7 @@ class Curve:
 
     rounds: Numbers
     values: Numbers
+    std: Numbers | None = None  # of the repetitions of which the values are means
 
     @property
     def last(self) -> float:
@@ -41,29 +42,22 @@ class Curve:
         return float(self.values[-1])
 
 
-@dataclass(frozen=True)
-class Band:
-    """A metric over the rounds that all repetitions have."""
+def band(curves: Sequence[Curve]) -> Curve | None:
+    """Mean and spread of repetitions over the rounds that all of them have; ``None`` if they share no round.
 
-    rounds: Numbers
-    mean: Numbers
-    std: Numbers  # of a sample; 0 for a single repetition
-
-
-def band(curves: Sequence[Curve]) -> Band | None:
-    """Mean and spread of repetitions; ``None`` if they share no round.
+    The deviation is that of a sample; 0 for a single repetition.
 
     Example:
         >>> rounds = np.arange(2.0)
         >>> band([Curve(rounds, np.array([1.0, 2.0])), Curve(rounds[:1], np.array([3.0]))])
-        Band(rounds=array([0.]), mean=array([2.]), std=array([1.41421356]))
+        Curve(rounds=array([0.]), values=array([2.]), std=array([1.41421356]))
     """
     shared = sorted(set.intersection(*(set(one.rounds) for one in curves))) if curves else []
     if not shared:
         return None
     values = np.array([one.values[np.searchsorted(one.rounds, shared)] for one in curves])
     std = values.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(len(shared))
-    return Band(np.array(shared), values.mean(axis=0), std)
+    return Curve(np.array(shared), values.mean(axis=0), std)
 
 
 def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
@@ -97,10 +91,9 @@ def models(run: LoggedRun) -> list[str]:
 
 
 def total(
-    run: LoggedRun, names: str | tuple[str, ...], over_models: Callable[[list[float]], float] = math.fsum
+    run: LoggedRun, names: tuple[str, ...], over_models: Callable[[list[float]], float] = math.fsum
 ) -> Curve | None:
     """What was spent by the end of each round, of all models; ``None`` if no round has any of the names."""
-    names = (names,) if isinstance(names, str) else names
     columns = [own for own in run.names if own in names or own.endswith(tuple(f"/{name}" for name in names))]
     if not columns:
         return None
@@ -145,10 +138,10 @@ def client_statistics(run: LoggedRun, metric: str) -> tuple[str, dict[str, Curve
     return chosen, {statistic: found for statistic, found in curves.items() if found is not None}
 
 
-def spread(run: LoggedRun, metric: str) -> tuple[Curve, Curve, Curve] | None:
+def spread(run: LoggedRun, metric: str) -> list[Curve] | None:
     """The low, middle and high curves of a metric over clients; ``None`` unless all three are known."""
     found = client_statistics(run, metric)[1]
-    return (found[LOW], found[MIDDLE], found[HIGH]) if {LOW, MIDDLE, HIGH} <= found.keys() else None
+    return [found[end] for end in ENDS] if found.keys() >= {*ENDS} else None
 
 
 def spectra(run: LoggedRun) -> dict[str, Spectrum]:
@@ -156,16 +149,14 @@ def spectra(run: LoggedRun) -> dict[str, Spectrum]:
     found: dict[str, Spectrum] = {}
     for name, by_round in run.shown.items():
         model, is_spectrum, layer = name.rpartition(SPECTRUM)
-        bins = {index: one for index, one in by_round.items() if isinstance(one, Histogram)}
-        values = {index: _descending(one) for index, one in bins.items() if 0 < sum(one.counts) <= MAX_TERMS}
-        if is_spectrum and any(own.max() > 0 for own in values.values()):
+        values: Spectrum = {}
+        for index, bins in by_round.items():
+            if is_spectrum and isinstance(bins, Histogram) and 0 < sum(bins.counts) <= MAX_TERMS:
+                edges = np.array(bins.edges)
+                values[index] = np.repeat((edges[1:] + edges[:-1]) / 2, np.array(bins.counts, dtype=int))[::-1]
+        if any(own.max() > 0 for own in values.values()):
             found[model + layer] = values
     return found
-
-
-def _descending(bins: Histogram) -> Numbers:
-    edges = np.array(bins.edges)
-    return np.repeat((edges[1:] + edges[:-1]) / 2, np.array(bins.counts, dtype=int))[::-1]
 
 
 def client_tables(run: LoggedRun) -> dict[str, tuple[int, Table]]:
@@ -178,36 +169,32 @@ def client_tables(run: LoggedRun) -> dict[str, tuple[int, Table]]:
     return found
 
 
-def with_metric(
-    runs: Sequence[LoggedRun], wanted: str | None, kept: Collection[Path] = ()
-) -> tuple[Sequence[LoggedRun], list[str]]:
-    """Leave out runs without the metric, or without any, such as those that were killed before the first evaluation.
+def choose_metric(
+    runs: Sequence[LoggedRun], wanted: str | None = None, named: Collection[Path] = ()
+) -> tuple[str, Sequence[LoggedRun], list[str]]:
+    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
+
+    Runs without it are left out, and those without any, such as those that were killed before the first evaluation,
+    unless their files were ``named``.
 
     Returns:
-        The runs to report, with those in the files ``kept``, and why each other one is left out; all runs, if none has
-        a metric.
+        The metric, the runs to report, and why each other one is left out.
     """
     validated = [run for run in runs if not all(map(_is_of_a_test, _evaluated(run)))]
-    able = (lambda run: curve(run, wanted) is not None) if wanted is not None else _evaluated
-    if wanted is None and validated:
-        able = validated.__contains__
-    measured = [run for run in runs if run.path in kept or able(run)]
-    if not measured:
-        return runs, []
-    return measured, [_lacks(run, wanted, 1) for run in runs if run not in measured]
-
-
-def choose_metric(runs: Sequence[LoggedRun], wanted: str | None) -> str:
-    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have."""
-    if wanted is None:
-        shared = set.intersection(*map(_evaluated, runs))
-        if not shared:
-            raise ReportError(_lacks(min(runs, key=lambda run: len(_evaluated(run))), None, len(runs)))
-        return min(shared, key=_preference)
-    for run in runs:
-        if curve(run, wanted) is None:
-            raise ReportError(f"{_lacks(run, wanted, 1)} Choose one that all runs have, or leave this run out.")
-    return wanted
+    able = validated or [run for run in runs if _evaluated(run)]
+    if wanted is not None:
+        able = [run for run in runs if curve(run, wanted) is not None]
+    read = [run for run in runs if run in able or run.path in named] if able else runs
+    left_out = [_lacks(run, wanted, 1) for run in runs if run not in read]
+    if wanted is not None:
+        for run in read:
+            if run not in able:
+                raise ReportError(f"{_lacks(run, wanted, 1)} Choose one that all runs have, or leave this run out.")
+        return wanted, read, left_out
+    shared = set.intersection(*map(_evaluated, read))
+    if not shared:
+        raise ReportError(_lacks(min(read, key=lambda run: len(_evaluated(run))), None, len(read)))
+    return min(shared, key=_preference), read, left_out
 
 
 def lower_is_better(metric: str) -> bool:
@@ -217,7 +204,7 @@ def lower_is_better(metric: str) -> bool:
 
 def _own(run: LoggedRun, names: Collection[str]) -> set[str]:
     """The user's own metrics; those that all of several models have are included without the model's name as well."""
-    own = {name for name in names if "fl/" not in name and not _is_rate(name)}
+    own = {name for name in names if not ("fl/" in name or f"/{name}".endswith("/lr") or name.startswith("lr-"))}
     parts = [{name.removeprefix(f"{model}/") for name in own if name.startswith(f"{model}/")} for model in models(run)]
     return own | set.intersection(*parts) if parts else own
 
@@ -226,10 +213,6 @@ def _evaluated(run: LoggedRun) -> set[str]:
     during = _own(run, run.from_clients)
     own = (name for name in _own(run, run.names) if name not in during and not name.startswith("train"))
     return {name for name in own if name in run.names or curve(run, name) is not None}
-
-
-def _is_rate(name: str) -> bool:
-    return name.rpartition("/")[2] == "lr" or name.startswith("lr-")  # of Lightning's LearningRateMonitor
 
 
 def _is_of_a_test(metric: str) -> bool:

@@ -1,27 +1,77 @@
-"""From runs on the disk to a page, which is self-contained HTML, and its figures."""
+"""``python -m lightning_spectral report``: from runs on the disk to a page that needs no account and no network."""
 
 from __future__ import annotations
 
 import re
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_spectral.errors import ReportError
-from lightning_spectral.report.compared import in_order
-from lightning_spectral.report.groups import SWEEP, Group, group_runs
-from lightning_spectral.report.measures import choose_metric, lower_is_better, with_metric
-from lightning_spectral.report.runs import Table, labelled, read_runs
-from lightning_spectral.report.sections import Contents, Section, all_sections
-from lightning_spectral.report.texts import printable
+from lightning_spectral.errors import ReportError, from_extra
+from lightning_spectral.report.compared import SWEEP, group_runs, in_order
+from lightning_spectral.report.measures import choose_metric, lower_is_better
+from lightning_spectral.report.runs import Table, labelled, printable, read_runs
 
+if TYPE_CHECKING:
+    from lightning_spectral.report.sections import Section
+
+DESCRIPTION = """\
+Write one HTML page on federated runs: an evaluation metric against megabytes and rounds, clients, coverage, spectra,
+and where the time went. It reads what runs left on the disk:
+
+  lightning_logs/version_0/rounds.jsonl   what RoundHistory, RoundDashboard, `fit` and `sweep` write, a line per round
+  a folder                                all such files in it
+
+Runs whose settings differ only in their seeds form one group, drawn as a mean with a band; or name the groups, as in
+`report fedavg=runs/a ours=runs/b`.
+Of a run that was resumed in another folder, the last file counts.
+"""
 NUMBER = r"-?[0-9.]+(e[-+]?[0-9]+)?"
 # Even if a name in a run smuggled in something, a browser would neither load nor execute it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with some arguments, by default those of this process.
+
+    Returns:
+        0, or 1 if no report could be made; the reason is then on standard error.
+    """
+    try:
+        written = write_report(**vars(_parser().parse_args(argv)))
+    except (ModuleNotFoundError, ReportError) as error:
+        print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
+        return 1
+    print("\n".join(printable(f"wrote {path}") for path in written))
+    return 0
+
+
+def _path(text: str) -> Path:
+    if not text:  # as from a variable of the shell that is not set; `Path` would take it for the current folder
+        raise ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
+def _parser() -> ArgumentParser:
+    name, layout = "python -m lightning_spectral report", RawDescriptionHelpFormatter
+    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout)
+    add = parser.add_argument
+    runs = "a run or a folder of runs; those with a label are one group"
+    add("runs", nargs="+", type=_path, metavar="[LABEL=]RUN", help=runs)
+    add("-o", "--output", type=_path, default=Path("report.html"), help="the page to write (default: %(default)s)")
+    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
+    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
+    add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
+    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
+    add("--png", type=_path, metavar="FOLDER", help="also write each figure there as a PNG file")
+    add("--title", help="title of the page")
+    return parser
 
 
 def write_report(
@@ -51,23 +101,30 @@ def write_report(
     Returns:
         The files that were written.
     """
-    output, png = Path(output), Path(png) if png else None
+    with from_extra("report"):
+        from lightning_spectral.report.sections import Contents, all_sections
+
+    output, png, paths = Path(output), Path(png) if png else None, list(map(Path, runs))
     if mode not in (None, "min", "max"):
         raise ReportError(f"`mode` must be 'min', 'max' or None, got {mode!r}.")
     try:
         _check_destinations(output, png)
         with np.errstate(all="ignore"):  # differences of infinite values are NaN, which figures leave out
-            found, left_out = read_runs(map(Path, runs))
-            read, without = with_metric(found, metric, {path for _, path in map(labelled, map(Path, runs))})
-            chosen = choose_metric(read, metric)
+            found, left_out = read_runs(paths)
+            metric, read, without = choose_metric(found, metric, {path for _, path in map(labelled, paths)})
             groups, names = group_runs(read, group_by)
-            minimise = mode == "min" if mode else lower_is_better(chosen)
-            sections = all_sections(Contents(in_order(groups, chosen), chosen, minimise, target))
-            reasons = [f"Left out: {reason}" for reason in (*left_out, *without)]
-            notes = [f"{run.name} ({run.path.name}): {'; '.join(run.notes)}." for run in read if run.notes]
-            title = title or f"{chosen} of {_counted(len(read), 'federated run')}"
+            minimise = mode == "min" if mode else lower_is_better(metric)
+            sections = all_sections(Contents(in_order(groups, metric), metric, minimise, target))
+            sizes = sorted({len(group.runs) for group in groups})
+            each = f"{sizes[0]} to {sizes[-1]} runs" if len(sizes) > 1 else _counted(sizes[0], "run")
+            listed = ", ".join(f"`{name.removeprefix(SWEEP)}`" for name in names) if len(groups) > 1 else ""
+            differ = f", which differ in {listed}" if listed else ""
+            summary = f"{_counted(len(groups), 'group')} of {each} each{differ}."
+            warnings = [f"Left out: {reason}" for reason in (*left_out, *without)]
+            warnings += [f"{run.name} ({run.path.name}): {'; '.join(run.notes)}." for run in read if run.notes]
+            title = title or f"{metric} of {_counted(len(read), 'federated run')}"
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(page(title, _summary(groups, names), reasons + notes, sections), encoding="utf-8")
+            output.write_text(page(title, summary, warnings, sections), encoding="utf-8")
             if png is None:
                 return [output]
             png.mkdir(parents=True, exist_ok=True)
@@ -85,21 +142,9 @@ def _check_destinations(output: Path, png: Path | None) -> None:
         raise ReportError(
             f"The page is written as HTML, so its name must end in .html; got {output}. Browsers print PDF."
         )
-    folders = [output.parent, png] if png else [output.parent]
-    for folder in folders:
+    for folder in [output.parent, png] if png else [output.parent]:
         if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
             raise ReportError(f"{folder} cannot be a folder: {blocking[0]} is a file. Choose another.")
-
-
-def _summary(groups: Sequence[Group], names: Sequence[str]) -> str:
-    sizes = sorted({len(group.runs) for group in groups})
-    repeated = f"{sizes[0]} to {sizes[-1]} runs each" if len(sizes) > 1 else f"{_counted(sizes[0], 'run')} each"
-    differ = (
-        f", which differ in {', '.join(f'`{name.removeprefix(SWEEP)}`' for name in names)}"
-        if names and len(groups) > 1
-        else ""
-    )
-    return f"{_counted(len(groups), 'group')} of {repeated}{differ}."
 
 
 def _counted(number: int, what: str) -> str:
@@ -109,9 +154,8 @@ def _counted(number: int, what: str) -> str:
 def page(title: str, summary: str, warnings: Sequence[str], sections: Sequence[Section]) -> str:
     """Make a complete HTML document; the summary and the warnings are paragraphs below its title."""
     style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
-    body = "\n".join(
-        [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings), *map(_section, sections)]
-    )
+    told = [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings)]
+    body = "\n".join([*told, *map(_section, sections)])
     text = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -136,39 +180,36 @@ rest a pointer on a mark to see its numbers.</footer>
 
 
 def _section(section: Section) -> str:
-    parts = [f"<h2>{escape(section.title)}</h2>"]
-    if section.remark:
-        parts.append(_paragraph(section.remark, "remark"))
-    if section.lead:
-        parts.append(_paragraph(section.lead, "faint"))
+    parts = [_paragraph(section.remark, "remark"), _paragraph(section.lead, "faint")]
     if section.picture:
         parts.append(f"<figure>\n{section.picture.svg()}\n</figure>")
-    parts += [_details(*table, index < section.num_open) for index, table in enumerate(section.tables)]
-    return "<section>\n" + "\n".join(parts) + "\n</section>"
+    for index, (caption, table) in enumerate(section.tables):
+        opened = " open" if index < section.num_open else ""
+        body = f'<div class="table" tabindex="0">{_table(table)}</div>'
+        parts.append(f"<details{opened}><summary>{escape(caption)}</summary>\n{body}\n</details>")
+    return "\n".join(filter(None, ["<section>", f"<h2>{escape(section.title)}</h2>", *parts, "</section>"]))
 
 
 def _paragraph(text: str, style: str = "") -> str:
+    """A paragraph in which texts between backticks are code; none if there is no text."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-    return f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>"
+    return text and (f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>")
 
 
-def _details(caption: str, table: Table, is_open: bool) -> str:
-    numeric = [all(map(_is_number, filter(None, column))) for column in zip(*table.rows, strict=True)]
-    head = "".join(
-        f"<th{' class=number' if number else ''}>{escape(str(name))}</th>"
-        for name, number in zip(table.columns, numeric or [False] * len(table.columns), strict=True)
-    )
-    rows = "\n".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in table.rows)
-    body = f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
-    scrolling = f'<div class="table" tabindex="0">{body}</div>'
-    return f"<details{' open' if is_open else ''}><summary>{escape(caption)}</summary>\n{scrolling}\n</details>"
+def _table(table: Table) -> str:
+    """Numbers are aligned right, and so are the titles of columns that have nothing else."""
+    rows = [["" if value is None else str(value) for value in row] for row in table.rows]
+    numeric = [all(map(_is_number, filter(None, column))) for column in zip(*rows, strict=True)]
+    head = "".join(map(_cell, ["th"] * len(table.columns), table.columns, numeric or [False] * len(table.columns)))
+    lines = ["".join(_cell("td", text, _is_number(text)) for text in row) for row in rows]
+    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
 
-def _cell(value: Any) -> str:
-    text = "" if value is None else str(value)
-    return f"<td{' class=number' if _is_number(text) else ''}>{escape(text)}</td>"
+def _cell(tag: str, text: str, is_number: bool) -> str:
+    return f"<{tag}{' class=number' if is_number else ''}>{escape(text)}</{tag}>"
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(text: str) -> bool:
     """Whether a cell is a number, which may have a deviation."""
-    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?", str(value)) is not None
+    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?", text) is not None

@@ -1,11 +1,16 @@
-"""Figures in separate files that look like those of a report, for the studies, the examples and the benchmarks."""
+"""One look for all figures, of a report and in separate files: those of the studies, the examples and the benchmarks.
+
+Colour-blind readers can tell the colours apart, and markers match them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from textwrap import wrap
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -13,13 +18,74 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from lightning_spectral.pictures import Picture
-from lightning_spectral.report.style import PRINTED, Look, settings
-from lightning_spectral.report.texts import in_lines
+from lightning_spectral.report.runs import shortened
 
+# Okabe and Ito's colours, without black, which is used for text, and yellow, which is hard to see on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: 42 groups look different
+GREY = "#808080"  # of the baseline of a report; it can be seen on white and on black
+WIDTHS = (2.6, 2.0, 1.5, 1.1)
+FONT_POINTS = 9.0
 MARKS = 10  # markers on a curve
-LABEL = 44  # letters in a line of a legend
+LONGEST_LABEL, MAX_LINES, LABEL = 100, 8, 44  # letters of an axis, lines of a label, letters in a line of a legend
 LETTER, HANDLE = 5.5, 36.0  # points: of the width of a letter, and of what stands before a label
+
+
+class Theme(NamedTuple):
+    """Colours of everything but the data."""
+
+    ink: str  # text and axes
+    grid: str
+    paper: str  # lines between areas that touch
+
+
+PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")
+
+
+class Look(NamedTuple):
+    """The look of one group in all figures."""
+
+    colour: str
+    marker: str
+    width: float
+
+
+BASELINE = Look(PRINTED.ink, "*", 1.6)  # what others are compared with
+
+
+def look(index: int) -> Look:
+    """Colour, marker and line width of the group at a position; thinner lines are drawn on top of wider ones."""
+    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
+
+
+def settings(theme: Theme) -> Any:
+    """Matplotlib's settings for a theme."""
+    inked = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor", "text.color")
+    return {
+        **dict.fromkeys((*inked, "xtick.color", "ytick.color"), theme.ink),
+        "font.size": FONT_POINTS,
+        "axes.titlesize": FONT_POINTS,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 5,
+        "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's fonts
+        "svg.hashsalt": "report",  # the same runs make the same file
+    }
+
+
+class Picture(Figure):
+    """A figure without pyplot, which would choose a backend for the process; its last line in a cell displays it."""
+
+    def _repr_png_(self) -> bytes:
+        content = BytesIO()
+        self.savefig(content, format="png")
+        return content.getvalue()
 
 
 @contextmanager
@@ -34,6 +100,26 @@ def printed(path: str | Path | None, width: float, height: float) -> Iterator[Fi
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150, metadata={"Software": None} if Path(path).suffix == ".png" else None)
+
+
+def as_label(text: str) -> str:
+    r"""A text for a figure, in which matplotlib finds no formula: `$` is a letter like any other.
+
+    Example:
+        >>> print(as_label(r"x^$\frac{$"))
+        x^\$\frac{\$
+    """
+    return shortened(text, LONGEST_LABEL).replace("$", r"\$")
+
+
+def in_lines(text: str, width: int) -> list[str]:
+    """A text for a figure, in a few lines of at most ``width`` letters.
+
+    Example:
+        >>> in_lines("FedAvg, keep_ratio=0.5, seed=1", 16)
+        ['FedAvg,', 'keep_ratio=0.5,', 'seed=1']
+    """
+    return [as_label(line) for line in wrap(text, width, max_lines=MAX_LINES, placeholder=" …")]
 
 
 def draw_line(axes: Axes, x: Any, y: Any, look: Look, label: str, first_mark: int = 0) -> None:

@@ -1,28 +1,115 @@
-"""Runs as a report sees them, read from their records: one row of numbers per round, with tables and histograms."""
+"""``rounds.jsonl``, the record of a run, of which training writes a line per round, and runs as a report reads them.
+
+The first line says which run it is: ``{"run": ..., "begun": ..., "config": {...}}``, with an id that a resumed run
+keeps, the time, and the settings. Every other line belongs to a round:
+
+- ``{"round": 3, "trained": {...}, "evaluated": {...}, "turns": [...]}``: metrics of the round itself, those logged
+  after it, and the turns of its clients if a `CommunicationLedger` reads them.
+- ``{"round": 3, "tables": {...}, "histograms": {...}}``: what `RoundDashboard` shows, by name.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.rounds_file import NAME, Line, read_record
-from lightning_spectral.report.texts import printable, shortened
 
+NAME = "rounds.jsonl"
 ROUND = "fl/round"
 NOT_ENDED = "the file ends before the run does: it was killed, or is still running"
 LARGEST = 3.4028235e38  # of float32; a metric beyond it has diverged, and its square would not be a number
 MAX_REASON, MAX_NAME = 500, 200  # letters
 EXPECTED = f"a `{NAME}` of `RoundHistory`, or a folder of such runs"
+# Line and control characters, halves of surrogate pairs, and those that reverse the order of the text after them.
+UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+Line = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Table:
+def printable(text: str) -> str:
+    r"""The text in one line, with a replacement for every character that a page, a figure or a terminal cannot show.
+
+    Example:
+        >>> printable("a\tb\nc \x1b[31m é")
+        'a b c �[31m é'
+    """
+    return UNFIT.sub("\N{REPLACEMENT CHARACTER}", re.sub(r"[\t\n\r]+", " ", text))
+
+
+def shortened(text: str, letters: int) -> str:
+    """The text if it is short enough, otherwise its beginning.
+
+    Example:
+        >>> shortened("keep_ratio", 10), shortened("participation_rate", 10)
+        ('keep_ratio', 'participa…')
+    """
+    return text if len(text) <= letters else f"{text[: letters - 1]}…"
+
+
+class Record(NamedTuple):
+    """The contents of a file.
+
+    Attributes:
+        head: The first line.
+        lines: The others, in order; those of a round need not be adjacent.
+        is_whole: Whether the last line ends; one that was cut off, as by a kill, is left out.
+    """
+
+    head: Line
+    lines: Sequence[Line]
+    is_whole: bool
+
+
+def read_record(path: Path) -> Record:
+    """Read a record.
+
+    Raises:
+        OSError: If there is no such file.
+        ValueError: If it is something else; the message says what is wrong with it.
+    """
+    *whole, rest = path.read_bytes().split(b"\n")
+    found = []
+    for number, text in enumerate(whole, start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from error
+        if not isinstance(line, dict):
+            raise ValueError(f"line {number} is a {type(line).__name__}, not an object")
+        found.append(line)
+    head, *lines = found or [{}]
+    if not isinstance(head.get("run"), str) or not isinstance(head.get("config"), dict):
+        raise ValueError("its first line does not say which run it is")
+    for number, line in enumerate(lines, start=2):
+        if type(round_idx := line.get("round")) is not int or round_idx < 0:
+            raise ValueError(f"line {number} has the round {round_idx!r}; rounds are numbered 0, 1, 2, ...")
+    return Record(head, lines, is_whole=not rest)
+
+
+def write_record(path: Path, run: str, config: Mapping[str, Any], lines: Iterable[Line]) -> None:
+    """Write a whole record at once, in place of an earlier one; missing folders are created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")  # renamed when it is whole
+    head = {"run": run, "begun": time.time(), "config": config}
+    part.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)), encoding="utf-8")
+    part.replace(path)
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Add a line at the end of a record."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+class Table(NamedTuple):
     """A table, whose rows are all as long as ``columns``."""
 
     columns: tuple[str, ...]
@@ -34,9 +121,8 @@ class Table:
         return [row[index] for row in self.rows]
 
 
-@dataclass(frozen=True)
-class Histogram:
-    """A histogram; its edges ascend."""
+class Histogram(NamedTuple):
+    """Numbers of values between edges, which ascend; there is one edge more than counts."""
 
     edges: tuple[float, ...]
     counts: tuple[float, ...]
@@ -69,8 +155,7 @@ def labelled(path: Path) -> tuple[str, Path]:
         (('ours', PosixPath('runs/a')), ('', PosixPath('runs/b')))
     """
     label, _, named = str(path).partition("=")
-    is_label = label and named and not os.path.lexists(path)
-    return (printable(label), Path(named)) if is_label else ("", path)
+    return (printable(label), Path(named)) if label and named and not os.path.lexists(path) else ("", path)
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
@@ -84,7 +169,11 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
     runs: dict[str, tuple[float, LoggedRun]] = {}
     left_out: list[str] = []
     for label, path in map(labelled, paths):
-        found = _files_in(path) if os.path.isdir(path) else [path]  # `Path.is_dir` raises for names that are too long
+        found = [path]
+        if os.path.isdir(path):  # `Path.is_dir` raises for names that are too long
+            found = sorted(path.rglob(NAME))
+            if not found:
+                raise ReportError(f"{path} contains no run; expected {EXPECTED}. Name other files one by one.")
         reasons = []
         for file in found:
             try:
@@ -113,26 +202,17 @@ def read_run(path: Path) -> LoggedRun:
     return _read(path)[2]
 
 
-def _files_in(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob(NAME))
-    if not found:
-        raise ReportError(f"{folder} contains no run; expected {EXPECTED}. Name other files one by one.")
-    return found
-
-
 def _read(path: Path) -> tuple[str, float, LoggedRun]:
     """The id of a run, when its file was begun, and the run."""
     try:
-        if not path.exists():
-            raise ReportError(f"{path} does not exist; expected {EXPECTED}.")
         if not path.is_file():
-            raise ReportError(f"{path} is not a run; expected {EXPECTED}.")
+            state = "is not a run" if path.exists() else "does not exist"
+            raise ReportError(f"{path} {state}; expected {EXPECTED}.")
         head, lines, is_whole = read_record(path)
         name = "/".join(path.parent.parts[-2:]) if path.name == NAME else path.stem
         run = run_of(name, path, head["config"], lines)
-        begun = as_number(head.get("begun"))
         notes = run.notes if is_whole else (*run.notes, NOT_ENDED)
-        return head["run"], 0.0 if begun is None else begun, replace(run, notes=notes)
+        return head["run"], as_number(head.get("begun")) or 0.0, replace(run, notes=notes)
     except ReportError as error:
         raise ReportError(printable(str(error))) from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -152,9 +232,9 @@ def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Lin
             rows.setdefault(round_idx, {}).update({**trained, **evaluated, ROUND: float(round_idx)})
         from_clients |= trained.keys()
         for own, table in line.get("tables", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = as_table(table["columns"], table["rows"])
+            shown.setdefault(printable(own), {})[round_idx] = _table(table["columns"], table["rows"])
         for own, bins in line.get("histograms", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = as_histogram(bins["edges"], bins["counts"])
+            shown.setdefault(printable(own), {})[round_idx] = _histogram(bins["edges"], bins["counts"])
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     first = min(rows)
@@ -180,8 +260,7 @@ def as_number(value: Any) -> float | None:
     return math.copysign(math.inf, value) if abs(value) > LARGEST else float(value)
 
 
-def as_histogram(edges: Any, counts: Any) -> Histogram:
-    """Make a histogram of what a file holds."""
+def _histogram(edges: Any, counts: Any) -> Histogram:
     if len(edges) != len(counts) + 1 or not counts or not all(map(math.isfinite, [*edges, *counts])):
         raise ValueError(f"a histogram has {len(edges)} edges and {len(counts)} counts, which must be finite numbers")
     if sorted(edges) != list(edges) or min(counts) < 0:
@@ -189,12 +268,10 @@ def as_histogram(edges: Any, counts: Any) -> Histogram:
     return Histogram(tuple(edges), tuple(counts))
 
 
-def as_table(columns: Any, rows: Any) -> Table:
-    """Make a table of what a file holds; cells that are neither numbers nor texts become texts."""
+def _table(columns: Any, rows: Any) -> Table:
+    """Cells that are neither numbers nor texts become texts."""
     if not columns or any(len(row) != len(columns) for row in rows):
         raise ValueError("a row of a table is not as long as its header")
-    return Table(tuple(map(str, columns)), tuple(tuple(map(_cell, row)) for row in rows))
-
-
-def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else str(value)
+    known = (str, int, float, type(None))
+    cells = (tuple(cell if isinstance(cell, known) else str(cell) for cell in row) for row in rows)
+    return Table(tuple(map(str, columns)), tuple(cells))

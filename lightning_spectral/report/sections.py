@@ -8,20 +8,29 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LogNorm
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import offset_copy
 
-from lightning_spectral.report import figures
 from lightning_spectral.report.compared import (
+    Group,
     equal_cost_table,
+    flat_settings,
+    group_end,
     groups_table,
     on_curves,
     on_lengths,
+    pareto_front,
     run_end,
     target_table,
 )
-from lightning_spectral.report.figures import INCHES, Panel, Picture, Size
-from lightning_spectral.report.groups import Group, flat_settings
+from lightning_spectral.report.figures import Canvas, Panel, Picture, cost_axis, draw_band, look_of, over_rounds
 from lightning_spectral.report.measures import (
     Curve,
+    Numbers,
+    Spectrum,
     band,
     client_statistics,
     client_tables,
@@ -29,10 +38,11 @@ from lightning_spectral.report.measures import (
     evaluations,
     mean_stage_seconds,
     megabytes,
+    megabytes_at,
     spectra,
     spread,
 )
-from lightning_spectral.report.printed import legend_lines
+from lightning_spectral.report.printed import COLOURS, as_label, in_lines, legend_above, round_axis
 from lightning_spectral.report.runs import LoggedRun, Table
 
 # What to switch on if a section has nothing to show.
@@ -48,18 +58,23 @@ SWITCH_ON = {
     "seconds": "No stage was timed: `RoundHistory` keeps `fl/seconds_...` of every round.",
     "table": "No client table in these runs: add `RoundDashboard()` to the callbacks.",
 }
-COVERAGE = ("terms_visited", "expected_coverage")
-MOVED = "fl/probs_moved"
-BITS = {  # of Zampling, with the titles of their panels
+BITS = {  # of Zampling: titles of their panels
     "fl/bit_entropy": "entropy of a bit",
     "fl/bits_agreed": "bits on which all clients agree",
     "fl/probs_settled": "probabilities that are 0 or 1",
     "fl/bit_disagreement": "bits in which two clients differ",
-    MOVED: "how far a client moves a probability",
+    "fl/probs_moved": "how far a client moves a probability",
 }
-MAX_HEAT_MAPS = 9
+ENDS_OF_CLIENTS = ("low end of the clients", "middle of the clients", "high end of the clients")
 MAX_CLIENTS = 200
-LEGEND_WIDE, LEGEND_NARROW = (3, INCHES["wide"]), (1, INCHES["narrow"])  # columns at most, and inches
+GAP = 8.0  # points between the bars of groups that sent the same
+SAME = 0.02  # costs are the same if they differ by less than this share of all that is shown
+HATCHES = ("", "///", "...")  # for when the colours repeat
+TITLE = 36  # letters that fit above a heat map
+MAX_HEAT_MAPS = 9
+FEW = 6  # rounds that are each marked on the axis
+SMALLEST, LARGEST = 1e-4, 0.1  # where the scale of singular values may begin, as shares of the layer's largest
+MAX_CELLS = 4_000_000  # of a heat map, which has far fewer pixels; with more, rounds are skipped
 
 
 @dataclass(frozen=True)
@@ -88,6 +103,11 @@ class Contents:
         """All runs, group by group."""
         return [run for group in self.groups for run in group.runs]
 
+    @property
+    def labels(self) -> list[str]:
+        """Labels of the groups."""
+        return [group.label for group in self.groups]
+
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
@@ -96,22 +116,92 @@ def all_sections(contents: Contents) -> list[Section]:
 
 
 def pareto_section(contents: Contents) -> Section:
-    """The first figure."""
-    title = f"{contents.metric} against megabytes"
-    tables = (("Groups", groups_table(contents.groups, contents.metric)), ("All runs", _runs_table(contents)))
-    remark = on_lengths(contents.groups, contents.metric)
+    """Every run's last evaluation against what was sent until then; below it, the spread over clients."""
+    groups, metric = contents.groups, contents.metric
+    title, remark = f"{metric} against megabytes", on_lengths(groups, metric)
+    tables = (("Groups", groups_table(groups, metric)), ("All runs", _runs_table(contents)))
     if not all(megabytes(run) for run in contents.runs):
         return Section(title, "", None, tables, f"{SWITCH_ON['bytes']} {remark}".strip(), num_open=1)
-    with_clients = any(spread(run, contents.metric) for run in contents.runs)
+    with_clients = any(spread(run, metric) for run in contents.runs)
     lead = (
         "Small marks are runs, at the last evaluation that all repetitions have; large marks are means of repetitions, "
         "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
-    height = 6.4 if with_clients else 4.2
-    draw = partial(figures.pareto, groups=contents.groups, metric=contents.metric, minimise=contents.minimise)
-    picture = _picture(contents, "pareto", f"{title}: a point for each run.", draw, Size(height, height - 0.8))
+    height, draw = 6.4 if with_clients else 4.2, partial(_draw_pareto, contents=contents, with_clients=with_clients)
+    picture = Picture("pareto", f"{title}: a point for each run.", draw, (height, height - 0.8), contents.labels)
     return Section(title, lead, picture, tables, remark, num_open=1)
+
+
+def _draw_pareto(canvas: Canvas, contents: Contents, with_clients: bool) -> None:
+    groups, metric = contents.groups, contents.metric
+    axes = canvas.panels(1 + with_clients, columns=1, sharex=True)
+    ends = [group_end(group, metric) for group in groups]
+    means = np.array([points.mean(axis=0) for points in ends])
+    for group, points in zip(groups, ends, strict=True):
+        _draw_points(canvas, axes[0], group, points)
+    if with_clients:
+        for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
+            _draw_clients(canvas, axes[1], group, metric, x, shift)
+        axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
+    front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
+    if len(front) > 1:
+        axes[0].plot(*means[front].T, color=canvas.theme.ink, lw=1, ls="--", zorder=1)
+    axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
+    cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
+    canvas.legend()
+
+
+def _draw_points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
+    """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
+    look, (x, y), repeated = look_of(group), points.mean(axis=0), len(points) > 1
+    if repeated:
+        x_std, y_std = points.std(axis=0, ddof=1)
+        axes.errorbar(x, y, xerr=x_std, yerr=y_std, fmt="none", ecolor=look.colour, elinewidth=1, zorder=2)
+        for run, (one_x, one_y) in zip(group.runs, points, strict=True):
+            (dot,) = axes.plot(one_x, one_y, marker=look.marker, ms=4, ls="none", color=look.colour, alpha=0.6)
+            canvas.tip(dot, f"{run.name}: {one_y:.4g} after {one_x:.4g} MB")
+    size, edge = 7 + 2 * look.width, canvas.theme.paper
+    (mark,) = axes.plot(x, y, marker=look.marker, ms=size, ls="none", color=look.colour, mec=edge, label=group.label)
+    canvas.tip(mark, f"{group.label}: {y:.4g} after {x:.4g} MB" + (f", mean of {len(points)}" if repeated else ""))
+
+
+def _draw_clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
+    """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
+    found = [[one.last for one in three] for run in group.runs if (three := spread(run, metric)) is not None]
+    if not found:
+        return
+    look, (low, middle, high) = look_of(group), np.mean(found, axis=0)
+    at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
+    axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
+    axes.plot([x, x], [low, high], color=look.colour, lw=2.5, transform=at)
+    edge = canvas.theme.paper
+    (mark,) = axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=edge, transform=at)
+    canvas.tip(mark, f"{group.label}: clients from {low:.4g} to {high:.4g}, mean or median {middle:.4g}")
+
+
+def shifts(costs: Numbers) -> list[float]:
+    """How far to move each bar sideways, in points, so that bars of the same cost stand side by side.
+
+    Example:
+        >>> shifts(np.array([1.0, 2.0, 1.01]))
+        [-4.0, 0.0, 4.0]
+    """
+    known = costs[np.isfinite(costs)]
+    far = SAME * np.ptp(known) if len(known) else 0.0
+    near = [np.flatnonzero((abs(costs - cost) <= far) | (np.arange(len(costs)) == i)) for i, cost in enumerate(costs)]
+    return [GAP * (float(np.flatnonzero(group == i)[0]) - (len(group) - 1) / 2) for i, group in enumerate(near)]
+
+
+def _runs_table(contents: Contents) -> Table:
+    rows = []
+    for group in contents.groups:
+        for run in group.runs:
+            cost, value = run_end(run, contents.metric)
+            rounds = int(evaluations(run, contents.metric).rounds[-1]) + 1
+            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
+            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
+    return Table(("group", "run", "rounds", contents.metric, "megabytes", "remarks"), tuple(rows))
 
 
 def costs_section(contents: Contents) -> Section:
@@ -123,19 +213,35 @@ def costs_section(contents: Contents) -> Section:
         tables.append((caption, target_table(groups, metric, target, contents.minimise)))
     if (equal := equal_cost_table(groups, metric)) is not None:
         tables.append((f"{metric} for the same megabytes", equal))
-    remark = "" if tables else SWITCH_ON["bytes"]
     more = "" if target is not None else " `--target VALUE` adds what it costs to reach a value."
     lead = f"Mean and standard deviation over the runs of a group.{more}"
+    remark = "" if tables else SWITCH_ON["bytes"]
     return Section("Cost", lead, None, tuple(tables), remark, num_open=len(tables))
 
 
 def curves_section(contents: Contents) -> Section:
-    """The metric over the course of the run."""
-    title = f"{contents.metric} over rounds and over megabytes"
+    """The metric over the course of the run: against rounds and, if all runs counted them, against megabytes."""
+    groups, metric = contents.groups, contents.metric
+    costed = all(megabytes(run) is not None for run in contents.runs)
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.panels(1 + costed, sharey=True)
+        for group in groups:
+            if (found := band(group.each(partial(curve, metric=metric)))) is not None:
+                draw_band(axes[0], group, found, found.rounds + 1)
+                if costed:
+                    sent = np.mean([megabytes_at(run, found.rounds) for run in group.runs], axis=0)
+                    draw_band(axes[1], group, found, sent)
+        canvas.label_values(axes, metric)
+        round_axis(axes[0])
+        if costed:
+            cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
+        canvas.legend()
+
+    title = f"{metric} over rounds and over megabytes"
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
-    draw = partial(figures.curves, groups=contents.groups, metric=contents.metric)
-    picture = _picture(contents, "curves", f"{title}: a line for each group.", draw, Size(3.8, 5.6))
-    return Section(title, lead, picture, remark=on_curves(contents.groups, contents.metric))
+    picture = Picture("curves", f"{title}: a line for each group.", draw, (3.8, 5.6), contents.labels)
+    return Section(title, lead, picture, remark=on_curves(groups, metric))
 
 
 def fairness_section(contents: Contents) -> Section:
@@ -147,74 +253,84 @@ def fairness_section(contents: Contents) -> Section:
     found = [(run.name, client_statistics(run, contents.metric)[1]) for run in contents.runs]
     names = sorted({statistic for _, statistics in found for statistic in statistics})
     rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, own in found]
-    ends = ("low end of the clients", "middle of the clients", "high end of the clients")
-    panels = [Panel(title, partial(_end_of_clients, metric=metric, position=index)) for index, title in enumerate(ends)]
-    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels, label=metric, sharey=True)
-    return Section(
-        "Fairness",
-        f"{metric} of single clients: the ends and the middle of its distribution, over rounds.",
-        _picture(contents, "fairness", f"{metric} of clients over rounds.", draw, Size(3.4, 7.4)),
-        (("Last evaluation of clients", Table(("run", *names), tuple(rows))),),
-    )
 
+    def end(run: LoggedRun, position: int) -> Curve | None:
+        return three[position] if (three := spread(run, metric)) else None
 
-def _end_of_clients(run: LoggedRun, metric: str, position: int) -> Curve | None:
-    return None if (three := spread(run, metric)) is None else three[position]
+    panels = [Panel(title, partial(end, position=index)) for index, title in enumerate(ENDS_OF_CLIENTS)]
+    lead = f"{metric} of single clients: the ends and the middle of its distribution, over rounds."
+    description = f"{metric} of clients over rounds."
+    picture = over_rounds("fairness", description, contents.groups, panels, metric, sharey=True)
+    return Section("Fairness", lead, picture, (("Last evaluation of clients", Table(("run", *names), tuple(rows))),))
 
 
 def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
-    visited, expected = (partial(curve, metric=f"fl/{name}", of_all=False) for name in COVERAGE)
+    visited, expected = (partial(curve, metric=f"fl/{n}", of_all=False) for n in ("terms_visited", "expected_coverage"))
     if not any(of(run) for run in contents.runs for of in (visited, expected)):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
-    panel = Panel("", visited, expected, (0, 1.03))
-    draw = partial(figures.over_rounds, groups=contents.groups, shown=[panel], label="share of terms held")
-    picture = _picture(contents, "coverage", "Share of terms held, over rounds.", draw, Size(3.4, 3.0))
-    return Section("Coverage", lead, picture)
+    panels = [Panel("", visited, expected, (0, 1.03))]
+    description = "Share of terms held, over rounds."
+    return Section(
+        "Coverage", lead, over_rounds("coverage", description, contents.groups, panels, "share of terms held")
+    )
 
 
 def bits_section(contents: Contents) -> Section:
     """How far the bits of Zampling are decided."""
     gap = f"{contents.metric}/sampling_gap"  # of `SampledNetworks`
-    titles = {**BITS, gap: f"{contents.metric}: expected minus sampled"}
     panels = []
-    for name, title in titles.items():
+    for name, title in {**BITS, gap: f"{contents.metric}: expected minus sampled"}.items():
         of = partial(curve, metric=name, of_all=False)
         if any(band(group.each(of)) for group in contents.groups):
-            limits = None if name == gap else (0, None if name == MOVED else 1.03)  # clients move it by hundredths
-            panels.append(Panel(title, of, limits=limits))
+            top = None if name == "fl/probs_moved" else 1.03  # clients move it by hundredths
+            panels.append(Panel(title, of, limits=None if name == gap else (0, top)))
     if not panels:
         return Section("Bits", remark=SWITCH_ON["bits"])
     lead = "Zampling: means over all bits of a round, and how much better the expected network is than sampled ones."
-    draw = partial(figures.over_rounds, groups=contents.groups, shown=panels)
-    size = Size(0.4 + 2.4 * -(-len(panels) // 3), 0.4 + 2.3 * len(panels))
-    return Section("Bits", lead, _picture(contents, "bits", "How far bits are decided, over rounds.", draw, size))
+    return Section("Bits", lead, over_rounds("bits", "How far bits are decided, over rounds.", contents.groups, panels))
 
 
 def seconds_section(contents: Contents) -> Section:
     """Wall-clock time by stage."""
-    times = {group.label: mean_stage_seconds(group.runs) for group in contents.groups}
-    stages = sorted({stage for one in times.values() for stage in one})
+    title, times = "Where the time went", [mean_stage_seconds(group.runs) for group in contents.groups]
+    stages = {stage: sum(one.get(stage, 0.0) for one in times) for one in times for stage in one}
     if not stages:
-        return Section("Where the time went", remark=SWITCH_ON["seconds"])
-    rows = tuple((name, *(_short(one.get(stage, 0.0)) for stage in stages)) for name, one in times.items())
-    height = 1.2 + 0.45 * len(contents.groups)
-    draw = partial(figures.seconds, groups=contents.groups)
-    return Section(
-        "Where the time went",
-        "Mean wall-clock seconds of a round, by stage, without evaluation.",
-        _picture(contents, "seconds", "Seconds of a round by stage.", draw, Size(height, height + 1.2), legend=False),
-        (("Seconds per round", Table(("group", *stages), rows)),),
+        return Section(title, remark=SWITCH_ON["seconds"])
+
+    def draw(canvas: Canvas) -> None:
+        (axes,), left = canvas.panels(1), np.zeros(len(times))
+        for index, stage in enumerate(sorted(stages, key=lambda name: -stages[name])):  # the longest first
+            widths, hatch = np.array([one.get(stage, 0.0) for one in times]), index // len(COLOURS) % len(HATCHES)
+            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": canvas.theme.paper}
+            style: dict[str, Any] = {**colours, "hatch": HATCHES[hatch], "linewidth": 0.5, "height": 0.6}
+            bars = axes.barh(range(len(times)), widths, left=left, label=stage, **style)
+            for bar, label, width in zip(bars, contents.labels, widths, strict=True):
+                canvas.tip(bar, f"{label}: {stage} {width:.3g} s")
+            left += widths
+        labels = ["\n".join(in_lines(label, 16 if canvas.is_narrow else 40)) for label in contents.labels]
+        axes.set_yticks(range(len(times)), labels)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("seconds per round")
+        legend_above(canvas.figure, 3 if canvas.is_narrow else 6)
+
+    height = 1.2 + 0.45 * len(times)
+    picture = Picture("seconds", "Seconds of a round by stage.", draw, (height, height + 1.2))
+    names, lead = sorted(stages), "Mean wall-clock seconds of a round, by stage, without evaluation."
+    rows = (
+        (label, *(_short(one.get(s, 0.0)) for s in names)) for label, one in zip(contents.labels, times, strict=True)
     )
+    return Section(title, lead, picture, (("Seconds per round", Table(("group", *names), tuple(rows))),))
 
 
 def spectra_section(contents: Contents) -> Section:
-    """Singular values over rounds."""
+    """Singular values over rounds, with a heat map for each layer of each group's first run that has some."""
     found = {group.label: next((one for run in group.runs if (one := spectra(run))), {}) for group in contents.groups}
     layers = dict.fromkeys(layer for by_layer in found.values() for layer in by_layer)
     shown = [
-        figures.HeatMap(layer, name, own[layer]) for layer in layers for name, own in found.items() if layer in own
+        (heat_map_title(layer, name), own[layer]) for layer in layers for name, own in found.items() if layer in own
     ]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
@@ -224,23 +340,77 @@ def spectra_section(contents: Contents) -> Section:
         "For each layer in the first run of each group, as shares of the layer's largest in all rounds. They are known "
         f"to within the bins of a histogram: those that are smaller than a bin look the same.{more}"
     )
-    draw = partial(figures.heat_maps, shown=shown[:MAX_HEAT_MAPS])
-    panels, title = min(len(shown), MAX_HEAT_MAPS), 0.15 * max(len(one.lines) for one in shown)
-    size = Size(0.8 + (2.7 + title) * -(-panels // 3), 0.8 + (2.5 + title) * panels)
-    return Section("Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, size))
+    number, height = min(len(shown), MAX_HEAT_MAPS), 2.6 + 0.15 * max(len(title) for title, _ in shown)
+    heights = 0.8 + height * -(-number // 3), 0.8 + height * number
+    draw = partial(_draw_heat_maps, shown=shown[:MAX_HEAT_MAPS])
+    return Section(
+        "Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, heights)
+    )
+
+
+def heat_map_title(layer: str, group: str) -> list[str]:
+    """Lines that are no wider than a panel; a layer's name is broken between its parts."""
+    of_layer = in_lines(layer.replace(".", ". "), TITLE)
+    return [*(line.replace(". ", ".") for line in of_layer), *in_lines(group, TITLE)]
+
+
+def _draw_heat_maps(canvas: Canvas, shown: Sequence[tuple[list[str], Spectrum]]) -> None:
+    axes = canvas.panels(len(shown), columns=3)
+    found = [_matrix(by_round) for _, by_round in shown]
+    smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
+    smallest = min(max(smallest, SMALLEST), LARGEST)  # what is smaller looks the same
+    scale = LogNorm(smallest, 1.0)
+    for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
+        shares = np.maximum(values / np.nanmax(values), smallest)
+        terms = np.arange(values.shape[1] + 1) + 0.5
+        panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
+        panel.set_title("\n".join(title))
+        panel.grid(visible=False)
+        panel.invert_yaxis()
+        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+        round_axis(panel)
+        if len(rounds) <= FEW:
+            panel.set_xticks(rounds + 1)
+    canvas.label_values(axes, "term, the largest first")
+    bar = canvas.figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, location="bottom", shrink=0.6, aspect=40)
+    bar.set_label("singular value / the layer's largest")
+
+
+def _matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
+    """Rounds, shape ``(R,)``, and their singular values, shape ``(R, N)``; NaN where a round has fewer."""
+    rounds, terms = sorted(by_round), max(map(len, by_round.values()))
+    rounds = rounds[:: -(-len(rounds) * terms // MAX_CELLS)]
+    values = np.full((len(rounds), terms), np.nan)
+    for row, round_idx in enumerate(rounds):
+        values[row, : len(by_round[round_idx])] = by_round[round_idx]
+    return np.array(rounds, dtype=np.float64), values
+
+
+def edges(rounds: Numbers) -> Numbers:
+    """Edges halfway between rounds, so that each column is centred on its own round.
+
+    Example:
+        >>> edges(np.array([1.0, 11.0, 21.0]))
+        array([-4.,  6., 16., 26.])
+    """
+    if len(rounds) == 1:
+        return np.array([rounds[0] - 0.5, rounds[0] + 0.5])
+    middles = (rounds[1:] + rounds[:-1]) / 2
+    return np.concatenate([[2 * rounds[0] - middles[0]], middles, [2 * rounds[-1] - middles[-1]]])
 
 
 def clients_section(contents: Contents) -> Section:
     """The last known values of single clients."""
-    tables = [(run, model, *found) for run in contents.runs for model, found in client_tables(run).items()]
-    if not tables:
+    found = [(run, model, *one) for run in contents.runs for model, one in client_tables(run).items()]
+    if not found:
         return Section("Clients", remark=SWITCH_ON["table"])
-    shown = tuple(
-        (", ".join(filter(None, (run.name, model, f"round {index + 1}"))), _first_clients(table))
-        for run, model, index, table in tables
-    )
-    more = any(len(table.rows) > MAX_CLIENTS for *_, table in tables)
-    return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=shown)
+    tables, more = [], any(len(table.rows) > MAX_CLIENTS for *_, table in found)
+    for run, model, index, table in found:
+        kept = [position for position, name in enumerate(table.columns) if name != "round"]  # which the caption has
+        rows = (tuple(_cell(row[position]) for position in kept) for row in table.rows[:MAX_CLIENTS])
+        caption = ", ".join(filter(None, (run.name, model, f"round {index + 1}")))
+        tables.append((caption, Table(tuple(table.columns[position] for position in kept), tuple(rows))))
+    return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=tuple(tables))
 
 
 def settings_section(contents: Contents) -> Section:
@@ -249,39 +419,12 @@ def settings_section(contents: Contents) -> Section:
     same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
     if not same:
         return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
-    return Section(
-        "Settings", tables=((f"The same in all runs: {len(same)}", Table(("setting", "value"), tuple(same))),)
-    )
+    table = Table(("setting", "value"), tuple(same))
+    return Section("Settings", tables=((f"The same in all runs: {len(same)}", table),))
 
 
-def _first_clients(table: Table) -> Table:
-    """The table without its rounds, which the caption has."""
-    kept = [index for index, name in enumerate(table.columns) if name != "round"]
-    rows = (_cells([row[index] for index in kept]) for row in table.rows[:MAX_CLIENTS])
-    return Table(tuple(table.columns[index] for index in kept), tuple(rows))
-
-
-def _runs_table(contents: Contents) -> Table:
-    columns = ("group", "run", "rounds", contents.metric, "megabytes", "remarks")
-    rows = []
-    for group in contents.groups:
-        for run in group.runs:
-            cost, value = run_end(run, contents.metric)
-            rounds = int(evaluations(run, contents.metric).rounds[-1]) + 1
-            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
-            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
-    return Table(columns, tuple(rows))
-
-
-def _picture(contents: Contents, name: str, description: str, draw: Any, size: Size, legend: bool = True) -> Picture:
-    """Make a picture with room for the legend above it."""
-    labels = [group.label for group in contents.groups]
-    wide, narrow = (0.2 * legend_lines(labels, *fits) if legend else 0.0 for fits in (LEGEND_WIDE, LEGEND_NARROW))
-    return Picture(name, description, draw, Size(size.wide + wide, size.narrow + narrow))
-
-
-def _cells(row: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(_short(value) if isinstance(value, float) else value for value in row)
+def _cell(value: Any) -> Any:
+    return _short(value) if isinstance(value, float) else value
 
 
 def _short(value: float) -> str:

@@ -15,11 +15,9 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
 from lightning_spectral.errors import ReportError, from_extra
-from lightning_spectral.report.compared import groups_table, in_order
-from lightning_spectral.report.groups import group_runs
-from lightning_spectral.report.measures import choose_metric, with_metric
-from lightning_spectral.report.runs import read_runs
-from lightning_spectral.report.texts import printable
+from lightning_spectral.report.compared import group_runs, groups_table, in_order
+from lightning_spectral.report.measures import choose_metric
+from lightning_spectral.report.runs import printable, read_runs
 from lightning_spectral.sweep.plan import PlannedRun, SweepError, planned_runs
 from lightning_spectral.sweep.run import FINISHED, OUTPUT, begin, resolved
 from lightning_spectral.tables import as_text
@@ -135,8 +133,7 @@ def _compare(finished: Sequence[Path], page: Path, target: float | None) -> bool
     if not finished:
         return False
     try:
-        runs, _ = with_metric(read_runs(finished)[0], None)
-        metric = choose_metric(runs, None)
+        metric, runs, _ = choose_metric(read_runs(finished)[0])
         table = groups_table(in_order(group_runs(runs)[0], metric), metric)
         print("", as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]]), "", sep="\n")
         with from_extra("report"):

@@ -22,7 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.cli import FederatedCLI, errors_in_one_line, one_line
 from lightning_spectral.plugin.trainer import silence
-from lightning_spectral.report.rounds_file import NAME as RECORD
+from lightning_spectral.report.runs import NAME as RECORD
 from lightning_spectral.sweep.plan import SEED, PlannedRun, SweepError
 
 OWN_ARGUMENTS = "LightningCLI's args parameter is intended"  # it wonders about those of this process

@@ -37,8 +37,7 @@ from setups import SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES
 
-from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, look
+from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 ROWS = (*NETS, "transformer, SGD")

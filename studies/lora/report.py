@@ -21,8 +21,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import keep, restore
 from run import TASKS, Task
 
-from lightning_spectral.report.printed import draw_seeds, legend_above, log_axis, printed
-from lightning_spectral.report.style import BASELINE, Look, look
+from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, log_axis, look, printed
 
 DOCS = Path("docs")
 NAMES = list(TASKS["shakespeare"].setups)  # the same for all tasks

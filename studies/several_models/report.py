@@ -22,8 +22,7 @@ from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
 from tasks import LOCAL_EPOCHS, NUM_CLIENTS
 
-from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, Look, look
+from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 FULL = "Full participation"

@@ -18,8 +18,7 @@ from matplotlib.axes import Axes
 from records import keep, read_runs
 from tables import Run, per_cent, table
 
-from lightning_spectral.report.printed import legend_above, printed
-from lightning_spectral.report.style import look
+from lightning_spectral.report.printed import legend_above, look, printed
 
 DOCS = Path("docs")
 TABLE_2 = {  # mean and standard deviation of sampled accuracy, for compressions of 1, 2, 4, 8, 16 and 32

@@ -20,8 +20,7 @@ from plans import FEW_IMAGES, MAIN_TASK, OUTPUT, STOPPING, downlink, fedpm, post
 from records import keep
 from tables import Run, per_cent, table
 
-from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, look
+from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
 
 DOCS = Path("docs")
 DENSE_BYTES = dict.fromkeys((MAIN_TASK, STOPPING, FEW_IMAGES), 4 * 266_610) | {"Conv-4": 4 * 1_933_258}

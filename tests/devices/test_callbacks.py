@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.report.rounds_file import NAME
-from lightning_spectral.report.runs import read_run
+from lightning_spectral.report.runs import NAME, read_run
 
 HALF = ls.SpectralSharding(keep_ratio={0.4: 0.5, 0.8: 0.5})
 CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] = {

@@ -26,7 +26,7 @@ import lightning_spectral as ls
 from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.plugin import ClientParallelStrategy
 from lightning_spectral.plugin.callbacks import LedgerRow
-from lightning_spectral.report.rounds_file import NAME, read_record
+from lightning_spectral.report.runs import NAME, read_record
 
 SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
 SECONDS = 300  # for all runs; within them no process waits for another longer than a minute

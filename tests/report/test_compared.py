@@ -12,20 +12,23 @@ import pytest
 from made_up_runs import made_run, rounds, write_run
 
 from lightning_spectral.report.compared import (
+    Group,
     at_megabytes,
     cost_to_reach,
     equal_cost_table,
     group_end,
+    group_runs,
     groups_table,
     in_order,
+    last_common_round,
     on_curves,
     on_lengths,
     target_table,
 )
-from lightning_spectral.report.groups import Group, group_runs
+from lightning_spectral.report.figures import look_of
 from lightning_spectral.report.measures import choose_metric
+from lightning_spectral.report.printed import GREY
 from lightning_spectral.report.runs import LoggedRun, read_run, read_runs
-from lightning_spectral.report.style import GREY
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 
@@ -52,10 +55,10 @@ def test_fedavg_is_first_and_grey_and_the_others_are_ordered_by_what_they_sent()
     baseline = run([0.7], 9.0, algorithm=FEDAVG)
     ordered = in_order(grouped(dear, cheap, baseline), "val_acc")
     assert [group.label for group in ordered] == ["FedAvg", "Zampling", "LoRA"]
-    assert [group.look.colour == GREY for group in ordered] == [True, False, False]
-    assert len({group.look for group in ordered}) == 3
+    assert [look_of(group).colour == GREY for group in ordered] == [True, False, False]
+    assert len({look_of(group) for group in ordered}) == 3
     alone = in_order(grouped(cheap, baseline), "val_acc")
-    assert alone[0].look == ordered[0].look
+    assert look_of(alone[0]) == look_of(ordered[0])
 
 
 def test_several_models_are_a_baseline_if_all_are_trained_by_fedavg() -> None:
@@ -103,9 +106,8 @@ def test_at_equal_megabytes_the_last_evaluation_within_the_budget_counts() -> No
 def test_repetitions_are_compared_where_the_shortest_ends_and_groups_at_a_common_round_too() -> None:
     long, short = run([0.1, 0.2, 0.3, 0.4], seed=0, lr=1), run([0.3, 0.4], seed=1, lr=1)
     groups = grouped(long, short, run([0.5, 0.6, 0.7], lr=2))
-    end = group_end(groups[0], "val_acc")
-    assert end.round_idx == 1
-    np.testing.assert_allclose(end.points, [[2, 0.2], [2, 0.4]])
+    assert last_common_round(groups[0].runs, "val_acc") == 1
+    np.testing.assert_allclose(group_end(groups[0], "val_acc"), [[2, 0.2], [2, 0.4]])
     table = groups_table(groups, "val_acc")
     assert table.columns == ("group", "runs", "val_acc", "rounds", "megabytes", "at round 2")
     assert table.rows == (("lr=1", 2, "0.3 ± 0.14", 2, "2", "0.3 ± 0.14"), ("lr=2", 1, "0.7", 3, "3", "0.6"))
@@ -179,14 +181,14 @@ def with_a_test(values: Sequence[float]) -> list[dict[str, float]]:
 
 def test_validation_is_reported_before_a_test_which_belongs_to_the_last_round(tmp_path: Path) -> None:
     read = read_run(write_run(tmp_path / "run", with_a_test([0.5, 0.6, 0.7])) / "rounds.jsonl")
-    assert choose_metric([read], None) == "val_acc"
+    assert choose_metric([read])[0] == "val_acc"
     assert [row["fl/round"] for row in read.rows] == [0, 1, 2]
     assert read.rows[-1]["test_acc"] == 0.95
     assert groups_table(grouped(read), "test_acc").rows == ((read.name, 1, "0.95", 3, "9"),)
 
 
 def test_a_run_that_was_only_tested_is_left_out_beside_others_and_reported_alone(tmp_path: Path) -> None:
-    from lightning_spectral.report.command import main
+    from lightning_spectral.report import main
 
     write_run(tmp_path / "runs/trained", with_a_test([0.5, 0.6, 0.7]), {"lr": 1})
     only = write_run(tmp_path / "runs/only_tested", with_a_test([0.5])[-1:], {"lr": 1})
@@ -202,7 +204,7 @@ def test_a_run_that_was_only_tested_is_left_out_beside_others_and_reported_alone
 
 
 def test_the_page_has_the_table_of_groups_open_and_the_cost_of_a_target(tmp_path: Path) -> None:
-    from lightning_spectral.report.command import main
+    from lightning_spectral.report import main
 
     for name, accuracies in (("FedAvg", [0.5, 0.8]), ("LoRA", [0.6, 0.7])):
         write_run(tmp_path / name, rounds(accuracies), {"algorithm": {"name": name}})
@@ -220,15 +222,15 @@ def test_the_page_has_the_table_of_groups_open_and_the_cost_of_a_target(tmp_path
 def test_a_legend_of_long_names_fits_into_its_figure() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+    from lightning_spectral.report.printed import PRINTED
     from lightning_spectral.report.sections import Contents, pareto_section
-    from lightning_spectral.report.style import PRINTED
 
     ratios = [f"{{0.{index}: 0.6, 0.{index + 1}: 0.25, 1.0: 0.15}}" for index in range(1, 6)]
     groups = grouped(*(run([0.1, 0.5], keep_ratio=ratio, strategy="EffectiveCohort") for ratio in ratios))
     picture = pareto_section(Contents(groups, "val_acc", False)).picture
     assert picture is not None
     for width in ("wide", "narrow"):
-        figure = picture._drawn(width, PRINTED).figure
+        figure = picture.drawn(width, PRINTED).figure
         FigureCanvasAgg(figure).draw()
         (legend,) = figure.legends
         box = legend.get_window_extent()

@@ -8,8 +8,7 @@ import pytest
 from made_up_runs import made_run
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.compared import equal_groups, pareto_front
-from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.compared import equal_groups, group_runs, pareto_front
 from lightning_spectral.report.measures import (
     Curve,
     band,
@@ -95,7 +94,7 @@ def test_a_band_is_over_the_rounds_that_all_repetitions_have() -> None:
     found = band([every, Curve(np.array([1.0, 3.0]), np.array([4.0, 10.0]))])
     assert found is not None
     np.testing.assert_array_equal(found.rounds, [1, 3])
-    np.testing.assert_array_equal(found.mean, [3, 8])
+    np.testing.assert_array_equal(found.values, [3, 8])
     np.testing.assert_allclose(found.std, [2**0.5, 8**0.5])
     assert band([every, Curve(np.array([9.0]), np.array([0.0]))]) is None
 
@@ -129,13 +128,13 @@ def test_megabytes_are_all_that_was_sent_until_then() -> None:
 def test_the_metric_is_an_evaluation_that_all_runs_have() -> None:
     during = {"fl/round": 0, "fl/bytes_down": 1.0, "acc": 0.9, "train_acc": 0.9}
     after = {"fl/round": 0, "val_loss": 0.5, "val_acc": 0.5, "lr-SGD": 0.1, "fl/clients/val_acc/mean": 0.5}
-    assert choose_metric([run({}, during, after)], None) == "val_acc"
-    assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})], None) == "val_loss"
-    assert choose_metric([run({}, during, after)], "acc") == "acc"
+    assert choose_metric([run({}, during, after)])[0] == "val_acc"
+    assert choose_metric([run({}, during, after), run({}, {"fl/round": 0, "val_loss": 0.5})])[0] == "val_loss"
+    assert choose_metric([run({}, during, after)], "acc")[0] == "acc"
     with pytest.raises(ReportError, match=r"run has no evaluation metric; it has `acc`, `train_acc`.*`--metric`"):
-        choose_metric([run({}, during)], None)
+        choose_metric([run({}, during)])
     with pytest.raises(ReportError, match=r"run has no evaluation metric in common with the other runs; it has `acc`"):
-        choose_metric([run({}, during, after), run({}, during)], None)
+        choose_metric([run({}, during, after), run({}, during)], named={Path("run")})
     with pytest.raises(ReportError, match=r"run has no metric `f1`; it has `acc`, `train_acc`, `val_acc`, `val_loss`"):
         choose_metric([run({}, during, after)], "f1")
 
@@ -149,7 +148,7 @@ def test_of_several_models_the_mean_is_reported() -> None:
     logged = {"a/fl/loss": 1.0, "b/fl/loss": 1.0, "a/fl/terms_visited": 0.25}
     rows = [{"fl/round": 0, "a/acc": 0.2, "b/acc": 0.6}, {"fl/round": 1, "a/acc": 0.3}]
     several = run({}, {"fl/round": 0, **logged}, *rows)
-    assert choose_metric([several], None) == "acc"
+    assert choose_metric([several])[0] == "acc"
     found = curve(several, "acc")
     assert found is not None
     assert (found.rounds.tolist(), found.values.tolist()) == ([0], [pytest.approx(0.4)])

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from slow_cases import slow_but
 
 import lightning_spectral as ls
-from lightning_spectral.report.command import main
-from lightning_spectral.report.figures import Canvas, HeatMap
+from lightning_spectral.report import main
+from lightning_spectral.report.figures import Canvas
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
-from lightning_spectral.report.printed import draw_line, legend_above, printed
-from lightning_spectral.report.style import PRINTED, look
-from lightning_spectral.report.texts import printable
+from lightning_spectral.report.printed import PRINTED, draw_line, legend_above, look, printed
+from lightning_spectral.report.runs import printable
+from lightning_spectral.report.sections import heat_map_title
 
 FORMULAS = [r"$\frac{$", "x^$", "$a$ and $b$", r"\$5"]
 QUICK = "<script>$\\frac{$\x07"
@@ -113,9 +113,8 @@ def test_a_formula_of_a_script_is_still_one(tmp_path: Path) -> None:
 
 
 def test_a_name_takes_no_more_than_a_few_lines() -> None:
-    heat_map = HeatMap("layer." * 1000, "group " * 1000, {})
-    assert len(heat_map.lines) <= 16
+    assert len(heat_map_title("layer." * 1000, "group " * 1000)) <= 16
     figure = Figure()
     draw_line(figure.subplots(), [1], [1], look(0), "long " * 1000)
-    Canvas(figure, PRINTED, narrow=False).legend()
+    Canvas(figure, PRINTED, "wide").legend()
     assert len(figure.legends[0].get_texts()[0].get_text().splitlines()) == 8

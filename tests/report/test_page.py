@@ -12,13 +12,13 @@ import pytest
 from made_up_runs import rounds, strategies, write_run
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.command import main
-from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report import main
+from lightning_spectral.report.compared import group_runs
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.page import POLICY, write_report
+from lightning_spectral.report.printed import PRINTED
 from lightning_spectral.report.runs import Histogram, LoggedRun, Table, read_run
 from lightning_spectral.report.sections import BITS, SWITCH_ON, Contents, Section, all_sections, pareto_section
-from lightning_spectral.report.style import PRINTED
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -129,8 +129,12 @@ def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> 
 
 
 def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> None:
-    drawn = svg_of(sections_of(made_up(tmp_path, {"fl/bits_agreed": 0.02, "fl/probs_moved": 0.02}))["Bits"])
-    assert (drawn.count(">1.0<"), drawn.count(">0.020<")) == (2, 2)  # wide and narrow, one panel each
+    picture = sections_of(made_up(tmp_path, {"fl/bits_agreed": 0.02, "fl/probs_moved": 0.02}))["Bits"].picture
+    assert picture is not None
+    shares, moves = (axes.get_ylim() for axes in picture.drawn("wide", PRINTED).figure.axes)
+    assert shares == (0, 1.03)
+    assert moves[0] == 0
+    assert 0.02 < moves[1] < 0.03
 
 
 def test_tables_of_a_dashboard_become_heat_maps_and_a_list_of_clients(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> Non
     media = {"singular_values/a_layer.with.a_name.that_is.much_too_long": {index: counted for index in range(3)}}
     picture = sections_of(made_up(tmp_path, {}, media))["Singular values"].picture
     assert picture is not None
-    panel, bar = picture._drawn("wide", PRINTED).figure.axes
+    panel, bar = picture.drawn("wide", PRINTED).figure.axes
     assert panel.collections[0].norm.vmin == 0.1  # the smallest share that is known is 1 / 7
     assert list(panel.get_xticks()) == [1, 2, 3]
     assert bar.get_xlim()[0] == pytest.approx(0.1)
@@ -190,7 +194,7 @@ def test_without_matplotlib_the_extra_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.startswith("lightning_spectral.report.")]:
-        if name != "lightning_spectral.report.command":
+        if name != "lightning_spectral.report.page":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
     assert main([str(tmp_path)]) == 1

@@ -7,8 +7,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from lightning_spectral.report.printed import draw_seeds, legend_above, printed, round_axis
-from lightning_spectral.report.style import BASELINE, COLOURS, look
+from lightning_spectral.report.printed import BASELINE, COLOURS, draw_seeds, legend_above, look, printed, round_axis
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,11 +22,20 @@ from made_up_runs import lines_of, made_run, rounds, write_run
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
 from lightning_spectral.plugin.settings import as_config
-from lightning_spectral.report.groups import group_runs
+from lightning_spectral.report.compared import group_runs
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
 from lightning_spectral.report.page import write_report
-from lightning_spectral.report.rounds_file import NAME, append_line, read_record, write_record
-from lightning_spectral.report.runs import NOT_ENDED, LoggedRun, Table, read_run, read_runs
+from lightning_spectral.report.runs import (
+    NAME,
+    NOT_ENDED,
+    LoggedRun,
+    Table,
+    append_line,
+    read_record,
+    read_run,
+    read_runs,
+    write_record,
+)
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 pytestmark = [

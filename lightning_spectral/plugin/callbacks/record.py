@@ -18,7 +18,7 @@ from lightning_spectral.plugin.host import is_host
 from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
-from lightning_spectral.report.rounds_file import NAME, Line, append_line, read_record, write_record
+from lightning_spectral.report.runs import NAME, Line, append_line, read_record, write_record
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.tables import as_html
 
@@ -223,9 +223,7 @@ class RoundHistory(RoundCallback):
             known = ", ".join(sorted({name for row in self.rows for name in row})) or "none"
             raise ValueError(f"no round has a metric {name or 'to plot'!r}; known metrics: {known}.")
         with from_extra("examples"):
-            from lightning_spectral.report.printed import draw_line, printed, round_axis
-            from lightning_spectral.report.style import look
-            from lightning_spectral.report.texts import as_label
+            from lightning_spectral.report.printed import as_label, draw_line, look, printed, round_axis
 
         size = (6.0 if len(curves) == 1 else 3.5 * len(curves), 3.5)
         with printed(path, *size) as figure:

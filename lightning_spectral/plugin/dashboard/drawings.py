@@ -34,8 +34,7 @@ def partition_drawing(split: PartitionReport) -> Drawing:
 
 def spectra_drawing(layers: Mapping[str, TermDraws]) -> Drawing:
     """The singular values of each sharded layer as shares of its largest one, over the share of its terms."""
-    from lightning_spectral.report.printed import draw_line, legend_above, printed
-    from lightning_spectral.report.style import look
+    from lightning_spectral.report.printed import draw_line, legend_above, look, printed
 
     with printed(None, 8.0, 4.0) as figure:
         axes = figure.add_subplot(xlabel="share of the terms", ylabel="share of the largest", ylim=(0.0, 1.05))

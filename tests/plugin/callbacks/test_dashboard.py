@@ -20,8 +20,7 @@ from lightning_spectral.plugin.callbacks import dashboard as dashboards
 from lightning_spectral.plugin.dashboard.records import histogram
 from lightning_spectral.plugin.dashboard.tables import client_table, keep_ratio_table, round_bytes
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, WorkUnit
-from lightning_spectral.report.rounds_file import NAME
-from lightning_spectral.report.runs import Histogram, Table, read_run
+from lightning_spectral.report.runs import NAME, Histogram, Table, read_run
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 NAN = float("nan")

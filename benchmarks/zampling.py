@@ -22,7 +22,8 @@ from scipy.sparse import csr_array
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.nn.zampling.sampled_weights import SampledWeights
+from lightning_spectral.functional.zampling import draw_bits
+from lightning_spectral.nn.zampling import SampledWeights
 
 BATCHES = (32, 128, 512)
 HOW = ls.Zampling(32).scheme()
@@ -37,7 +38,7 @@ def contenders() -> dict[str, Callable[[], object]]:
     made = SampledWeights(sampled, weights, matrix, ls.functional.zampling.Clip())
     made.set_probs(torch.rand(matrix.num_columns))
     generator = torch.Generator().manual_seed(0)
-    z, gradient = made.draw_bits(generator).float(), torch.randn(matrix.num_rows)
+    z, gradient = draw_bits(made.probs, generator).float(), torch.randn(matrix.num_rows)
     columns, values = matrix.entries()
     ends = np.arange(0, columns.numel() + 1, matrix.width, dtype=np.int32)
     plain = csr_array((values.numpy().ravel(), columns.int().numpy().ravel(), ends))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from toy_models import LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.nn.width.sub_model import cut_module
+from lightning_spectral.nn.width.plan import cut_module
 
 MIXED, WIDTHS = {0.25: 0.3, 0.75: 0.4, 1.0: 0.3}, (0.25, 0.5, 0.75, 1.0)
 

@@ -35,7 +35,7 @@ from lightning_spectral.client.training_checks import foreign_parameters
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
-from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
+from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes

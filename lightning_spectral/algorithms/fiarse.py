@@ -17,7 +17,7 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, chec
 from lightning_spectral.client.side import StepActions
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
-from lightning_spectral.nn.torch_hooks import normalised_weights
+from lightning_spectral.nn.torch_modules import normalised_weights
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (

@@ -1,35 +1,37 @@
 """Layers that hold sampled singular terms, and their substitution for a user's own layers."""
 
-from lightning_spectral.nn.batch_norm import use_batch_statistics
 from lightning_spectral.nn.cost import Cost, CostTable
-from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention
-from lightning_spectral.nn.layers.blocks import WeightBlock
-from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.layers.conv import (
+    SpectralShardedConv1d,
+    SpectralShardedConv2d,
+    SpectralShardedConv3d,
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+    SpectralShardedSpatialConv2d,
+)
 from lightning_spectral.nn.layers.linear import (
     SpectralShardedLinear,
     SpectralShardedSplitLinear,
     SpectralShardedSplitTransposedLinear,
     SpectralShardedTransposedLinear,
 )
-from lightning_spectral.nn.layers.other_convs import (
-    SpectralShardedGroupedConv1d,
-    SpectralShardedGroupedConv2d,
-    SpectralShardedGroupedConv3d,
-    SpectralShardedSpatialConv2d,
+from lightning_spectral.nn.layers.sequences import (
+    SpectralShardedGRU,
+    SpectralShardedLSTM,
+    SpectralShardedMultiheadAttention,
 )
-from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
-from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
+from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, sharded_layers
+from lightning_spectral.nn.local_zampling import unzample, zample
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS
-from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.planner import plan_layers
+from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
+from lightning_spectral.nn.plan.planner import plan_layers, plan_of, validate
 from lightning_spectral.nn.plan.swap import replace_layers
-from lightning_spectral.nn.plan.validate import plan_of, validate
+from lightning_spectral.nn.torch_modules import use_batch_statistics
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import width_plan
-from lightning_spectral.nn.zampling.zample import unzample, zample
 
 __all__ = [
     "SHARDED_LAYERS",

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spectral.arguments import Number
 from lightning_spectral.errors import from_extra
-from lightning_spectral.nn.layers.recurrent import sequence_values
+from lightning_spectral.nn.layers.sequences import sequence_values
 from lightning_spectral.nn.layers.terms import SingularTerms
-from lightning_spectral.nn.plan.trace import Example, as_input, example_of, run_example
+from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.tables import Block, as_html, as_text
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter
 from lightning_spectral.nn.layers.sharded import ShardedLayer
+from lightning_spectral.nn.layers.terms import WeightBlock, assemble, by_parameter
 
 __all__ = ["check_sharded_layer"]
 

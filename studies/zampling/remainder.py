@@ -17,7 +17,7 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.models import CCT, MLP, ResNet18
-from lightning_spectral.nn.zampling.compressed import Compression
+from lightning_spectral.nn.zampling import Compression
 from lightning_spectral.protocol.exchange import travelling_tensors
 
 KEEP_RATIOS = (0.1, 0.2)

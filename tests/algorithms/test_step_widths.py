@@ -12,7 +12,7 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width.halves import NARROW_STEPS
-from lightning_spectral.nn.width.sub_model import cut_module
+from lightning_spectral.nn.width.plan import cut_module
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 MIXED, WIDTHS = {0.25: 0.5, 0.75: 0.5}, (0.25, 0.5, 0.75)

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.costs import NEEDS
-from lightning_spectral.nn.zampling.compressed import Compression, Compressions
+from lightning_spectral.nn.zampling import Compression, Compressions
 
 EXAMPLE = torch.zeros(5, 6)
 pytestmark = pytest.mark.filterwarnings(HARDLY_MOVED)

@@ -14,7 +14,7 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows
-from lightning_spectral.nn.plan.trace import as_input
+from lightning_spectral.nn.trace import as_input
 
 EXAMPLE = torch.zeros(2, 6)
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
 from lightning_spectral.nn.cost import count_pass
-from lightning_spectral.nn.plan.trace import run_example
+from lightning_spectral.nn.trace import run_example
 
 # Torch says that its own LSTM has a slower kernel for projections.
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections")

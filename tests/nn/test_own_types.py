@@ -10,7 +10,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.algorithms.zampling.halves import ZamplingState
 from lightning_spectral.functional.zampling import InfluenceMatrix
-from lightning_spectral.nn.zampling.zample import local_weights
+from lightning_spectral.nn.local_zampling import local_weights
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "half": nn.Module.half,

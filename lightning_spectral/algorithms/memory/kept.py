@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.functional.spectra import singular_terms, weight_to_matrix
-from lightning_spectral.nn.own_types import keeping_type
+from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.sums import MeanChange
 

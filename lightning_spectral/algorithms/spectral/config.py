@@ -21,9 +21,8 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR
-from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.validate import check_layers, plan_of
+from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
+from lightning_spectral.nn.plan.planner import check_layers, plan_of
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
 from lightning_spectral.protocol.schedule import Schedule, values_of

@@ -25,9 +25,9 @@ from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
 from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.functional.spectra import singular_terms
-from lightning_spectral.nn.layers.blocks import WeightBlock
+from lightning_spectral.nn.layers.terms import WeightBlock
 from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.validate import untraced_ends
+from lightning_spectral.nn.plan.planner import untraced_ends
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.schedule import Schedule, value_at

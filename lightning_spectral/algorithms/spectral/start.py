@@ -19,10 +19,9 @@ from lightning_spectral.functional.spectra import (
     is_concentrated,
     looks_random,
 )
-from lightning_spectral.nn.layers.blocks import assemble, by_parameter
-from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.module_plan import ModulePlan
-from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.nn.layers.terms import assemble, by_parameter
+from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
+from lightning_spectral.nn.plan.planner import plan_of
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Alone, SharesWork
 from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.nn.batch_norm import names_of_averages
-from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.sub_model import take
+from lightning_spectral.nn.torch_modules import names_of_averages
+from lightning_spectral.nn.width.plan import WidthPlan, take
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.records import Upload

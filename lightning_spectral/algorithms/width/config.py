@@ -18,10 +18,9 @@ from lightning_spectral.algorithms.width.averages import (
 from lightning_spectral.algorithms.width.halves import WidthHalf
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.nn.batch_norm import layers_with_averages
-from lightning_spectral.nn.width.plan import WidthPlan
+from lightning_spectral.nn.torch_modules import layers_with_averages
+from lightning_spectral.nn.width.plan import WidthPlan, cut_outputs, cut_to
 from lightning_spectral.nn.width.planner import check_cut, width_plan
-from lightning_spectral.nn.width.sub_model import cut_outputs, cut_to
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.exchange import copy_module, load_tensors
 from lightning_spectral.protocol.per_client import (

@@ -20,10 +20,9 @@ from lightning_spectral.algorithms.width.averages import (
     without_rows,
 )
 from lightning_spectral.client.side import StepActions
-from lightning_spectral.nn.batch_norm import names_of_averages
+from lightning_spectral.nn.torch_modules import names_of_averages
 from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
-from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
-from lightning_spectral.nn.width.sub_model import cut_to, take
+from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_to, take
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (

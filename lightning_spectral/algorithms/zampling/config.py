@@ -17,7 +17,7 @@ from lightning_spectral.algorithms.zampling.halves import ZamplingHalf, Zampling
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, Values
-from lightning_spectral.nn.zampling.compressed import (
+from lightning_spectral.nn.zampling import (
     COMPRESSION,
     DOWNLINK_BITS,
     CompressedWeight,

@@ -24,9 +24,8 @@ from lightning_spectral.functional.zampling import (
     unpack_levels,
 )
 from lightning_spectral.nn.cost import Cost
-from lightning_spectral.nn.own_types import keeping_type
-from lightning_spectral.nn.zampling.compressed import CompressedWeight
-from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights, split_weights
+from lightning_spectral.nn.torch_modules import keeping_type
+from lightning_spectral.nn.zampling import NAME, CompressedWeight, SampledWeights, split_weights
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, SharesWork
 from lightning_spectral.protocol.exchange import (

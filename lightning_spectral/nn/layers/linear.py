@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, row_blocks
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, ShardedLayer, SpectralShardedLayer, counts
-from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, row_blocks
 
 
 class SpectralShardedLinear(SpectralShardedLayer):

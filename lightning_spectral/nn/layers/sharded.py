@@ -1,17 +1,17 @@
-"""The interface of a sharded layer: how it is made from a dense one, and what stands for its weights."""
+"""Sharded layers: how one is made from a dense layer, and what stands for the weights that it computes from terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spectral.arguments import Whole, flag
-from lightning_spectral.nn.layers.blocks import WeightBlock, assemble, by_parameter, join, row_blocks
-from lightning_spectral.nn.layers.computed_weight import computed_weight, refuse_write
-from lightning_spectral.nn.layers.terms import SingularTerms
+from lightning_spectral.nn.layers.leading_channels import as_subclass
+from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, assemble, by_parameter, join, row_blocks
 
 if TYPE_CHECKING:  # a mix-in for modules
     _Base = nn.Module
@@ -21,6 +21,98 @@ else:
 LayerT = TypeVar("LayerT", bound="ShardedLayer")
 NumTerms = int | Sequence[int]
 SIZE = Whole(at_least=1)
+_READ_GRAD = vars(torch._C.TensorBase)["grad"].__get__
+_READ_BASE = vars(torch._C.TensorBase)["_base"].__get__  # a view of it would have a base again, and so on
+
+
+class ComputedWeight(Tensor):
+    """The effective dense weight of a sharded layer, which refuses changes that would be lost.
+
+    It is a new tensor each time it is read, so a value written to it would never reach the layer. Results computed from
+    it are plain tensors; views of it, and its ``data``, refuse writes too.
+    """
+
+    weight_name: str
+    layer_name: str
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weights = list(_weights_in([*args, *kwargs.values()]))
+        with torch._C.DisableTorchFunctionSubclass():
+            if args and isinstance(weight := args[0], ComputedWeight):  # what does not count as a write
+                if getattr(func, "__name__", "") in ("__set__", "requires_grad_"):
+                    refuse_write(weight.weight_name, weight.layer_name)
+                if func == _READ_GRAD and not weight.retains_grad:
+                    raise AttributeError(  # so that `hasattr` works, which torch's compiler uses
+                        f"`{weight.weight_name}` has no `grad` on a client: the layer holds singular terms there, "
+                        "which have the gradients. Keep the layer dense: "
+                        f"`LayerChoices(exclude=[{weight.layer_name!r}])`."
+                    )
+            versions = [weight._version for weight in weights]
+            result = func(*args, **kwargs)
+            for weight, version in zip(weights, versions, strict=True):
+                if weight._version != version:
+                    refuse_write(weight.weight_name, weight.layer_name)
+            return result if func == _READ_BASE else _protected(result, weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a plain tensor: a copy of a weight may be changed."""
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def computed_weight(compute: Callable[[], Tensor], weight_name: str, layer_name: str) -> ComputedWeight:
+    """The result of ``compute`` as a `ComputedWeight`.
+
+    Example:
+        >>> weight = computed_weight(lambda: torch.ones(2), "net.2.weight", "net.2")
+        >>> weight.sum()
+        tensor(2.)
+        >>> weight.data.clamp_(-0.1, 0.1)
+        Traceback (most recent call last):
+        RuntimeError: `net.2.weight` cannot be written on a client: ...
+    """
+    if torch.is_inference_mode_enabled():  # inference tensors do not count writes to them
+        with torch.inference_mode(False), torch.no_grad():
+            return computed_weight(compute, weight_name, layer_name)
+    weight = as_subclass(compute(), ComputedWeight)
+    weight.weight_name, weight.layer_name = weight_name, layer_name
+    return weight
+
+
+def refuse_write(weight_name: str, layer_name: str) -> NoReturn:
+    """Raise the error for a change that would be lost."""
+    raise RuntimeError(
+        f"`{weight_name}` cannot be written on a client: the layer holds singular terms there, from which this weight "
+        "is computed anew each time, so the new value would be lost. Keep the layer dense: "
+        f"`LayerChoices(exclude=[{layer_name!r}])`."
+    )
+
+
+def _weights_in(values: Iterable[Any]) -> Iterator[ComputedWeight]:
+    for value in values:
+        if isinstance(value, ComputedWeight):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _weights_in(value)
+
+
+def _protected(result: Any, weights: list[ComputedWeight]) -> Any:
+    """The result of a call, in which tensors that share memory with a weight refuse writes as the weight does."""
+    if type(result) is Tensor:
+        memory = result.untyped_storage()._cdata
+        for weight in weights:
+            if weight.untyped_storage()._cdata == memory:
+                return computed_weight(lambda: result, weight.weight_name, weight.layer_name)
+    if type(result) in (list, tuple):
+        return type(result)(_protected(part, weights) for part in result)
+    return result
 
 
 class ShardedLayer(_Base):
@@ -52,7 +144,7 @@ class ShardedLayer(_Base):
     @classmethod
     def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
         """An empty layer of the shape of ``dense``, with so many terms of each block; a number if there is only one."""
-        raise NotImplementedError
+        return cls(dense, counts(num_terms))
 
     @classmethod
     def from_dense(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:

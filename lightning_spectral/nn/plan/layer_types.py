@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -12,24 +12,28 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_spectral.nn.layers.attention import SpectralShardedMultiheadAttention, check_attention
-from lightning_spectral.nn.layers.blocks import WeightBlock
-from lightning_spectral.nn.layers.conv import SpectralShardedConv1d, SpectralShardedConv2d, SpectralShardedConv3d
+from lightning_spectral.nn.layers.conv import (
+    SpectralShardedConv1d,
+    SpectralShardedConv2d,
+    SpectralShardedConv3d,
+    SpectralShardedGroupedConv1d,
+    SpectralShardedGroupedConv2d,
+    SpectralShardedGroupedConv3d,
+    SpectralShardedSpatialConv2d,
+)
 from lightning_spectral.nn.layers.linear import (
     SpectralShardedLinear,
     SpectralShardedSplitLinear,
     SpectralShardedSplitTransposedLinear,
     SpectralShardedTransposedLinear,
 )
-from lightning_spectral.nn.layers.other_convs import (
-    SpectralShardedGroupedConv1d,
-    SpectralShardedGroupedConv2d,
-    SpectralShardedGroupedConv3d,
-    SpectralShardedSpatialConv2d,
+from lightning_spectral.nn.layers.sequences import (
+    SpectralShardedGRU,
+    SpectralShardedLSTM,
+    SpectralShardedMultiheadAttention,
 )
-from lightning_spectral.nn.layers.recurrent import SpectralShardedGRU, SpectralShardedLSTM
 from lightning_spectral.nn.layers.sharded import ShardedLayer
-from lightning_spectral.nn.torch_hooks import has_gradient_hook
+from lightning_spectral.nn.layers.terms import WeightBlock
 
 ShardedType = type[ShardedLayer]
 
@@ -107,28 +111,39 @@ def refusal(layer: nn.Module) -> str | None:
     """
     if is_parametrized(layer):
         return "its weight is parametrised"
-    if replaced := [name for name in ("forward", "_conv_forward") if name in vars(layer)]:
-        return f"its `{replaced[0]}` was replaced on the instance"
-    if hooked := [name for name, p in layer.named_parameters(recurse=False) if has_gradient_hook(p)]:
-        return f"its `{hooked[0]}` has a gradient hook"
+    for name in ("forward", "_conv_forward"):
+        if name in vars(layer):
+            return f"its `{name}` was replaced on the instance"
+    for name, parameter in layer.named_parameters(recurse=False):
+        if has_gradient_hook(parameter):
+            return f"its `{name}` has a gradient hook"
     sharded = sharded_type(layer)
     if sharded is None:
         return f"{type_name(layer)} is not supported"
-    if isinstance(layer, nn.MultiheadAttention) and (reason := check_attention(layer)):
-        return reason
-    if not _weights_are_parameters(sharded, layer):
+    if isinstance(layer, nn.MultiheadAttention) and (layer.bias_k is not None or layer.add_zero_attn):
+        return "`add_bias_kv` and `add_zero_attn` are not supported"
+    try:
+        blocks = sharded.blocks_of(layer)
+    except AttributeError:  # from `get_parameter`, which a computed tensor does not satisfy
+        blocks = ()
+    own = {name for name, _ in layer.named_parameters(recurse=False)}
+    if not blocks or not own.issuperset(block.parameter for block in blocks):
         return "its weight is computed, not a plain parameter"
-    if all(block.num_singular == 1 for block in sharded.blocks_of(layer)):
+    if all(block.num_singular == 1 for block in blocks):
         return "a single term" if getattr(layer, "groups", 1) == 1 else "depthwise: a single term in each group"
     return None
 
 
-def _weights_are_parameters(sharded: ShardedType, layer: nn.Module) -> bool:
-    own = {name for name, _ in layer.named_parameters(recurse=False)}
-    try:
-        return own.issuperset(block.parameter for block in sharded.blocks_of(layer))
-    except AttributeError:  # from `get_parameter`, which a computed tensor does not satisfy
-        return False
+def has_gradient_hook(tensor: Tensor) -> bool:
+    """Whether there are hooks on a tensor's gradient.
+
+    Example:
+        >>> weight = nn.Linear(2, 1).weight
+        >>> handle = weight.register_hook(abs)
+        >>> has_gradient_hook(weight)
+        True
+    """
+    return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def qualified_name(layer: nn.Module) -> str:
@@ -149,24 +164,13 @@ def missing_rank(layer: nn.Module, blocks: Iterable[WeightBlock]) -> str | None:
     """
     blocks = list(blocks)
     for block in blocks:
-        rank = _constant_rank(block.matrix(layer.get_parameter(block.parameter).detach()))
-        if rank is not None and rank < min(2, block.num_singular):
+        matrix = block.matrix(layer.get_parameter(block.parameter).detach())
+        first = matrix[0, 0] if matrix.numel() else None
+        if first is None or not (bool((matrix == first).all()) and bool(torch.isfinite(first))):
+            continue  # not all entries are the same
+        if (rank := int(bool(first))) < min(2, block.num_singular):
             return f"{'its weight' if len(blocks) == 1 else 'a part of its weight'} is {ONE if rank else ZERO}"
     return None
-
-
-def is_missing_rank(reason: str) -> bool:
-    """Whether a reason to keep a layer whole is one that `missing_rank` gives."""
-    return reason.endswith((ZERO, ONE))
-
-
-def _constant_rank(matrix: Tensor) -> int | None:
-    """The rank of a matrix whose entries are all the same, 0 or 1; ``None`` for any other."""
-    if not matrix.numel():
-        return None
-    first = matrix[0, 0]
-    is_constant = bool((matrix == first).all()) and bool(torch.isfinite(first))
-    return int(bool(first)) if is_constant else None
 
 
 def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> frozenset[str]:
@@ -187,25 +191,21 @@ def low_rank_factors(module: nn.Module, trained: Shapes, frozen: Shapes) -> froz
         >>> sorted(low_rank_factors(adapted, shapes, {"base": (6, 8)})), low_rank_factors(adapted, shapes, {})
         (['down', 'up'], frozenset())
     """
-    named = {name for name in trained if any(part.lower().startswith("lora") for part in name.split("."))}
-    return frozenset(named.union(*_pairs(module, trained, frozen)))
 
+    def owner(name: str) -> str:
+        path = name.rpartition(".")[0]
+        while path and isinstance(module.get_submodule(path), nn.ModuleDict | nn.ModuleList):
+            path = path.rpartition(".")[0]
+        return path
 
-def _pairs(module: nn.Module, trained: Shapes, frozen: Shapes) -> Iterator[tuple[str, str]]:
+    found = {name for name in trained if any(part.lower().startswith("lora") for part in name.split("."))}
     beside: dict[str, list[str]] = defaultdict(list)
     for name in trained:
-        beside[_owner(module, name)].append(name)
+        beside[owner(name)].append(name)
     for base, (rows, columns) in frozen.items():
-        siblings = beside[_owner(module, base)]
+        siblings = beside[owner(base)]
         for down in siblings:
             rank = trained[down][0]
             if trained[down] == (rank, columns) and rank < min(rows, columns):
-                yield from ((down, up) for up in siblings if trained[up] == (rows, rank))
-
-
-def _owner(module: nn.Module, name: str) -> str:
-    """Path of the module that a layer belongs to, skipping dictionaries and lists in between."""
-    path = name.rpartition(".")[0]
-    while path and isinstance(module.get_submodule(path), nn.ModuleDict | nn.ModuleList):
-        path = path.rpartition(".")[0]
-    return path
+                found.update(name for up in siblings if trained[up] == (rows, rank) for name in (down, up))
+    return frozenset(found)

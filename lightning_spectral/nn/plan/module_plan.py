@@ -1,17 +1,101 @@
-"""The plan of a module: which layers are sharded, and why, as a table to read before any training."""
+"""The plan of a module: a user's choices, and which layers are sharded, and why, to read before any training."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from torch import nn
 
-from lightning_spectral.nn.layers.blocks import WeightBlock, as_rows, by_parameter, join
-from lightning_spectral.nn.plan.choices import LayerChoices
-from lightning_spectral.nn.plan.layer_types import ShardedType, is_missing_rank
+from lightning_spectral.arguments import Number, Rule, Whole, as_patterns, check_fields, first_match, flag, matches_any
+from lightning_spectral.functional.spectra import GRANULARITY
+from lightning_spectral.nn.layers.terms import WeightBlock, as_rows, by_parameter, join
+from lightning_spectral.nn.plan.layer_types import ONE, ZERO, ShardedType
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.tables import Block, as_html, as_text
+
+
+def _by_pattern(argument: str, given: Any, rule: Rule, what: str, example: str) -> dict[str, Any]:
+    """A mapping from patterns to values that keep a rule."""
+    if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+        raise ValueError(
+            f"`{argument}` is a mapping from patterns to {what}, got {given!r}; write {argument}={example}."
+        )
+    return {pattern: rule(f"{argument}[{pattern!r}]", value) for pattern, value in given.items()}
+
+
+PARTS = Whole(at_least=2, hint="leave the pattern out to factorise the layer whole")
+FACTOR = Number(above=0, hint="name the layers in `exclude` to leave them whole")
+OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channels that a client computes")
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """Choices of the layers to shard, of how finely, and of the rules of buffers, for all functions that use them.
+
+    Patterns are shell-style and match dotted names, e.g. ``"head"`` or ``"blocks.*.proj"``; case matters.
+
+    Args:
+        exclude: Patterns of layers that stay dense.
+        split: Maps patterns of layers to the number of linear layers packed into each, an integer of at least 2, e.g.
+            ``{"*.qkv": 3}``. Each part is factorised separately.
+        keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution if a pass was traced,
+            otherwise in order of registration. An embedding before the first affine layer counts as the first layer.
+        buffers: Rules for buffers, by patterns: ``"mean"`` for the clients' average, the default for floating-point
+            numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry; ``"server"`` to
+            keep the server's value, the default for all others. The first pattern that matches counts.
+        ratio_factors: Maps patterns of layers to a factor on every client's keep ratio, e.g. ``{"*attn*": 5.0}`` for
+            five times as many terms of attention, at most all; the first pattern that matches counts.
+        term_granularity: Numbers of terms are rounded up to a multiple of this, but not beyond all terms of a layer:
+            16 terms often take no more time than 7. If a layer has no more terms than this, every client holds all of
+            them; this raises a warning, or an error if it applies to every layer.
+        output_ratio: Share q of the output channels that a client computes of each linear layer or convolution that is
+            sharded whole: the leading ceil(q c_out) channels; the others are zero.
+        spatial_convolutions: Factorise each two-dimensional convolution without groups into one along the rows of the
+            image and one along its columns: its matrix is ``(c_out k, c_in k)``, with more and smaller terms. Such a
+            layer keeps all of its outputs.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense. Niu et al. (2023), section
+        3.2.1, cut outputs. Yao et al. (2021), FedHM, have spatial convolutions.
+
+    Example:
+        >>> choices = LayerChoices(exclude=["*.proj"], split={"*.qkv": 3})
+        >>> choices.excludes("blocks.0.proj"), choices.num_parts("blocks.0.qkv")
+        (True, 3)
+    """
+
+    exclude: Sequence[str] = ()
+    split: Mapping[str, int] = field(default_factory=dict)
+    keep_first_and_last_dense: bool = True
+    buffers: Rules = field(default_factory=dict)
+    ratio_factors: Mapping[str, float] = field(default_factory=dict)
+    term_granularity: int = 1
+    output_ratio: float = 1.0
+    spatial_convolutions: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            exclude=as_patterns,
+            buffers=as_rules,
+            split=partial(_by_pattern, rule=PARTS, what="numbers of parts", example="{'*.qkv': 3}"),
+            keep_first_and_last_dense=flag,
+            ratio_factors=partial(_by_pattern, rule=FACTOR, what="factors", example="{'*attn*': 5.0}"),
+            term_granularity=GRANULARITY,
+            output_ratio=OUTPUT_RATIO,
+            spatial_convolutions=flag,
+        )
+
+    def excludes(self, name: str) -> bool:
+        return matches_any(name, self.exclude)
+
+    def num_parts(self, name: str) -> int:
+        """Number of linear layers packed into the layer; 1 if no pattern matches it."""
+        return first_match(name, self.split) or 1
 
 
 @dataclass(frozen=True)
@@ -74,7 +158,7 @@ class ModulePlan:
     @property
     def missing_rank(self) -> Mapping[str, str]:
         """The layers that stay whole because their weights have at most one term, with the reasons."""
-        return {layer.name: layer.reason for layer in self.layers if is_missing_rank(layer.reason)}
+        return {layer.name: layer.reason for layer in self.layers if layer.reason.endswith((ZERO, ONE))}
 
     @property
     def blocks(self) -> Mapping[str, WeightBlock]:
@@ -123,54 +207,45 @@ class ModulePlan:
 
     def check_module(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if this is the plan of a module with other weights, or with others frozen."""
-        own = dict(module.named_parameters())
+        own, difference = dict(module.named_parameters()), ""
         if missing := [name for name in self.sharded_weights if name not in own]:
-            raise ValueError(_of_another_module(f"this one has no weights {', '.join(missing)}"))
-        if frozen := [name for name in self.sharded_weights if not own[name].requires_grad]:
-            raise ValueError(_of_another_module(f"in this one {', '.join(frozen)} would be sharded but is frozen"))
-        for name, blocks in by_parameter(list(self.blocks.values())):
-            planned = blocks[-1].rows[1], blocks[0].shape[1]
-            if (found := tuple(as_rows(own[name], blocks[0].transposed, blocks[0].spatial).shape)) != planned:
-                raise ValueError(_of_another_module(f"{name} is {found} as a matrix, not {planned}"))
+            difference = f"this one has no weights {', '.join(missing)}"
+        elif frozen := [name for name in self.sharded_weights if not own[name].requires_grad]:
+            difference = f"in this one {', '.join(frozen)} would be sharded but is frozen"
+        else:
+            for name, blocks in by_parameter(list(self.blocks.values())):
+                planned = blocks[-1].rows[1], blocks[0].shape[1]
+                found = tuple(as_rows(own[name], blocks[0].transposed, blocks[0].spatial).shape)
+                if not difference and found != planned:
+                    difference = f"{name} is {found} as a matrix, not {planned}"
+        if difference:
+            raise ValueError(
+                f"`layers` is the plan of another module: {difference}. Make one of this module with `validate`."
+            )
 
     def __str__(self) -> str:
-        return as_text(self._blocks())
+        return as_text(self._tables())
 
     def _repr_html_(self) -> str:
-        return as_html(self._blocks())
+        return as_html(self._tables())
 
-    def _blocks(self) -> list[Block]:
-        header = ("layer", "type", "weight", "N", "in forward", "held", "reason")
-        blocks: list[Block] = [[header, *(_row(layer) for layer in self.layers)]]
+    def _tables(self) -> list[Block]:
+        rows: list[Sequence[str]] = [("layer", "type", "weight", "N", "in forward", "held", "reason")]
+        for layer in self.layers:
+            held = "dense"
+            if layer.sharded is not None:
+                (rows_held, num_rows) = layer.blocks[0].held_rows, layer.blocks[0].shape[0]
+                held = "sharded" if rows_held is None else f"sharded, {rows_held} of {num_rows} outputs"
+            weights, counts = map(_size, layer.shapes), (str(block.num_singular) for block in layer.blocks)
+            was_run = {None: "?", True: "yes", False: "no"}[layer.in_forward]
+            rows.append((layer.name, layer.type_name, _counted(weights), _counted(counts), was_run, held, layer.reason))
+        tables: list[Block] = [rows]
         if self.buffers:
-            rows = [(buffer.name, _size(buffer.shape), buffer.policy) for buffer in self.buffers]
-            blocks.append([("buffer", "shape", "policy"), *rows])
+            of_buffers = [(buffer.name, _size(buffer.shape), buffer.policy) for buffer in self.buffers]
+            tables.append([("buffer", "shape", "policy"), *of_buffers])
         if self.problems:
-            blocks.append("\n".join(f"PROBLEM: {problem}" for problem in self.problems))
-        return blocks
-
-
-def _of_another_module(difference: str) -> str:
-    return f"`layers` is the plan of another module: {difference}. Make one of this module with `validate`."
-
-
-def _row(layer: LayerPlan) -> tuple[str, ...]:
-    return (
-        layer.name,
-        layer.type_name,
-        _counted(_size(shape) for shape in layer.shapes),
-        _counted(str(block.num_singular) for block in layer.blocks),
-        {None: "?", True: "yes", False: "no"}[layer.in_forward],
-        _held(layer),
-        layer.reason,
-    )
-
-
-def _held(layer: LayerPlan) -> str:
-    if layer.sharded is None:
-        return "dense"
-    held_rows = layer.blocks[0].held_rows
-    return "sharded" if held_rows is None else f"sharded, {held_rows} of {layer.blocks[0].shape[0]} outputs"
+            tables.append("\n".join(f"PROBLEM: {problem}" for problem in self.problems))
+        return tables
 
 
 def _counted(entries: Iterable[str]) -> str:

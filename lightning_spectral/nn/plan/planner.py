@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
-from lightning_spectral.arguments import unmatched
-from lightning_spectral.nn.layers.blocks import WeightBlock
-from lightning_spectral.nn.plan.choices import LayerChoices
+from lightning_spectral.arguments import first_match, unmatched
+from lightning_spectral.errors import check_is
+from lightning_spectral.functional.spectra import num_terms_for
+from lightning_spectral.nn.layers.terms import WeightBlock
 from lightning_spectral.nn.plan.layer_types import (
     LOW_RANK,
-    ShardedType,
     is_affine,
     is_namesake,
     is_uninitialised,
@@ -24,11 +25,12 @@ from lightning_spectral.nn.plan.layer_types import (
     sharded_type,
     type_name,
 )
-from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.trace import Example, example_of, execution_order
+from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
+from lightning_spectral.nn.trace import Example, example_of, execution_order
 from lightning_spectral.protocol.buffer_rules import buffer_policies
 
-FROZEN = "frozen"
+FROZEN, FIRST, LAST = "frozen", "first layer", "last layer"
+REMEDY = "Give the run this plan, SpectralSharding(layers=plan), or set the module's `example_input_array`."
 
 
 def plan_layers(
@@ -55,113 +57,34 @@ def plan_layers(
     """
     example = example_of(module) if example_input is None else example_input
     order = None if example is None else execution_order(module, example)
-    layers = _in_order(dict(_layers(module)), order)
-    factors = _factors(module, layers)
-    ends = _ends(layers, order, factors) if choices.keep_first_and_last_dense else {}
-    planner = _Planner(choices, order, ends, _ties(module), factors, missing_rank)
-    plans = tuple(planner.plan(name, layer) for name, layer in layers.items())
-    buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.buffers))
-    return ModulePlan(plans, buffers, tuple(_problems(layers, plans, buffers, choices)), choices)
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Everything that the plan of a layer depends on."""
-
-    choices: LayerChoices
-    order: tuple[str, ...] | None  # of first calls; None if no pass was traced
-    ends: Mapping[str, str]  # the first and the last layer, with the reason that keeps them dense
-    ties: Mapping[str, Sequence[str]]  # for each layer that shares a parameter, the names of the others
-    factors: Collection[str]  # names of low-rank factors
-    missing_rank: Mapping[str, str] | None  # with reasons; None to look at the weights
-
-    def plan(self, name: str, layer: nn.Module) -> LayerPlan:
-        parts, spatial = self.choices.num_parts(name), self.choices.spatial_convolutions
-        reason = self._reason_to_stay_dense(name, layer)
-        sharded = None if reason else sharded_type(layer, parts, spatial)
-        in_forward = None if self.order is None else name in self.order
-        factor, granularity = self.choices.ratio_factor(name), self.choices.term_granularity
-        blocks = tuple(
-            replace(block.within(name), ratio_factor=factor, granularity=granularity)
-            for block in _blocks(layer, parts, spatial)
-        )
-        if sharded is not None and sharded.cuts_outputs:
-            blocks = tuple(replace(block, held_rows=self.choices.held_rows(block.shape[0])) for block in blocks)
-        what = "affine" + f", {parts} parts" * (parts > 1) + f", {factor:g} times the keep ratio" * (factor != 1)
-        return LayerPlan(name, type_name(layer), _shapes(layer), blocks, sharded, reason or what, in_forward)
-
-    def _reason_to_stay_dense(self, name: str, layer: nn.Module) -> str | None:
-        if not name:
-            return "the whole module: wrap it in another"
-        if is_uninitialised(layer):
-            return "lazy: no weight yet"
-        if not is_affine(layer):
-            return f"{type_name(layer)} is not supported" if is_namesake(layer) else "not an affine layer"
-        if self.choices.excludes(name):
-            return "excluded by name"
-        if name in self.factors:
-            return LOW_RANK
-        if name in self.ends:
-            return self.ends[name]
-        if name in self.ties:
-            return f"shares its weight with {' and '.join(map(repr, self.ties[name]))}"
-        if reason := refusal(layer):
-            return reason
-        if _is_frozen(layer, _blocks(layer, 1)):
-            return FROZEN
-        if self.order is not None and name not in self.order:
-            return "not in the forward pass"
-        return self._missing_rank(name, layer)
-
-    def _missing_rank(self, name: str, layer: nn.Module) -> str | None:
-        if self.missing_rank is not None:
-            return self.missing_rank.get(name)
-        return missing_rank(layer, _blocks(layer, self.choices.num_parts(name), self.choices.spatial_convolutions))
-
-
-def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, layer in module.named_modules():
-        if next(layer.parameters(recurse=False), None) is not None:
-            yield name, layer
-
-
-def _in_order(layers: dict[str, nn.Module], order: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Executed layers first, in order of their first call; then those that never ran."""
+    layers = {n: part for n, part in module.named_modules() if next(part.parameters(recurse=False), None) is not None}
     ran = [name for name in order or () if name in layers]
-    return {name: layers[name] for name in dict.fromkeys([*ran, *layers])}
-
-
-def _ends(layers: Mapping[str, nn.Module], order: Sequence[str] | None, factors: Collection[str]) -> dict[str, str]:
-    names = [name for name in layers if (order is None or name in order) and name not in factors]
-    weighted = [name for name in names if is_affine(layers[name]) or isinstance(layers[name], nn.Embedding)]
-    affine = [name for name in weighted if is_affine(layers[name])]
-    first = {weighted[0]: "first layer"} if affine and weighted[0] == affine[0] else {}
-    return {affine[-1]: "last layer", **first} if affine else {}
-
-
-def _factors(module: nn.Module, layers: Mapping[str, nn.Module]) -> frozenset[str]:
-    shapes: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}
+    layers = {name: layers[name] for name in dict.fromkeys([*ran, *layers])}  # in order, then those that never ran
+    stays_dense = _reasons_to_stay_dense(module, layers, order, choices, missing_rank)
+    plans = []
     for name, layer in layers.items():
-        if len(blocks := _blocks(layer, 1)) == 1:
-            shapes[_is_frozen(layer, blocks)][name] = blocks[0].shape
-    return low_rank_factors(module, trained=shapes[False], frozen=shapes[True])
+        parts, reason = choices.num_parts(name), stays_dense[name]
+        sharded = None if reason else sharded_type(layer, parts, choices.spatial_convolutions)
+        factor = first_match(name, choices.ratio_factors) or 1.0
+        options: dict[str, Any] = {"ratio_factor": factor, "granularity": choices.term_granularity}
+        blocks = [replace(block.within(name), **options) for block in _blocks(layer, choices, parts)]
+        if sharded is not None and sharded.cuts_outputs:
+            held = [num_terms_for(block.shape[0], choices.output_ratio) for block in blocks]
+            blocks = [
+                replace(block, held_rows=None if rows == block.shape[0] else rows)
+                for block, rows in zip(blocks, held, strict=True)
+            ]
+        what = "affine" + f", {parts} parts" * (parts > 1) + f", {factor:g} times the keep ratio" * (factor != 1)
+        weights = (p for own, p in layer.named_parameters(recurse=False) if "bias" not in own)
+        shapes = () if is_uninitialised(layer) else tuple(tuple(weight.shape) for weight in weights)
+        in_forward = None if order is None else name in order
+        plans.append(LayerPlan(name, type_name(layer), shapes, tuple(blocks), sharded, reason or what, in_forward))
+    buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.buffers))
+    return ModulePlan(tuple(plans), buffers, tuple(_problems(layers, plans, buffers, choices)), choices)
 
 
-def _is_frozen(layer: nn.Module, blocks: Iterable[WeightBlock]) -> bool:
-    return not all(layer.get_parameter(block.parameter).requires_grad for block in blocks)
-
-
-def _ties(module: nn.Module) -> dict[str, list[str]]:
-    """For each layer name, the other layers that hold one of its parameters."""
-    holders: dict[int, list[str]] = defaultdict(list)
-    for name, layer in _layers(module):
-        for parameter in layer.parameters(recurse=False):
-            holders[id(parameter)].append(name)
-    return {name: [n for n in names if n != name] for names in holders.values() if len(names) > 1 for name in names}
-
-
-def _blocks(layer: nn.Module, num_parts: int, spatial: bool = False) -> tuple[WeightBlock, ...]:
-    sharded: ShardedType | None = sharded_type(layer, num_parts, spatial) if is_affine(layer) else None
+def _blocks(layer: nn.Module, choices: LayerChoices, num_parts: int = 1) -> tuple[WeightBlock, ...]:
+    sharded = sharded_type(layer, num_parts, choices.spatial_convolutions) if is_affine(layer) else None
     if sharded is None or is_uninitialised(layer) or refusal(layer):
         return ()
     try:
@@ -170,44 +93,187 @@ def _blocks(layer: nn.Module, num_parts: int, spatial: bool = False) -> tuple[We
         return sharded.blocks_of(layer, 1)
 
 
-def _shapes(layer: nn.Module) -> tuple[tuple[int, ...], ...]:
-    weights = (p for name, p in layer.named_parameters(recurse=False) if "bias" not in name)
-    return () if is_uninitialised(layer) else tuple(tuple(weight.shape) for weight in weights)
+def _reasons_to_stay_dense(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    order: Sequence[str] | None,
+    choices: LayerChoices,
+    lacking: Mapping[str, str] | None,
+) -> dict[str, str | None]:
+    """Why each layer is not sharded; ``None`` if it is."""
+    shapes: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}  # of frozen layers, of trained ones
+    whole = {name: _blocks(layer, LayerChoices()) for name, layer in layers.items()}
+    is_frozen = {
+        name: not all(layers[name].get_parameter(block.parameter).requires_grad for block in blocks)
+        for name, blocks in whole.items()
+    }
+    for name, blocks in whole.items():
+        if len(blocks) == 1:
+            shapes[is_frozen[name]][name] = blocks[0].shape
+    factors = low_rank_factors(module, trained=shapes[False], frozen=shapes[True])
+    ends: dict[str, str] = {}
+    names = [name for name in layers if (order is None or name in order) and name not in factors]
+    weighted = [name for name in names if is_affine(layers[name]) or isinstance(layers[name], nn.Embedding)]
+    affine = [name for name in weighted if is_affine(layers[name])]
+    if affine and choices.keep_first_and_last_dense:
+        ends = {affine[-1]: LAST, **({affine[0]: FIRST} if weighted[0] == affine[0] else {})}
+    holders: dict[int, list[str]] = defaultdict(list)
+    for name, layer in module.named_modules():
+        for parameter in layer.parameters(recurse=False):
+            holders[id(parameter)].append(name)
+    ties = {name: names for names in holders.values() if len(names) > 1 for name in names}
+
+    def reason(name: str, layer: nn.Module) -> str | None:
+        if not name:
+            return "the whole module: wrap it in another"
+        if is_uninitialised(layer):
+            return "lazy: no weight yet"
+        if not is_affine(layer):
+            return f"{type_name(layer)} is not supported" if is_namesake(layer) else "not an affine layer"
+        if choices.excludes(name):
+            return "excluded by name"
+        if name in factors:
+            return LOW_RANK
+        if name in ends:
+            return ends[name]
+        if name in ties:
+            return f"shares its weight with {' and '.join(repr(other) for other in ties[name] if other != name)}"
+        if refused := refusal(layer):
+            return refused
+        if is_frozen[name]:
+            return FROZEN
+        if order is not None and name not in order:
+            return "not in the forward pass"
+        if lacking is not None:
+            return lacking.get(name)
+        return missing_rank(layer, _blocks(layer, choices, choices.num_parts(name)))
+
+    return {name: reason(name, layer) for name, layer in layers.items()}
 
 
 def _problems(
     layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
-) -> Iterator[str]:
+) -> list[str]:
+    problems = []
     if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
-        yield f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first."
-    yield from unmatched("exclude", choices.exclude, layers, "layer")
-    yield from unmatched("split", choices.split, layers, "layer")
-    yield from unmatched("ratio_factors", choices.ratio_factors, layers, "layer")
-    yield from unmatched("buffers", choices.buffers, [buffer.name for buffer in buffers], "buffer")
-    yield from _wrong_splits(layers, choices)
+        problems.append(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
+    for argument in ("exclude", "split", "ratio_factors"):
+        problems += unmatched(argument, getattr(choices, argument), layers, "layer")
+    problems += unmatched("buffers", choices.buffers, [buffer.name for buffer in buffers], "buffer")
+    for name, layer in layers.items():
+        parts = choices.num_parts(name)
+        kind = sharded_type(layer, parts)
+        try:
+            if kind is not None and parts > 1:
+                kind.blocks_of(layer, parts)
+            elif parts > 1:
+                problems.append(f"`split` is for linear layers; {name!r} is a {type(layer).__name__}.")
+        except ValueError as error:
+            problems.append(f"`split` of {name!r}: {error}")
     sharded = [layer for layer in plans if layer.sharded is not None]
     if not sharded and not any(layer.reason in (FROZEN, LOW_RANK) for layer in plans):
-        yield (
+        problems.append(
             "No layer of this module can be sharded; the first and the last layer stay dense unless "
             "`keep_first_and_last_dense=False`, and `exclude` takes layers out."
         )
     largest = max((block.num_singular for layer in sharded for block in layer.blocks), default=math.inf)
     if 1 < largest <= choices.term_granularity:
-        yield (
+        problems.append(
             f"`term_granularity={choices.term_granularity}` rounds up to all terms of every sharded layer, of which "
             f"the largest has N = {largest}: every client would hold them all. Lower it far below that."
         )
+    return problems
 
 
-def _wrong_splits(layers: Mapping[str, nn.Module], choices: LayerChoices) -> Iterator[str]:
-    for name, layer in layers.items():
-        if (parts := choices.num_parts(name)) == 1:
-            continue
-        sharded = sharded_type(layer, parts)
-        if sharded is None:
-            yield f"`split` is for linear layers; {name!r} is a {type(layer).__name__}."
-            continue
-        try:
-            sharded.blocks_of(layer, parts)
-        except ValueError as error:
-            yield f"`split` of {name!r}: {error}"
+def validate(
+    module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
+) -> ModulePlan:
+    """Print how clients hold every layer and buffer, and why, with all problems at once; nothing is changed.
+
+    Args:
+        module: The user's module.
+        example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that shows
+            which layers run and in which order; ``None`` for the module's ``example_input_array``, or for no pass if it
+            has none.
+        layers: Choices that differ from the defaults; or a plan of this module, to print it again.
+
+    Returns:
+        The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
+        and they follow it. Otherwise a run makes its own plan, which knows no example but the module's
+        ``example_input_array``; where that plan is another, a printed note says so.
+
+    Example:
+        >>> import torch
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
+        >>> plan = validate(mlp, torch.zeros(1, 8))
+        layer  type    weight  N   in forward  held     reason
+        0      Linear  16x8    8   yes         dense    first layer
+        2      Linear  16x16   16  yes         sharded  affine
+        4      Linear  2x16    2   yes         dense    last layer
+    """
+    plan = _plan(module, layers, example_input)
+    print(plan)
+    if isinstance(layers, LayerChoices) and example_input is not None and example_of(module) is None:
+        untraced = {layer.name: layer.sharded for layer in plan_layers(module, choices=layers).layers}
+        other = [layer.name for layer in plan.layers if layer.sharded is not untraced[layer.name]]
+        sharded = ", ".join(name for name in other if untraced[name] is not None)
+        dense = ", ".join(name for name in other if untraced[name] is None)
+        if held := " and ".join([f"shard {sharded}"] * bool(sharded) + [f"keep {dense} dense"] * bool(dense)):
+            whose = f"{type(module).__name__} has no `example_input_array`"
+            print(f"\nNOTE: {whose}, so a run traces no pass and would {held}. {REMEDY}")
+    return plan
+
+
+def plan_of(
+    module: nn.Module,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
+    example_input: Example = None,
+    missing_rank: Mapping[str, str] | None = None,
+) -> ModulePlan:
+    """A plan of ``module`` without problems: made from choices, or given and checked.
+
+    ``ValueError`` if `validate` shows problems, which the message lists, or if ``layers`` is the plan of another
+    module. A given plan needs neither ``example_input`` (as in `validate`) nor ``missing_rank`` (as in `plan_layers`).
+
+    Example:
+        >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+        >>> plan = plan_of(mlp, LayerChoices(term_granularity=4))
+        >>> plan_of(mlp, plan) is plan
+        True
+    """
+    return _plan(module, layers, example_input, missing_rank).check()
+
+
+def check_layers(layers: object) -> None:
+    """Raise ``TypeError`` unless ``layers`` is a `LayerChoices` or a `ModulePlan`."""
+    if not isinstance(layers, LayerChoices | ModulePlan):
+        raise TypeError(
+            f"`layers` must be a LayerChoices or the ModulePlan that `validate` returned, got {layers!r}; write "
+            "LayerChoices(exclude=...)."
+        )
+
+
+def _plan(
+    module: nn.Module,
+    layers: LayerChoices | ModulePlan,
+    example_input: Example,
+    missing_rank: Mapping[str, str] | None = None,
+) -> ModulePlan:
+    check_is("module", module, nn.Module)
+    check_layers(layers)
+    if isinstance(layers, LayerChoices):
+        return plan_layers(module, example_input, layers, missing_rank)
+    layers.check_module(module)
+    return layers
+
+
+def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
+    """What a plan made without a forward pass assumes instead, in a sentence for a run's log; else empty."""
+    if example_of(server) is not None or any(layer.in_forward is not None for layer in plan.layers):
+        return ""
+    ends = ", ".join(layer.name for layer in plan.layers if layer.reason in (FIRST, LAST))
+    dense = f"; first and last, and so dense: {ends}" if ends else ""
+    return (
+        f"{type(server).__name__} has no `example_input_array`, so its layers were planned without a forward pass, as "
+        f"if all of them ran, in the order of registration{dense}."
+    )

@@ -10,17 +10,15 @@ from torch import nn
 
 from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.layers.sharded import ShardedLayer
-from lightning_spectral.nn.plan.choices import LayerChoices
 from lightning_spectral.nn.plan.layer_types import ShardedType
-from lightning_spectral.nn.plan.module_plan import LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.trace import Example
-from lightning_spectral.nn.plan.validate import plan_of
+from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
+from lightning_spectral.nn.plan.planner import plan_of
+from lightning_spectral.nn.trace import Example
 from lightning_spectral.protocol.exchange import copy_module
 
 _log = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Make = Callable[[ShardedType, Any, Sequence[int]], ShardedLayer]
 
 
 def replace_layers(
@@ -51,56 +49,50 @@ def replace_layers(
     return copied
 
 
-def swap_layers(module: nn.Module, plan: ModulePlan, make: Make, keep_ratio: float) -> None:
+def swap_layers(
+    module: nn.Module,
+    plan: ModulePlan,
+    make: Callable[[ShardedType, Any, Sequence[int]], ShardedLayer],
+    keep_ratio: float,
+) -> None:
     """Turn the layers to be sharded into sharded ones, in place.
 
     ``make`` makes the new layer from the sharded class, the dense layer and the numbers of terms of its blocks.
     """
-    for name, layer_plan in plan.sharded.items():
-        assert layer_plan.sharded is not None
+    for name, layer in plan.sharded.items():
+        assert layer.sharded is not None
         dense = module.get_submodule(name)
-        num_terms = [block.num_terms(keep_ratio) for block in layer_plan.blocks]
-        sharded = make(layer_plan.sharded, dense, num_terms)
-        _follow_plan(sharded, layer_plan, dense)
+        sharded = make(layer.sharded, dense, [block.num_terms(keep_ratio) for block in layer.blocks])
+        sharded.dense_name = name  # so that it can refuse writes to the weights that it stands for
+        sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{name}.") for block in layer.blocks)
+        held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
+        if held_rows is not None:
+            if dense._backward_hooks or dense._backward_pre_hooks:
+                raise ValueError(
+                    f"The layer {name!r} has a hook on its backward pass, which needs all outputs, and clients hold "
+                    "only some of them; name it in `exclude`, or leave `output_ratio` out."
+                )
+            sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
         sharded.train(dense.training)
-        _share_hooks(dense, sharded)
         _log.info("%s: %s -> %s", name, type(dense).__name__, sharded)
         _become(dense, sharded)
-    for layer in module.modules():
-        if isinstance(layer, nn.TransformerEncoder):  # nested tensors go to a kernel that reads dense weights
-            layer.use_nested_tensor = False
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoder):  # nested tensors go to a kernel that reads dense weights
+            part.use_nested_tensor = False
 
 
-def _follow_plan(sharded: ShardedLayer, layer: LayerPlan, dense: nn.Module) -> None:
-    """Name the weights that a layer stands for, so that it can refuse writes to them, and cut its outputs."""
-    sharded.dense_name = layer.name
-    sharded.dense_weights = frozenset(block.parameter.removeprefix(f"{layer.name}.") for block in layer.blocks)
-    held_rows, bias = layer.blocks[0].held_rows, getattr(dense, "bias", None)
-    if held_rows is not None:
-        if dense._backward_hooks or dense._backward_pre_hooks:
-            raise ValueError(
-                f"The layer {layer.name!r} has a hook on its backward pass, which needs all outputs, and clients hold "
-                "only some of them; name it in `exclude`, or leave `output_ratio` out."
-            )
-        sharded.keep_outputs(held_rows, with_bias=bias is not None and bias.requires_grad)
+def _become(dense: nn.Module, sharded: nn.Module) -> None:
+    """Turn a layer into its replacement, so that lists and functions that refer to the layer follow as well.
 
-
-def _share_hooks(dense: nn.Module, sharded: nn.Module) -> None:
-    """Hooks that are added to a layer later act on its replacement as well."""
+    Attributes that the user has given the layer stay, and hooks that are added to it later act on the replacement.
+    """
+    kind = type(sharded)
     for name, hooks in vars(sharded).items():
         if name.endswith("hooks") and ("forward" in name or "backward" in name):
             own = vars(dense).get(name, {})
             own.update(hooks)
             vars(sharded)[name] = own
     vars(sharded)["_is_full_backward_hook"] = dense._is_full_backward_hook
-
-
-def _become(dense: nn.Module, sharded: nn.Module) -> None:
-    """Turn a layer into its replacement, so that lists and functions that refer to the layer follow as well.
-
-    Attributes that the user has given the layer stay.
-    """
-    kind = type(sharded)
     for name in [name for name in vars(dense) if hasattr(kind, name) and not hasattr(nn.Module, name)]:
         delattr(dense, name)  # it would hide what the class says
     dense.__class__ = kind

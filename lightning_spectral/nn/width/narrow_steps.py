@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.sub_model import cut_to, replacements, take
+from lightning_spectral.nn.width.plan import WidthPlan, cut_to, replacements, take
 from lightning_spectral.protocol.kept_state import KeptState
 
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import takewhile
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.errors import check_is
-from lightning_spectral.nn.plan.trace import Example, as_input, example_of
-from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan
-from lightning_spectral.nn.width.search import Problem, wrong_among
-from lightning_spectral.nn.width.shape_rules import fixed
-from lightning_spectral.nn.width.sub_model import cut_module
-from lightning_spectral.nn.width.trace import Found, trace_channels
-from lightning_spectral.nn.width.units import Key, Labels, Splits
+from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
+from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_module
+from lightning_spectral.nn.width.rules import Axes, Call, Pass, Rule, fixed, pieces, rule_for, tensors_of, unknown
+from lightning_spectral.nn.width.units import Key, Labels, Splits, Units
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.kept_state import trying
 
@@ -217,3 +219,214 @@ def _places(plan: WidthPlan, group: ChannelGroup) -> list[tuple[str, int, Labels
         for name, dims in group.tensors.items()
         for dim in dims
     ]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The problem with a module that has lost some channels."""
+
+    reason: str  # for the user
+    place: int  # how far the forward pass came: the number of tensors that it made
+    trail: Sequence[Labels]  # labels of channels that may be at fault, the likeliest first
+
+    def named(self, groups: Iterable[ChannelGroup]) -> list[ChannelGroup]:
+        for labels in self.trail:
+            if found := [group for group in groups if group.holds(labels)]:
+                return found
+        return []
+
+
+Trial: TypeAlias = Callable[[Sequence[ChannelGroup]], "Problem | None"]  # cuts some groups
+
+
+def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[ChannelGroup, str]]:
+    """The groups that cannot be cut together with those before them, and why; ``trial`` cuts some.
+
+    What is wrong with a group does not go away when more groups are cut.
+    """
+    search = _Search(trial)
+    search.run(groups)
+    return search.wrong
+
+
+class _Search:
+    """Leaves out the groups that problems name until the others can be cut, then tests each of those left out."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.fine: list[ChannelGroup] = []
+        self.wrong: list[tuple[ChannelGroup, str]] = []
+        self._trial = trial
+        self._named: set[str] = set()  # groups that a problem named
+
+    def run(self, groups: Sequence[ChannelGroup]) -> None:
+        rest, with_namesakes = groups, True
+        while rest:
+            suspects = self._suspects(rest, with_namesakes)
+            if suspects is None:
+                self._halve(rest)
+                return
+            rest = self._judged(rest, suspects)
+            with_namesakes = False  # a suspect was fine
+
+    def _suspects(self, groups: Sequence[ChannelGroup], with_namesakes: bool) -> set[str] | None:
+        """Names of groups without which the others can be cut; ``None`` if the problems name the wrong ones.
+
+        With namesakes, groups are suspected together with those at the same place of other blocks.
+        """
+        suspects, place = set(self._named), -1
+        while left := [group for group in groups if group.name not in suspects]:
+            problem = self._trial([*self.fine, *left])
+            if problem is None:
+                break
+            named = problem.named(left)
+            if not named or problem.place <= place:  # without those that were named, it is the same problem
+                return None
+            place = problem.place
+            self._named |= {group.name for group in named}
+            kinds = {_kind(group) for group in named}
+            suspects |= self._named | {group.name for group in left if with_namesakes and _kind(group) in kinds}
+        before = list(takewhile(lambda group: group.name not in suspects, groups))
+        is_tested = not before or len(before) == len(groups)
+        return suspects if is_tested or self._trial([*self.fine, *before]) is None else None
+
+    def _judged(self, groups: Sequence[ChannelGroup], suspects: set[str]) -> Sequence[ChannelGroup]:
+        """Test each suspect, up to the first that can be cut; returns the groups after it."""
+        for place, group in enumerate(groups):
+            problem = self._trial([*self.fine, group]) if group.name in suspects else None
+            if problem is not None:
+                self.wrong.append((group, problem.reason))
+                continue
+            self.fine.append(group)
+            if group.name in suspects:
+                return groups[place + 1 :]
+        return ()
+
+    def _halve(self, groups: Sequence[ChannelGroup], problem: Problem | None = None) -> bool:
+        """Test neighbouring groups by halving, for problems that do not show where they come from.
+
+        Returns whether all of them can be cut; ``problem`` is that of all of them, where it is known.
+        """
+        problem = problem or self._trial([*self.fine, *groups])
+        if problem is None:
+            self.fine += groups
+        elif len(groups) == 1:
+            self.wrong.append((groups[0], problem.reason))
+        else:
+            middle = len(groups) // 2
+            is_fine = self._halve(groups[:middle])
+            self._halve(groups[middle:], problem if is_fine else None)
+        return problem is None
+
+
+def _kind(group: ChannelGroup) -> str:
+    """The name of a group without numbers, which it shares with those at the same place of other blocks."""
+    return re.sub(r"\d+", "*", group.name)
+
+
+@dataclass
+class Found:
+    """What a pass shows about the channels of a module; what it showed so far, if it failed."""
+
+    splits: Splits
+    units: Units = field(default_factory=Units)
+    axes: Mapping[str, Axes] = field(default_factory=dict)  # of each parameter and buffer
+    unknown: set[str] = field(default_factory=set)  # operations without a rule
+    made: list[Axes] = field(default_factory=list)  # the labels of each tensor that the pass made, in order
+
+
+def trace_channels(module: nn.Module, example: Example, found: Found, known: Mapping[str, Axes] | None = None) -> None:
+    """Find the channels of a module that belong together, in one forward pass, and add what is found to ``found``.
+
+    The module is on the CPU and in evaluation mode. Its parameters and buffers have ``known`` labels; by
+    default each channel has its own.
+    """
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    labelling = _Labelling(found)
+    found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
+    for name, tensor in own.items():
+        labelling.put(tensor, found.axes[name])
+    for layer in module.modules():
+        if isinstance(layer, nn.MultiheadAttention):
+            _tie_attention(layer, labelling.traced)
+    with labelling:
+        outputs = run_example(module, example)
+    for tensor in tree_leaves(outputs):
+        if isinstance(tensor, Tensor):
+            labelling.traced.fix(*labelling.axes(tensor))
+
+
+def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
+    """Unite the inner and outer channels of torch's attention, which have the same width."""
+    if layer.in_proj_weight is None:  # inputs have different widths
+        for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
+            traced.fix(*traced.axes(weight))
+        return
+    rows, columns = traced.axes(layer.in_proj_weight)
+    traced.units.unite(rows.reshape(3, -1), columns)
+    traced.unite(*traced.axes(layer.out_proj.weight))
+
+
+class _Operation(NamedTuple):
+    """An operation of torch: its name without namespace and overload, the names of its arguments, and its rule."""
+
+    name: str
+    arguments: tuple[str, ...]
+    rule: Rule
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    name = func._schema.name.partition("::")[2]
+    arguments = tuple(argument.name for argument in func._schema.arguments)
+    return _Operation(name, arguments, rule_for(name, torch.Tag.pointwise in func.tags))
+
+
+class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each operation and labels its outputs."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = found
+        self.traced = Pass(found.units, found.splits, self.axes)
+        self._axes: dict[int, Axes] = {}
+        self._alive: list[Tensor] = []  # so that no two tensors of the pass have the same id
+
+    def axes(self, tensor: Tensor) -> Axes:
+        return self._axes[id(tensor)] if id(tensor) in self._axes else fixed(tensor.shape)
+
+    def put(self, tensor: Tensor, axes: Axes) -> None:
+        self._axes[id(tensor)] = axes
+        self._alive.append(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        operation = _operation(func)
+        call = {**dict(zip(operation.arguments, args, strict=False)), **(kwargs or {})}
+        if tensors_of(call):
+            outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+            self._label(operation.name, operation.rule, call, outs)
+        return out
+
+    def _label(self, name: str, rule: Rule, call: Call, outs: list[Tensor]) -> None:
+        for place, (out, own) in enumerate(zip(outs, pieces(name, call, outs), strict=True)):
+            axes = self._followed(rule, own, out)
+            if axes is None and not place:
+                self._note(name, call)
+                rule, axes = unknown, unknown(self.traced, own, out)
+            self.found.made.append(fixed(out.shape) if axes is None else axes)
+            self.put(out, self.found.made[-1])
+
+    def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
+        """The labels of an output by a rule; ``None`` if it does not apply, as to the indices of a maximum."""
+        if rule is unknown:
+            return None
+        try:
+            axes = rule(self.traced, call, out)
+        except (KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
+            return None
+        return axes if tuple(map(len, axes)) == tuple(out.shape) else None
+
+    def _note(self, name: str, call: Call) -> None:
+        tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
+        if any(self.found.units.find(labels).any() for value in tensors for labels in self.axes(value)):
+            self.found.unknown.add(name)

@@ -15,7 +15,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.client.metrics import isolate_metrics
 from lightning_spectral.client.user_step import Recorder, UserStep
 from lightning_spectral.errors import RoundError, SpectralWarning
-from lightning_spectral.nn.batch_norm import layers_with_averages
+from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained, as_host
 from lightning_spectral.plugin.logs import redirect_logging

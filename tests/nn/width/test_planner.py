@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 import lightning_spectral as ls
 from lightning_spectral.models import CCT, FEMNISTCNN, ResNet18
-from lightning_spectral.nn.plan.trace import run_example
+from lightning_spectral.nn.trace import run_example
 from lightning_spectral.nn.width import planner
-from lightning_spectral.nn.width.plan import WidthPlan
-from lightning_spectral.nn.width.planner import check_cut, problem_of, width_plan
-from lightning_spectral.nn.width.search import Problem
-from lightning_spectral.nn.width.sub_model import cut_module, take
+from lightning_spectral.nn.width.plan import WidthPlan, cut_module, take
+from lightning_spectral.nn.width.planner import Problem, check_cut, problem_of, width_plan
 from lightning_spectral.protocol.exchange import copy_module, travelling_tensors
 
 IMAGE = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_spectral.nn.width.plan import ChannelGroup
-from lightning_spectral.nn.width.search import Problem, wrong_among
+from lightning_spectral.nn.width.planner import Problem, wrong_among
 
 GROUPS = tuple(
     ChannelGroup(f"blocks.{i}.{name}", 3, 1 + 6 * i + 3 * j, {}) for i in range(8) for j, name in enumerate("ab")

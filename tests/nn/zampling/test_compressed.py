@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression
+from lightning_spectral.nn.zampling import CompressedWeight, Compression
 
 
 def mlp() -> nn.Module:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_spectral.functional.zampling import Clip, Link, Sigmoid
-from lightning_spectral.nn.zampling.compressed import Compression
-from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
+from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, draw_bits
+from lightning_spectral.nn.zampling import NAME, Compression, SampledWeights
 
 
 class Output(nn.Module):
@@ -90,7 +89,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_expression(case: str, samp
     out = module(CASES[case][1]())
     weigh = randn(*out.shape)
     (out * weigh).sum().backward()
-    z = (made.draw_bits(generator()).double() if sampled else made.probs).requires_grad_()
+    z = (draw_bits(made.probs, generator()).double() if sampled else made.probs).requires_grad_()
     expected = with_dense_weights(case, z, made)
     # float64 on both sides, and sums of less than 2^10 products of numbers around 1
     close = {"rtol": 2.0**-42, "atol": 2.0**-42}
@@ -133,7 +132,7 @@ def test_each_bit_is_1_with_its_probability() -> None:
     probs, one, repeats = made.probs.double(), generator(), 2000
     assert probs.min() == 0.0
     assert probs.max() == 1.0
-    share = sum(made.draw_bits(one).double() for _ in range(repeats)) / repeats
+    share = sum(draw_bits(made.probs, one).double() for _ in range(repeats)) / repeats
     # the standard error of a share; bits of probability 0 and 1 have none
     assert ((share - probs).abs() <= 5 * (probs * (1 - probs) / repeats).sqrt()).all()
 
@@ -141,12 +140,12 @@ def test_each_bit_is_1_with_its_probability() -> None:
 def test_bits_do_not_depend_on_the_default_type() -> None:
     """A uniform number in half precision is a multiple of 1/256, so rare bits would come far too often or never."""
     made = compress(nn.Linear(20, 20))
-    expected = made.draw_bits(generator())
+    expected = draw_bits(made.probs, generator())
     before = torch.get_default_dtype()
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
         try:
-            assert torch.equal(made.draw_bits(generator()), expected)
+            assert torch.equal(draw_bits(made.probs, generator()), expected)
         finally:
             torch.set_default_dtype(before)
 
@@ -206,7 +205,7 @@ def test_under_autocast_weights_and_gradients_of_scores_stay_in_full_precision()
     assert out.dtype == torch.bfloat16
     assert made.scores.grad is not None
     assert module.weight.dtype == made.scores.grad.dtype == torch.float32
-    assert torch.equal(module.weight.ravel(), made.matrix.expand(made.draw_bits(generator()).float())[:30])
+    assert torch.equal(module.weight.ravel(), made.matrix.expand(draw_bits(made.probs, generator()).float())[:30])
 
 
 def test_set_probs_sets_scores_that_have_these_probabilities() -> None:

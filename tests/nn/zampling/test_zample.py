@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.nn.zampling.zample import LocalWeights, local_weights, sampled_networks
+from lightning_spectral.functional.zampling import draw_bits
+from lightning_spectral.nn.local_zampling import LocalWeights, local_weights, sampled_networks
 from lightning_spectral.protocol.rng import derived_generator
 
 
@@ -319,7 +320,7 @@ def test_the_trainer_accumulates_gradients() -> None:
 
 def test_a_sampled_network_becomes_a_plain_one() -> None:
     net = small()
-    bits = local_weights(net).draw_bits(torch.Generator().manual_seed(3))
+    bits = draw_bits(local_weights(net).probs, torch.Generator().manual_seed(3))
     expected = weights_by_hand(net, bits.float())
     plain = ls.nn.unzample(net, torch.Generator().manual_seed(3))
     torch.testing.assert_close(list(plain.parameters()), [nn.Parameter(part) for part in expected])

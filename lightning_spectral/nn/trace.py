@@ -1,22 +1,20 @@
-"""The order in which a module runs its layers."""
+"""A module's example input, and one forward pass of it, which shows the order of the layers."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
-from lightning_spectral.nn.layers.blocks import join
+from lightning_spectral.nn.layers.terms import join
 from lightning_spectral.protocol.kept_state import trying
 
 Example = Any
-T = TypeVar("T")
 
 
 def example_of(module: nn.Module) -> Example:
@@ -34,9 +32,10 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
         >>> as_input(nn.Linear(2, 3).double(), (torch.zeros(1, 2), torch.tensor(1)))
         (tensor([[0., 0.]], dtype=torch.float64), tensor(1))
     """
-    parameters = list(module.parameters())
-    device = _only({parameter.device for parameter in parameters})
-    dtype = _only({parameter.dtype for parameter in parameters if parameter.is_floating_point()})
+    devices = {parameter.device for parameter in module.parameters()}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    device = devices.pop() if len(devices) == 1 else None
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
 
     def move(leaf: Any) -> Any:
         has_values = isinstance(leaf, (torch.Tensor, PackedSequence))
@@ -46,10 +45,6 @@ def as_input(module: nn.Module, example_input: Example) -> Example:
         return leaf.to(device or leaf.data.device, dtype if is_cast else leaf.data.dtype)
 
     return tree_map(move, example_input, is_leaf=lambda part: isinstance(part, PackedSequence))
-
-
-def _only(found: set[T]) -> T | None:
-    return next(iter(found)) if len(found) == 1 else None
 
 
 def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...]:
@@ -62,16 +57,12 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
     with trying(module):
         module.eval()
         for name, layer in module.named_modules():
-            layer.register_forward_pre_hook(partial(_note_call, called, name))
+            layer.register_forward_pre_hook(lambda layer, inputs, name=name: called.setdefault(name))
         run_example(module, as_input(module, example_input))
     attentions = {name for name, layer in module.named_modules() if isinstance(layer, nn.MultiheadAttention)}
     return tuple(
         entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))
     )
-
-
-def _note_call(called: dict[str, None], name: str, layer: nn.Module, inputs: Any) -> None:
-    called.setdefault(name)
 
 
 def run_example(module: nn.Module, example_input: Example) -> Any:

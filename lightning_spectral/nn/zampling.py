@@ -1,15 +1,17 @@
-"""The weights of a module that Zampling replaces, and the influence matrix that generates them."""
+"""Zampling in a module: the weights that are compressed, and the scores that take their place."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.arguments import (
@@ -24,9 +26,10 @@ from lightning_spectral.arguments import (
     matches_any,
 )
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows, Values
-from lightning_spectral.nn.plan.layer_types import BY_NAME, is_affine, qualified_name
-from lightning_spectral.nn.torch_hooks import has_gradient_hook, weight_hooks
+from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows, Link, Values, draw_bits
+from lightning_spectral.nn.layers.terms import join
+from lightning_spectral.nn.plan.layer_types import BY_NAME, has_gradient_hook, is_affine, qualified_name
+from lightning_spectral.nn.torch_modules import keeping_type, weight_hooks
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 Init = Literal["he", "paper"]
@@ -135,24 +138,18 @@ class Compression:
         check_is("module", module, nn.Module)
         named = dict(module.named_parameters(remove_duplicate=False))
         check_matches("exclude", self.exclude, named, "parameter")
-        found = {weight.name: weight for weight in self._weights(module)}
-        if not found:
-            raise ValueError(
-                f"{type(module).__name__} has no trainable weight of an affine layer to compress; unfreeze some."
-            )
-        return tuple(found.values())
-
-    def _weights(self, module: nn.Module) -> Iterator[CompressedWeight]:
         first_name = {id(p): name for name, p in module.named_parameters()}
-        named = module.named_parameters(remove_duplicate=False)
-        dense = {id(p) for name, p in named if matches_any(name, self.exclude)} | _of_special_embeddings(module)
-        dense |= {id(p) for p in module.parameters() if has_gradient_hook(p)}
+        dense = {id(p) for name, p in named.items() if matches_any(name, self.exclude) or has_gradient_hook(p)}
+        for part in module.modules():  # padding rows must stay zero, and sparse gradients do not form a vector
+            if isinstance(part, nn.Embedding) and (part.padding_idx is not None or part.sparse):
+                dense.add(id(part.weight))
+        found: dict[str, CompressedWeight] = {}
         for path, owner in module.named_modules():
             if not (is_affine(owner) and not weight_hooks(owner)) and not isinstance(owner, nn.Embedding):
                 continue
             fan_in: int | None = None
             for own_name, parameter in owner.named_parameters(recurse=False):
-                name = f"{path}.{own_name}" if path else own_name
+                name = join(path, own_name)
                 if not parameter.requires_grad or id(parameter) in dense:
                     continue
                 if parameter.ndim >= 2:
@@ -169,13 +166,13 @@ class Compression:
                         f"{name!r} is read through a property of {type(owner).__name__} without a setter, so it "
                         "cannot be replaced; keep it dense with `exclude=`."
                     )
-                yield CompressedWeight(first_name[id(parameter)], tuple(parameter.shape), fan_in)
-
-
-def _of_special_embeddings(module: nn.Module) -> set[int]:
-    """Tables that always stay dense: padding rows must stay zero, and sparse gradients do not form a vector."""
-    special = (m for m in module.modules() if isinstance(m, nn.Embedding) and (m.padding_idx is not None or m.sparse))
-    return {id(embedding.weight) for embedding in special}
+                first = first_name[id(parameter)]
+                found[first] = CompressedWeight(first, tuple(parameter.shape), fan_in)
+        if not found:
+            raise ValueError(
+                f"{type(module).__name__} has no trainable weight of an affine layer to compress; unfreeze some."
+            )
+        return tuple(found.values())
 
 
 def _fan_in(owner: nn.Module, weight: nn.Parameter) -> int:
@@ -212,3 +209,115 @@ class Compressions(Sequence[float]):
         while math.ceil(self.num_weights / factor) > num_probs:  # rounded down
             factor = math.nextafter(factor, math.inf)
         return factor
+
+
+NAME = "_zampling"  # of this module within the one whose weights it computes
+
+
+class SampledWeights(nn.Module):
+    """Replaces some parameters of a module by values that it computes from scores.
+
+    The parameters are removed from the module, of which this one becomes ``_zampling``. Plain tensors of the same names
+    take their place, so that layers compute with them as before and gradients reach the scores, the one parameter,
+    shape ``(n,)``. `draw` replaces them by a new sample.
+    """
+
+    scores: nn.Parameter
+
+    def __init__(
+        self,
+        module: nn.Module,
+        weights: Sequence[CompressedWeight],
+        matrix: InfluenceMatrix,
+        link: Link,
+        sampled: bool = True,
+    ) -> None:
+        super().__init__()
+        if hasattr(module, NAME):
+            raise ValueError(f"{type(module).__name__} already has an attribute {NAME!r}: it was compressed before.")
+        first = module.get_parameter(weights[0].name)
+        self.shapes = tuple(weight.shape for weight in weights)
+        self.matrix, self.link, self.sampled = matrix, link, sampled
+        index_of = {id(module.get_parameter(weight.name)): i for i, weight in enumerate(weights)}
+        self._sites = tuple(  # wherever the parameters are used: owner, name, and which of the weights it is
+            (owner, name, index_of[id(parameter)])
+            for owner in module.modules()
+            for name, parameter in owner._parameters.items()
+            if id(parameter) in index_of
+        )
+        for owner, name, _ in self._sites:
+            value = owner._parameters.pop(name)
+            assert value is not None
+            setattr(owner, name, value.detach().new_zeros(()).expand(value.shape))  # until the first draw
+        self.dtype = first.dtype  # of the weights; scores have at least 32 bits, so that bits are drawn without bias
+        self.scores = nn.Parameter(
+            torch.zeros(matrix.num_columns, dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        )
+        module.add_module(NAME, self)
+
+    @property
+    def probs(self) -> Tensor:
+        """Probabilities of the scores, detached, shape ``(n,)``."""
+        return self.link.probs(self.scores.detach())
+
+    @torch.no_grad()
+    def set_probs(self, probs: Tensor) -> None:
+        self.scores.copy_(self.link.scores(probs.to(self.scores)))
+
+    def forward(self, inputs: Any) -> Any:
+        """Return the inputs: modules that call all of their children, such as `nn.Sequential`, also call this one."""
+        return inputs
+
+    def draw(self, generator: torch.Generator | None = None) -> None:
+        """Give the module the weights of a new sample, drawn on the CPU, through which gradients reach the scores."""
+        z = draw_bits(self.probs, generator) if self.sampled else self.probs
+        self.put(self.combine(z))
+
+    def combine(self, z: Tensor) -> tuple[Tensor, ...]:
+        """Weights Qz, through which gradients reach the scores."""
+        weights: tuple[Tensor, ...] = _Expand.apply(self.scores, z.to(self.scores.dtype), self)  # type: ignore[no-untyped-call]
+        return weights
+
+    def rest(self) -> None:
+        """Detach the last sample, which frees the graph that leads from it to the scores."""
+        for owner, name, _ in self._sites:
+            setattr(owner, name, getattr(owner, name).detach())
+
+    def put(self, weights: Sequence[Tensor]) -> None:
+        for owner, name, i in self._sites:
+            setattr(owner, name, weights[i])
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Split all entries of the weights, shape ``(m,)``, into one tensor for each weight, of the weights' type."""
+        return split_weights(flat.to(self.dtype), self.shapes)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SampledWeights:
+        self.dtype = fn(torch.zeros(0, dtype=self.dtype, device=self.scores.device)).dtype
+        super()._apply(keeping_type(fn, at_least=torch.float32), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def split_weights(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Cut one long vector into tensors of the given shapes, which share its memory."""
+    ends = accumulate((torch.Size(shape).numel() for shape in shapes), initial=0)
+    return tuple(flat[a:b].view(shape) for (a, b), shape in zip(pairwise(ends), shapes, strict=True))
+
+
+class _Expand(torch.autograd.Function):
+    """Forward w = Qz, and backward Q^T grad_w, from bits to scores as the link defines."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, z: Tensor, weights: SampledWeights) -> tuple[Tensor, ...]:
+        ctx.weights = weights
+        ctx.save_for_backward(scores)
+        with torch.autocast(scores.device.type, enabled=False):
+            return weights.split(weights.matrix.expand(z))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (scores,) = ctx.saved_tensors
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(scores.dtype)
+        with torch.autocast(scores.device.type, enabled=False):
+            of_bits = ctx.weights.matrix.pull_back(flat)
+        return ctx.weights.link.gradient(scores, of_bits), None, None

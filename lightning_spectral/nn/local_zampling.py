@@ -11,9 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.zampling import Clip, Link, Values
-from lightning_spectral.nn.zampling.compressed import CompressedWeight, Compression, Init
-from lightning_spectral.nn.zampling.sampled_weights import NAME, SampledWeights
+from lightning_spectral.functional.zampling import Clip, Link, Values, draw_bits
+from lightning_spectral.nn.zampling import NAME, CompressedWeight, Compression, Init, SampledWeights
 from lightning_spectral.protocol.rng import derived_generator, derived_seed
 
 
@@ -61,7 +60,7 @@ class LocalWeights(SampledWeights):
         self._made = (self.scores, *wanted)
         drawn = self.sampled and self.training
         with torch.inference_mode(False), torch.set_grad_enabled(graph), _kept_as_they_are():
-            z = self.draw_bits(derived_generator(self.seed, "local bits", self._draw)) if drawn else self.probs
+            z = draw_bits(self.probs, derived_generator(self.seed, "local bits", self._draw)) if drawn else self.probs
             parts = self.combine(z)
         if graph:
             assert parts[0].grad_fn is not None
@@ -80,7 +79,7 @@ class LocalWeights(SampledWeights):
         """Give the module parameters with the values Qp, or Qz of one sample, which do not depend on the scores."""
         for handle in self._handles:
             handle.remove()
-        z = self.probs if generator is None else self.draw_bits(generator)
+        z = self.probs if generator is None else draw_bits(self.probs, generator)
         parameters = [nn.Parameter(part.clone()) for part in self._expanded(z)]
         self.put(parameters)
         for owner, names in self._names.items():
@@ -221,7 +220,7 @@ def sampled_networks(module: Module, num_samples: int, generator: torch.Generato
     module.eval()
     try:
         for _ in range(num_samples):
-            weights.hold(weights.draw_bits(generator))
+            weights.hold(draw_bits(weights.probs, generator))
             yield module
     finally:
         weights.release()

@@ -1,18 +1,24 @@
-"""Linear layers with a low-rank adapter, and how a device attaches one: a new one, or one that PEFT has made."""
+"""Low-rank adapters on linear layers: which layers have or can have one, and how a device attaches it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_spectral.arguments import matches_any
 from lightning_spectral.nn.layers.linear import SpectralShardedLinear, SpectralShardedTransposedLinear
-from lightning_spectral.nn.plan.layer_types import qualified_name, sharded_type
+from lightning_spectral.nn.layers.terms import join
+from lightning_spectral.nn.plan.layer_types import is_affine, qualified_name, sharded_type
 
 OMEGA = "lora_omega"
 
@@ -31,10 +37,7 @@ class AdaptedLayer:
 
     @property
     def weight(self) -> str:
-        return self.tensor("weight")
-
-    def tensor(self, own: str) -> str:
-        return f"{self.name}.{own}" if self.name else own
+        return join(self.name, "weight")
 
     @property
     def parts(self) -> Mapping[str, str]:
@@ -43,7 +46,7 @@ class AdaptedLayer:
         Also of ``"omega"``, the multipliers of its terms, shape ``(r,)``.
         """
         own = {"A": "lora_A", "B": "lora_B", "omega": OMEGA}
-        return {part: self.tensor(name) for part, name in own.items()}
+        return {part: join(self.name, name) for part, name in own.items()}
 
     @property
     def factors(self) -> dict[str, str]:
@@ -55,7 +58,11 @@ class AdaptedLayer:
 
         These are not names of the sub-model, whose weight is their sum.
         """
-        return {"base": self.tensor("lora_base"), "A": self.tensor("lora_rest_A"), "B": self.tensor("lora_rest_B")}
+        return {
+            "base": join(self.name, "lora_base"),
+            "A": join(self.name, "lora_rest_A"),
+            "B": join(self.name, "lora_rest_B"),
+        }
 
     def fold(self, tensors: dict[str, Tensor]) -> None:
         """Replace the tensors of `folded` in a download by the weight, ``base + scale B A``."""
@@ -122,12 +129,12 @@ class PeftLayer(AdaptedLayer):
 
     @property
     def weight(self) -> str:
-        return self.tensor("base_layer.weight")
+        return join(self.name, "base_layer.weight")
 
     @property
     def parts(self) -> Mapping[str, str]:
         own = {"A": "lora_A.{}.weight", "B": "lora_B.{}.weight", "omega": "lora_A.{}." + OMEGA}
-        return {part: self.tensor(name.format(self.adapter)) for part, name in own.items()}
+        return {part: join(self.name, name.format(self.adapter)) for part, name in own.items()}
 
     @property
     def origins(self) -> dict[str, str]:
@@ -164,35 +171,36 @@ def peft_layers(module: nn.Module) -> tuple[PeftLayer, ...]:
     ``ValueError`` names PEFT adapters other than plain LoRA on linear layers: adapters of another kind, variants of
     LoRA, on layers of other types or with quantised weights, several at once, merged or switched off.
     """
-    found = {name: part for name, part in module.named_modules() if _is_tuner(part)}
-    reasons = [*_other_kinds(module), *(f"{name!r} {why}" for name, part in found.items() if (why := _refusal(part)))]
+    found, reasons = [], []
+    for part in module.modules():
+        configs = getattr(part, "peft_config", None)
+        for config in configs.values() if isinstance(configs, dict) else ():
+            # some kinds, such as prompts, have no layers of their own
+            kind = str(getattr(config.peft_type, "value", config.peft_type)) if hasattr(config, "peft_type") else "LORA"
+            if kind != "LORA" and (reason := f"the model's adapters are of the kind {kind}") not in reasons:
+                reasons.append(reason)
+    for name, layer in module.named_modules():
+        is_peft = any(kind.__module__.startswith("peft.tuners.") for kind in type(layer).__mro__)
+        if not is_peft or not hasattr(layer, "adapter_layer_names"):
+            continue
+        if reason := _why_not_plain(layer):
+            reasons.append(f"{name!r} {reason}")
+            continue
+        (adapter,) = (one for one in layer.active_adapters if one in layer.lora_A)
+        rank, in_features = layer.lora_A[adapter].weight.shape
+        transposed = sharded_type(layer.base_layer) is SpectralShardedTransposedLinear
+        scale, out_features = float(layer.scaling[adapter]), len(layer.lora_B[adapter].weight)
+        found.append(PeftLayer(name, out_features, in_features, transposed, scale, adapter, rank))
     if reasons:
         raise ValueError(
             f"LoRA trains adapters of PEFT that are plain LoRA of linear layers, but {'; '.join(reasons[:5])}"
             f"{'; and more' if len(reasons) > 5 else ''}. Train the model as it is with `FedAvg`."
         )
-    return tuple(_described(name, part) for name, part in found.items())
+    return tuple(found)
 
 
-def _is_tuner(part: nn.Module) -> bool:
-    is_peft = any(kind.__module__.startswith("peft.tuners.") for kind in type(part).__mro__)
-    return is_peft and hasattr(part, "adapter_layer_names")
-
-
-def _other_kinds(module: nn.Module) -> list[str]:
-    """Messages about PEFT models that are not LoRA; some, such as prompts, have no layers of their own."""
-    configs = [getattr(part, "peft_config", None) for part in module.modules()]
-    names = {
-        str(getattr(kind := config.peft_type, "value", kind)): None
-        for of_part in configs
-        if isinstance(of_part, dict)
-        for config in of_part.values()
-        if hasattr(config, "peft_type")
-    }
-    return [f"the model's adapters are of the kind {name}" for name in names if name != "LORA"]
-
-
-def _refusal(layer: Any) -> str:
+def _why_not_plain(layer: Any) -> str:
+    """The reason why a layer of PEFT is not plain LoRA of a linear layer; empty if it is."""
     if (kind := qualified_name(layer)) != LINEAR:
         return f"is a {kind.removeprefix('peft.tuners.')}"
     base = layer.base_layer
@@ -201,7 +209,8 @@ def _refusal(layer: Any) -> str:
         return f"adapts a {type(base).__name__}, which may be quantised"
     if not weight.is_floating_point():
         return f"adapts a weight of type {weight.dtype}"
-    if len(active := _active(layer)) != 1:
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1:
         return f"has {len(active)} active adapters"
     if layer.merged or layer.disable_adapters:
         return f"has an adapter that is {'merged' if layer.merged else 'switched off'}"
@@ -210,19 +219,73 @@ def _refusal(layer: Any) -> str:
     return ""
 
 
-def _active(layer: Any) -> list[str]:
-    return [name for name in layer.active_adapters if name in layer.lora_A]
+def adapted_layers(
+    module: nn.Module, patterns: Sequence[str], trained: Sequence[str], scale: float = 1.0
+) -> tuple[AdaptedLayer, ...]:
+    """The layers of a module that have a PEFT adapter; if there are none, those that get one, with this ``scale``.
+
+    ``patterns`` match names of layers. ``trained`` match what is trained whole, and so needs no adapter.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+        >>> adapted_layers(net, ["*"], trained=["2"])
+        (AdaptedLayer(name='0', out_features=3, in_features=4, transposed=False, scale=1.0),)
+        >>> adapted_layers(net, ["1"], trained=[])
+        Traceback (most recent call last):
+        ValueError: `layers`: '1' matches no linear layer that can have an adapter. Give patterns of names such as '0'.
+    """
+    if existing := peft_layers(module):
+        if left_out := [layer.name for layer in existing if not matches_any(layer.name, patterns)]:
+            given = f"{left_out[0]!r}, to which PEFT gave an adapter"
+            raise ValueError(f"`layers` leaves out {given}; leave `layers` at '*'.")
+        return existing
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, part in module.named_modules():
+        for parameter in part._parameters.values():
+            owners[id(parameter)].append(name)
+    refused = {name: _why_unable(name, part, owners) for name, part in module.named_modules() if is_affine(part)}
+    able = [name for name, reason in refused.items() if not reason and not matches(name, trained)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in able):
+            why_not = {name: why or "is trained whole, by `train`" for name, why in refused.items() if name not in able}
+            reasons = [f"{name!r} {why}" for name, why in why_not.items() if fnmatchcase(name, pattern)]
+            found = f": {'; '.join(reasons[:5])}" if reasons else ""
+            remedy = f" Give patterns of names such as {able[0]!r}." if able else ""
+            raise ValueError(f"`layers`: {pattern!r} matches no linear layer that can have an adapter{found}.{remedy}")
+    layers = []
+    for name in able:
+        if matches_any(name, patterns):
+            layer = module.get_submodule(name)
+            transposed = sharded_type(layer) is SpectralShardedTransposedLinear
+            rows, columns = layer.get_parameter("weight").shape
+            layers.append(AdaptedLayer(name, *((columns, rows) if transposed else (rows, columns)), transposed, scale))
+    return tuple(layers)
 
 
-def _described(name: str, layer: Any) -> PeftLayer:
-    (adapter,) = _active(layer)
-    rank, in_features = layer.lora_A[adapter].weight.shape
-    return PeftLayer(
-        name,
-        len(layer.lora_B[adapter].weight),
-        in_features,
-        sharded_type(layer.base_layer) is SpectralShardedTransposedLinear,
-        float(layer.scaling[adapter]),
-        adapter,
-        rank,
-    )
+def _why_unable(name: str, layer: nn.Module, owners: Mapping[int, Sequence[str]]) -> str:
+    """The reason why an affine layer cannot have an adapter; empty if it can."""
+    kind = type(layer)
+    weight = layer._parameters.get("weight")
+    if kind is NonDynamicallyQuantizableLinear:
+        return "is never called: an attention reads its weight"
+    if sharded_type(layer) not in (SpectralShardedLinear, SpectralShardedTransposedLinear):
+        return f"is a {kind.__name__}"
+    if weight is None or is_parametrized(layer):
+        return "has a computed weight"
+    if not weight.is_floating_point():
+        return f"has a weight of type {weight.dtype}"
+    if others := [other for other in owners[id(weight)] if other != name]:
+        return f"shares its weight with {others[0]!r}"
+    return ""
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches a dotted name, or the name of a module that contains it.
+
+    Example:
+        >>> matches("head.0.weight", ["head"]), matches("head.0.weight", ["*.weight"]), matches("ahead.bias", ["head"])
+        (True, True, False)
+    """
+    parts = name.split(".")
+    prefixes = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return any(matches_any(prefix, patterns) for prefix in prefixes)

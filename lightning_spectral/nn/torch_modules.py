@@ -1,0 +1,101 @@
+"""Facts about torch's modules: running averages, weights that hooks compute, and tensors with a type of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Move = Callable[[Tensor], Tensor]
+
+
+def layers_with_averages(module: nn.Module) -> dict[str, _NormBase]:
+    """The normalisation layers that have running averages, by name.
+
+    Example:
+        >>> norms = [nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2)]
+        >>> list(layers_with_averages(nn.Sequential(*norms)))
+        ['0']
+    """
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _NormBase)}
+    return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
+
+
+def names_of_averages(module: nn.Module) -> list[str]:
+    """Names of the running means and variances of a module's normalisation layers."""
+    parts = ("running_mean", "running_var")
+    return [f"{layer}.{part}" if layer else part for layer in layers_with_averages(module) for part in parts]
+
+
+def use_batch_statistics(module: ModuleT) -> ModuleT:
+    """A copy of a module whose normalisation layers use each batch's own statistics, even in evaluation.
+
+    Running statistics are buffers that clients would have to average. Without them there is nothing to average, but a
+    prediction depends on the other examples in its batch.
+
+    Reference:
+        The published code of Niu et al. (2022) trains and evaluates this way.
+
+    Example:
+        >>> net = use_batch_statistics(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+        >>> list(net.buffers())
+        []
+    """
+    copied = copy.deepcopy(module)
+    for layer in copied.modules():
+        if isinstance(layer, _NormBase):
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return copied
+
+
+def weight_hooks(layer: nn.Module) -> list[Any]:
+    """The hooks of ``torch.nn.utils``, such as that of its `weight_norm`, that compute a weight before every pass."""
+    hooks = layer._forward_pre_hooks.values()
+    return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
+
+
+def normalised_weights(module: nn.Module) -> Iterator[str]:
+    """Names of the parameters of torch's weight norms: directions, which cannot be zero, and their lengths.
+
+    Example:
+        >>> sorted(normalised_weights(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))))
+        ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+    """
+    for path, part in module.named_modules():
+        own = {
+            f"{hook.name}{end}" for hook in weight_hooks(part) if isinstance(hook, WeightNorm) for end in ("_g", "_v")
+        }
+        if isinstance(part, ParametrizationList) and any(isinstance(step, _WeightNorm) for step in part):
+            own = {name for name, _ in part.named_parameters()}
+        yield from (f"{path}.{name}" if path else name for name in own)
+
+
+def keeping_type(move: Move, at_least: torch.dtype | None = None) -> Move:
+    """What ``nn.Module._apply`` calls for a tensor that moves with its module but keeps its type.
+
+    With ``at_least``, the tensor follows its module's type, but is never narrower than this one.
+
+    Example:
+        >>> keeping_type(torch.Tensor.half)(torch.zeros(2)).dtype
+        torch.float32
+        >>> moves = torch.Tensor.half, torch.Tensor.double
+        >>> [keeping_type(move, at_least=torch.float32)(torch.zeros(2)).dtype for move in moves]
+        [torch.float32, torch.float64]
+    """
+
+    def moved(tensor: Tensor) -> Tensor:
+        there, dtype = move(tensor), tensor.dtype
+        if at_least is not None:
+            dtype = torch.promote_types(there.dtype, at_least) if there.dtype.is_floating_point else there.dtype
+        return there if there.dtype == dtype else tensor.to(there.device, dtype)  # not through the narrower type
+
+    return moved

@@ -1,1 +1,0 @@
-"""Modules whose weights are sampled combinations of a shorter vector of scores."""

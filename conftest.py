@@ -3,8 +3,8 @@
 from importlib.util import find_spec
 
 NEED_FLOWER = [
-    "lightning_spectral/network/flower/*",
-    "lightning_spectral/network/cli/*",
+    "lightning_spectral/network/flower.py",
+    "lightning_spectral/network/local_network.py",
     "tests/loopback_app.py",
     "tests/other_packages_app.py",
 ]

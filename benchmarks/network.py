@@ -20,7 +20,7 @@ from pathlib import Path
 
 from page import show
 
-from lightning_spectral.network.cli.local_network import LocalNetwork
+from lightning_spectral.network.local_network import LocalNetwork
 
 APPS = Path(__file__).parent / "network_apps"
 CLIENTS, SHORT, LONG = 3, 1, 4

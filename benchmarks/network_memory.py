@@ -28,8 +28,8 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 import lightning_spectral.network as net
 from lightning_spectral.models import LitClassifier
-from lightning_spectral.network.device.service import DeviceService
-from lightning_spectral.network.server.line import Answer, Line
+from lightning_spectral.network.device import DeviceService
+from lightning_spectral.network.line import Answer, Line
 
 WIDTH, COHORTS = 1024, (1, 3, 30, 100)
 SHARDING = "spectral sharding, r = 0.2"

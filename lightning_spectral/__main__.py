@@ -13,7 +13,7 @@ OTHERS = {
     "sweep": "lightning_spectral.sweep.command",
     "report": "lightning_spectral.report.page",
     "doctor": "lightning_spectral.testing.doctor",
-    "network": "lightning_spectral.network.cli.command",
+    "network": "lightning_spectral.network.command",
 }
 EPILOG = """Four further commands: `sweep` trains a config with several settings and seeds, `report RUN ...` writes a
 page on runs, `doctor` checks this installation, and `network` trains clients on other machines; each has a `--help`."""

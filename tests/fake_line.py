@@ -12,11 +12,10 @@ from other_process import toy_data
 from torch.utils.data import TensorDataset
 
 from lightning_spectral.network import RemoteClients
-from lightning_spectral.network.device.client_data import ClientData
-from lightning_spectral.network.device.service import DeviceService
+from lightning_spectral.network.device import ClientData, DeviceService
+from lightning_spectral.network.line import Answer, Line, Question
 from lightning_spectral.network.messages import TRAIN
-from lightning_spectral.network.server.line import Answer, Line, Question
-from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.network.roster import Roster
 
 TRUSTED = ("toy_models", "other_process", "masked_heads")
 

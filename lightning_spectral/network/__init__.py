@@ -4,24 +4,17 @@ The server runs the user's Trainer, as in a simulation; each device runs the dev
 data. Names are imported on first use, so that a device needs neither the server's code nor Flower to be imported.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_spectral.network.device.client_data import ClientData
-    from lightning_spectral.network.flower.apps import client_app, server_app
-    from lightning_spectral.network.server.remote_clients import RemoteClients
+    from lightning_spectral.network.device import ClientData
+    from lightning_spectral.network.flower import client_app, server_app
+    from lightning_spectral.network.remote_clients import RemoteClients
 
 __all__ = ["ClientData", "RemoteClients", "client_app", "server_app"]
 
-_MODULE_OF = {
-    "ClientData": "device.client_data",
-    "RemoteClients": "server.remote_clients",
-    "client_app": "flower.apps",
-    "server_app": "flower.apps",
-}
+_MODULE_OF = {"ClientData": "device", "RemoteClients": "remote_clients", "client_app": "flower", "server_app": "flower"}
 
 
 def __getattr__(name: str) -> Any:

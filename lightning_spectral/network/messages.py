@@ -8,7 +8,7 @@
 
 A `Download` and an `Upload` are two parts, a head and the values of their tensors, so that values which all clients get
 can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or why it refuses
-(`REFUSED`).
+(`REFUSED`). The server reads answers in `gate`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,13 @@ from lightning_spectral.protocol.codec import VERSION, decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 
 with from_extra("network"):
-    from msgspec import Meta, MsgspecError, msgpack
+    from msgspec import Meta, msgpack
 
 Parts = Mapping[str, bytes]
 
 WHO, TRAIN, EVALUATE = "query", "train", "evaluate"
-MODEL, PRECISION = "model", "precision"
-START, DIGEST, HEAD, VALUES, IDENTITY, LACKS, REFUSED = (
-    "start",
-    "digest",
-    "head",
-    "values",
-    "identity",
-    "lacks",
-    "refused",
-)
+MODEL, PRECISION, START, DIGEST, HEAD, VALUES = "model", "precision", "start", "digest", "head", "values"
+IDENTITY, LACKS, REFUSED = "identity", "lacks", "refused"
 
 Record = TypeVar("Record", Download, Upload)
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
@@ -70,7 +62,7 @@ class Identity:
 
     Attributes:
         client: The client whose data it has; a name that stays the same when the device is switched off and on.
-        holdings: What it has for each model, by name; an only model has an empty one.
+        holdings: What it has for each model, by name; a single model has an empty name.
         version: Version of the format of records on the device.
     """
 
@@ -89,7 +81,7 @@ class Start:
         local_hooks: Hooks that act while clients train.
         measures: Whether clients only measure their loss.
         precision: Precision of the server's Trainer, in which devices train too.
-        num_rounds: Number of rounds of the run; ``None`` if it goes on until it is stopped.
+        num_rounds: Number of rounds of the run; ``None`` if it continues until it is stopped.
     """
 
     model: str
@@ -103,25 +95,6 @@ class Start:
 def identity_parts(identity: Identity) -> dict[str, bytes]:
     """The answer to `WHO`."""
     return {IDENTITY: msgpack.encode(identity)}
-
-
-def identity_of(parts: Parts) -> Identity:
-    """Who a device says that it is.
-
-    Raises:
-        RecordError: If it does not say so in this version of the format.
-
-    Example:
-        >>> identity_of(identity_parts(Identity("ward 7", {"": Holding(80, 64)}))).holdings
-        {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
-    """
-    try:
-        identity = msgpack.decode(parts.get(IDENTITY, b""), type=Identity)
-    except (MsgspecError, ValueError, RecursionError) as error:
-        raise RecordError(f"The record of who it is cannot be read: {error}.") from error
-    if identity.version != VERSION:
-        raise RecordError(f"it has version {identity.version} of the format of records, and here is {VERSION}.")
-    return identity
 
 
 def record_parts(record: Download | Upload) -> dict[str, bytes]:

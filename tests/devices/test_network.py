@@ -8,7 +8,7 @@ from federation import Fit, seeded
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.network.device import workplace
+from lightning_spectral.network import workplace
 from lightning_spectral.plugin.trainer import silent_trainer
 
 ALGORITHMS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.network import ClientData
-from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.network.roster import Roster
 
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 ALGORITHMS = {

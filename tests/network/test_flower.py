@@ -1,6 +1,11 @@
 """Flower's side of the network: what travels, what its errors mean, and the two apps, called without its processes."""
 
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,10 +23,10 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 import lightning_spectral.network as net
-from lightning_spectral.network.flower.flower_line import FlowerLine
-from lightning_spectral.network.flower.wire import LARGE, NodeMemory, as_records, parts_of
-from lightning_spectral.network.server.line import Question
-from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.network import local_network
+from lightning_spectral.network.flower import LARGE, FlowerLine, NodeMemory, as_records, parts_of
+from lightning_spectral.network.line import Question
+from lightning_spectral.network.roster import Roster
 
 PARTS = st.dictionaries(st.text(max_size=8), st.binary(max_size=20) | st.just(bytes(LARGE)), max_size=4)
 
@@ -139,7 +144,7 @@ def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any, tmp_path: Any)
 def asked(app: Any, config: dict[str, Any]) -> str:
     """What the server warns of when it asks a device who it is."""
     roster = Roster(FlowerLine(FakeGrid(app, {7: config})), patience=0.0)
-    with pytest.warns(UserWarning, match="Node 7 takes no part: ") as caught:
+    with pytest.warns(UserWarning, match="Node 7 was rejected: ") as caught:
         roster.look()
     return str(caught[0].message)
 
@@ -188,3 +193,33 @@ def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message:
     grid = FakeGrid(net.client_app(LitMLP, client), {7: {"client": "0"}})
     with pytest.raises(TypeError, match=message):
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
+
+
+# starts another in a session of its own, which starts a third; both ignore that they are asked to end
+FAMILY = """\
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+depth, folder = int(sys.argv[1]), sys.argv[2]
+open(f"{folder}/{depth}", "w").write(str(os.getpid()))
+if depth:
+    subprocess.Popen([sys.executable, "-c", sys.argv[3], str(depth - 1), *sys.argv[2:]], start_new_session=depth == 2)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Flower's processes need POSIX")
+@pytest.mark.parametrize("without_warning", [True, False])
+def test_all_that_a_process_has_started_ends_with_it(
+    tmp_path: Path, without_warning: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_network, "END_SECONDS", 0.3)
+    command = [sys.executable, "-c", FAMILY, "2", str(tmp_path), FAMILY]
+    process = subprocess.Popen(command, start_new_session=True)
+    files = [tmp_path / str(depth) for depth in (2, 1, 0)]
+    until = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    local_network.end(process, without_warning=without_warning)
+    assert process.returncode == -signal.SIGKILL
+    assert not {int(file.read_text()) for file in files} & {pid for pid, _ in local_network.processes()}

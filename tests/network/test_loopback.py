@@ -43,7 +43,7 @@ resume = ""
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from lightning_spectral.network.cli.local_network import LocalNetwork
+    from lightning_spectral.network.local_network import LocalNetwork
 
     folder = tmp_path_factory.mktemp("network")
     write_app(folder, "loopback_app")
@@ -162,7 +162,7 @@ def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> 
 
 
 def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_path: Path) -> None:
-    from lightning_spectral.network.cli.keys import write_certificates
+    from lightning_spectral.network.local_network import write_certificates
 
     network.add_node("stranger", register=False)
     write_certificates(tmp_path)

@@ -1,6 +1,5 @@
 """What a device is sent once: dataclasses survive the journey, and nothing else is made or run."""
 
-import random
 import subprocess
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import lightning_spectral as ls
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_hooks import ProximalTerm
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.messages import IDENTITY, Holding, Identity, Start, identity_of, identity_parts
+from lightning_spectral.network.messages import Start
 from lightning_spectral.network.objects import read_object, write_object
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
@@ -132,48 +131,10 @@ def test_a_class_of_a_function_cannot_be_sent() -> None:
         write_object(Local())
 
 
-IDENTITY_OF_A_WARD = Identity("ward 7", {"": Holding(80, 64, 0.5, 3, 1e6), "words": Holding(0, 0)})
-
-
-def test_mutations_of_an_identity_are_refused_or_make_one_within_bounds() -> None:
-    data, rng, refused = identity_parts(IDENTITY_OF_A_WARD)[IDENTITY], random.Random(0), 0
-    assert identity_of({IDENTITY: data}) == IDENTITY_OF_A_WARD
-    for _ in range(3000):
-        damaged = bytearray(data)
-        damaged[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        del damaged[rng.randrange(len(data)) if rng.random() < 0.2 else len(data) :]
-        try:
-            read = identity_of({IDENTITY: bytes(damaged)})
-        except RecordError:
-            refused += 1
-            continue
-        for holding in read.holdings.values():
-            assert min(holding.num_examples, holding.examples_per_epoch, holding.num_held_out) >= 0
-            assert holding.keep_ratio is None or 0 < holding.keep_ratio <= 1
-    assert 1000 < refused < 3000
-
-
-@pytest.mark.parametrize(
-    "identity",
-    [
-        Identity("ward", {"": Holding(-1, 0)}),
-        Identity("ward", {"": Holding(2**40, 0)}),
-        Identity("ward", {"": Holding(1, 1, keep_ratio=float("nan"))}),
-        Identity("ward", {"": Holding(1, 1, budget_bytes=-1.0)}),
-        Identity(1001 * "w", {}),
-        Identity(7, {}),  # type: ignore[arg-type]
-    ],
-)
-def test_an_identity_out_of_bounds_is_refused(identity: Identity) -> None:
-    with pytest.raises(RecordError, match="The record of who it is cannot be read: Expected"):
-        identity_of(identity_parts(identity))
-
-
 @given(st.binary(max_size=300))
 def test_other_bytes_are_refused(data: bytes) -> None:
-    for read in (lambda: identity_of({IDENTITY: data}), lambda: read_object(data, Start)):
-        with pytest.raises(RecordError):
-            read()
+    with pytest.raises(RecordError):
+        read_object(data, Start)
 
 
 def test_one_kind_is_not_taken_for_another() -> None:

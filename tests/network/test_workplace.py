@@ -9,12 +9,12 @@ from federation import Fit, same_state, seeded
 from lightning.pytorch.plugins.precision import Precision
 from other_process import toy_data
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.network.device.service import read_kept, write_kept
-from lightning_spectral.network.server.roster import Roster
+from lightning_spectral.network.device import read_kept, write_kept
+from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.frozen_base import digest
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
@@ -56,6 +56,14 @@ class LitLooksAtItsTrainer(LitMLP):
         return share * super().training_step(batch, batch_idx)
 
 
+class LitFalls(LitMLP):
+    """As many modules do, it reads from its Trainer how long the learning rate is to fall."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+
+
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "32-true": (LitMLP, {"algorithm": SPECTRAL}, "32-true"),
     "several optimizers": (LitHalves, {}, "32-true"),
@@ -64,8 +72,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bf16-mixed": (LitMLP, {"algorithm": SPECTRAL}, "bf16-mixed"),
     "bf16-mixed, several optimizers": (LitHalves, {}, "bf16-mixed"),
     "bf16-true": (LitMLP, {}, "bf16-true"),
-    "self.trainer": (LitLooksAtItsTrainer, {}, "32-true"),
+    "a step that reads its Trainer": (LitLooksAtItsTrainer, {}, "32-true"),
+    "a schedule that reads its Trainer": (LitFalls, {}, "32-true"),
+    "a local hook": (LitMLP, {"local_hooks": [ls.client.ProximalTerm(0.5)]}, "32-true"),
 }
+PLAIN: list[Any] = []  # the weights without any of that
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -76,7 +87,9 @@ def test_devices_train_as_the_simulation_does(name: str, fit: Fit) -> None:
     ours = fit(seeded(lit), remote(toy_line(lit)), **options)
     assert same_state(ours.state, theirs.state)
     assert [row["fl/loss"] for row in ours.rows] == [row["fl/loss"] for row in theirs.rows]
-    assert not same_state(ours.state, fit(seeded(LitMLP), toy_data(), **SETTINGS).state)
+    if not PLAIN:
+        PLAIN.append(fit(seeded(LitMLP), toy_data(), **SETTINGS).state)
+    assert not same_state(ours.state, PLAIN[0])
 
 
 class Odd(Precision):
@@ -91,7 +104,7 @@ def test_other_precisions_are_refused(fit: Fit) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_an_accelerator_that_is_not_there_is_named_when_the_device_says_who_it_is() -> None:
     roster = Roster(toy_line(LitMLP, accelerator="cuda"), patience=0.0)
-    with pytest.warns(UserWarning, match="takes no part: `accelerator='cuda'` cannot be used on this device"):
+    with pytest.warns(UserWarning, match="was rejected: `accelerator='cuda'` cannot be used on this device"):
         roster.look()
     assert roster.names == []
 
@@ -121,3 +134,24 @@ def test_kept_tensors_that_are_damaged_count_as_lost(damage: bytes) -> None:
         memory = {**whole, key: damage}
         assert read_kept(memory, "") == {}
     assert read_kept({}, "") == {}
+
+
+def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
+    callbacks = [ls.plugin.callbacks.BatchNormEstimation()]
+    with pytest.raises(ValueError, match=r"BatchNormEstimation needs clients' examples at the server"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP)), callbacks=callbacks, **SETTINGS)
+
+
+def test_weights_that_a_device_does_not_hold_take_no_memory(fit: Fit) -> None:
+    modules = []
+
+    def make() -> LitMLP:
+        modules.append(LitMLP())
+        return modules[-1]
+
+    fit(seeded(LitMLP), remote(toy_line(make)), algorithm=ls.SpectralSharding(keep_ratio=0.5))
+    assert modules
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            is_whole = not name.startswith("net.2.")  # it holds terms of this layer
+            assert parameter.untyped_storage().nbytes() == 4 * (parameter.numel() if is_whole else 1), name

@@ -1,15 +1,69 @@
-"""Asks nodes and waits for their answers, which may be lost, late, doubled or out of order."""
+"""A network as the server sees it: nodes with numbers, to which questions go, and from which answers come or do not."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_spectral.network.server.line import Answer, Line, Question
+from lightning_spectral.network.messages import Parts
+from lightning_spectral.protocol.records import ExclusionReason
 
 SHORTEST, LONGEST = 0.02, 1.0  # seconds between two looks at the line
 TRIES = 5  # of sending one question
+
+
+@dataclass(frozen=True)
+class Question:
+    """One message to a node.
+
+    Attributes:
+        node: Number of the node.
+        kind: What is asked: `WHO`, `TRAIN` or `EVALUATE`.
+        parts: The message.
+        round_idx: Communication round that it belongs to, which dashboards of the network show.
+        seconds: How long to wait for the answer; ``None`` for as long as the network allows.
+    """
+
+    node: int
+    kind: str
+    parts: Parts = field(default_factory=dict)
+    round_idx: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a question.
+
+    Attributes:
+        ticket: That of the question.
+        parts: The answer; empty if there is none.
+        reason: Why there is none: the node failed, vanished, or did not answer in time.
+        message: What the network says about it.
+    """
+
+    ticket: str
+    parts: Parts = field(default_factory=dict)
+    reason: ExclusionReason | None = None
+    message: str = ""
+
+
+class Line(ABC):
+    """A network that may lose messages, and deliver them late, twice or in any order."""
+
+    @abstractmethod
+    def nodes(self) -> Collection[int]:
+        """The nodes that are there now."""
+
+    @abstractmethod
+    def ask(self, questions: Sequence[Question]) -> list[str | None]:
+        """Send questions; return the ticket of each, or ``None`` for those that could not be sent."""
+
+    @abstractmethod
+    def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
+        """The answers to any of these questions that have arrived, each fetched when it is due; it does not wait."""
 
 
 @dataclass
@@ -70,14 +124,10 @@ class Asking:
         for answer in self.line.answers(list(self.waiting)):
             if (open_one := self.waiting.pop(answer.ticket, None)) is not None:  # an answer may come twice
                 yield open_one[0], answer
-        now, nodes = time.monotonic(), self._nodes()
+        now, nodes = time.monotonic(), self.line.nodes() if self.waiting else ()
         for ticket, (question, until) in list(self.waiting.items()):
             if now >= until:
                 yield self.waiting.pop(ticket)[0], Answer(ticket, reason="late", message="no answer in time")
-            elif nodes is not None and question.node not in nodes:
+            elif question.node not in nodes:
                 message = f"node {question.node} is no longer there"
                 yield self.waiting.pop(ticket)[0], Answer(ticket, reason="dropped_out", message=message)
-
-    def _nodes(self) -> Collection[int] | None:
-        """The nodes that are there; ``None`` if it does not matter now."""
-        return self.line.nodes() if self.waiting else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -17,11 +17,13 @@ from lightning_spectral.client.local_loop import LocalLoop, LossLoop
 from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
 from lightning_spectral.client.user_step import Recorder
 from lightning_spectral.network.messages import Start
+from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.member import read_optimizers
 from lightning_spectral.plugin.trainer import convert_now, num_rounds, placement_of, silent_trainer
-from lightning_spectral.plugin.user_hooks import defines, only_or_all
-from lightning_spectral.protocol.records import Download
+from lightning_spectral.plugin.user_hooks import as_in_a_step, defines, only_or_all
+from lightning_spectral.protocol.records import Download, LoggedValue
+from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 
 
 class Workplace:
@@ -82,6 +84,27 @@ class Workplace:
         settings = LocalSettings(placement, start.local_hooks, defines, redirect)
         train: LocalTrainer = LossLoop if start.measures else LocalLoop
         return Device(module, start.side, optimizers, data, settings, train, attach, owned=True)
+
+    @torch.no_grad()
+    def evaluate(self, module: Any, batches: Iterator[Any], download: Download) -> Mapping[str, LoggedValue]:
+        """What ``validation_step`` logs on a client's held-out examples, as means over them.
+
+        Args:
+            module: The user's module, which gets the weights of the download.
+            batches: The examples.
+            download: The server's weights, the round and the run's seed.
+        """
+        self.place(module)
+        module.trainer = self.trainer
+        self.trainer.validating = True
+        beside = ValidatedBeside(module, self.arrive(download).tensors, self.trainer)
+        seed = derived_seed(download.seed, "client evaluation", download.round_idx, download.unit.client_id)
+        with isolated_rng(seed, [self.torch_device]), beside.entered():  # a step may draw random numbers
+            module.eval()
+            for batch_idx, batch in enumerate(batches):
+                beside.step(as_in_a_step(batch, module, self.trainer), batch_idx)
+            logged = beside.logged()
+        return {name: LoggedValue(value, prog_bar=False, logger=True) for name, value in logged.items()}
 
 
 class _RoundsOfServer(pl.Trainer):

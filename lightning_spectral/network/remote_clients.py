@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.costs import round_bytes
@@ -13,13 +15,12 @@ from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.errors import RoundError
+from lightning_spectral.network.executor import RemoteExecutor, evaluate_on_devices
+from lightning_spectral.network.gate import UploadGate
+from lightning_spectral.network.line import Line
 from lightning_spectral.network.messages import Start
-from lightning_spectral.network.server.line import Line
-from lightning_spectral.network.server.remote_directory import RemoteDirectory
-from lightning_spectral.network.server.remote_evaluation import HeldOut, evaluate_on_devices, held_out
-from lightning_spectral.network.server.remote_executor import RemoteExecutor
-from lightning_spectral.network.server.reply_checks import ReplyChecks
-from lightning_spectral.network.server.roster import Roster, check_enough
+from lightning_spectral.network.roster import RemoteDirectory, Roster
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, MultiModelDataModule, ServerData
@@ -32,6 +33,26 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.run import Run
 
 PRECISIONS = "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """How many held-out examples each client has.
+
+    Attributes:
+        sizes: Their numbers, int64, shape ``(num_clients,)``.
+    """
+
+    sizes: Tensor
+
+    @property
+    def num_assigned(self) -> int:
+        """Number of held-out examples of all clients."""
+        return int(self.sizes.sum())
+
+    def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
+        """Number of held-out examples of each given client."""
+        return [int(self.sizes[client_id]) for client_id in client_ids]
 
 
 class RemoteClients(ServerData):
@@ -93,11 +114,25 @@ class RemoteClients(ServerData):
             ValueError: If a callback needs their examples, or all clients train in every round and ``wait_for`` is not
                 given.
         """
-        if stage == "fit":
-            _check_callbacks(self.trainer)
-            wanted, self._begun = self._number_at_first(), None
-            check_enough(self.roster.wait_for(wanted, "The run begins"), wanted, self.roster.patience)
-            self.roster.check_models(self._module.federation.members)
+        if stage != "fit":
+            return
+        trainer: Any = self.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, BatchNormEstimation):
+                raise ValueError(
+                    f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
+                    "leave it out: the server averages the running statistics that clients upload."
+                )
+        wanted = self.wait_for or self._usual_size()
+        if wanted == math.inf:
+            raise ValueError("All clients train in every round: say with how many a run begins, such as `wait_for=3`.")
+        wanted, self._begun, patience = math.ceil(wanted), None, self.roster.patience
+        if (count := self.roster.wait_for(wanted, "The run begins")) < wanted:
+            raise RoundError(
+                f"Only {count} of {wanted} clients were there after {patience:g} s; start more devices, or lower "
+                "`clients_per_round`, or raise RemoteClients(patience=...)."
+            )
+        self.roster.check_models(self._module.federation.members)
 
     def state_dict(self) -> dict[str, Any]:
         """The clients' names, by number, for the checkpoint."""
@@ -116,10 +151,8 @@ class RemoteClients(ServerData):
         if self._begun == round_idx:
             return
         self._begun = round_idx
-        federation = self._module.federation
-        members = federation.members.values()
         self.roster.is_closed = isinstance(self._module.participation, Sampler) or any(
-            member.owner.algorithm.counts_all_clients for member in members
+            member.owner.algorithm.counts_all_clients for member in self._module.federation.members.values()
         )
         self.roster.wait_for(math.ceil(min(self._usual_size(), self.num_clients)), f"Round {round_idx}")
 
@@ -129,20 +162,26 @@ class RemoteClients(ServerData):
         Raises:
             ValueError: If the run has settings that devices cannot honour.
         """
-        _check_settings(owner)
         side, trainer = run.half.device_half, owner.trainer
+        if trainer.world_size > 1:
+            raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
+        if trainer.precision not in PRECISIONS:
+            raise ValueError(
+                f"Devices train in one of the precisions {', '.join(PRECISIONS)}, got Trainer(precision="
+                f"{trainer.precision!r}); choose one of them."
+            )
         start = Start(
             *(self.model, side, tuple(owner.local_hooks)),
             measures=local_trainer is LossLoop,
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        return RemoteExecutor(self.roster, start, ReplyChecks(run.server, side), self.deadline, self.at_once)
+        return RemoteExecutor(self.roster, start, UploadGate(run.server, side), self.deadline, self.at_once)
 
     @property
     def held_out(self) -> HeldOut:
         """How many examples each client holds out, for `ClientEvaluation`."""
-        return held_out(self.roster, self.model)
+        return HeldOut(torch.tensor([holding.num_held_out for holding in self.roster.holdings(self.model)]))
 
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
@@ -152,8 +191,8 @@ class RemoteClients(ServerData):
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""
-        names = self.roster.names
-        if empty := [name for i, name in enumerate(names) if self.roster.holding(i, self.model).num_examples == 0]:
+        names, holdings = self.roster.names, self.roster.holdings(self.model)
+        if empty := [name for name, holding in zip(names, holdings, strict=True) if holding.num_examples == 0]:
             raise ValueError(
                 f"{len(empty)} of {len(names)} clients have no examples ({', '.join(empty[:5])}); switch them off, or "
                 "leave them out of their rounds: faults=Faults(on_no_data=LeaveOut())."
@@ -169,37 +208,12 @@ class RemoteClients(ServerData):
 
     @property
     def _module(self) -> Any:
-        assert self.trainer is not None, "a Trainer sets itself before it calls hooks"
-        return self.trainer.lightning_module
-
-    def _number_at_first(self) -> int:
-        wanted = self.wait_for or self._usual_size()
-        if wanted == math.inf:
-            raise ValueError("All clients train in every round: say with how many a run begins, such as `wait_for=3`.")
-        return math.ceil(wanted)
+        trainer: Any = self.trainer
+        return trainer.lightning_module
 
     def _usual_size(self) -> float:
         participation = self._module.participation
         return participation.active if isinstance(participation, Sampler) else participation.clients_per_round
-
-
-def _check_callbacks(trainer: Any) -> None:
-    for callback in trainer.callbacks:
-        if isinstance(callback, BatchNormEstimation):
-            raise ValueError(
-                f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
-                "leave it out: the server averages the running statistics that clients upload."
-            )
-
-
-def _check_settings(owner: Any) -> None:
-    if owner.trainer.world_size > 1:
-        raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
-    if owner.trainer.precision not in PRECISIONS:
-        raise ValueError(
-            f"Devices train in one of the precisions {', '.join(PRECISIONS)}, got Trainer(precision="
-            f"{owner.trainer.precision!r}); choose one of them."
-        )
 
 
 def clients_of_models(
@@ -216,10 +230,9 @@ def clients_of_models(
     """
     if isinstance(model, FederatedModule):
         return RemoteClients(line, val=val, test=test, **options)
-    first, *others = model.members
-    vals, tests = val or {}, test or {}
-    modules = {first: RemoteClients(line, model=first, val=vals.get(first), test=tests.get(first), **options)}
-    for name in others:
-        shared = modules[first].roster
+    modules, vals, tests = dict[str, RemoteClients](), val or {}, test or {}
+    shared: Line | Roster = line
+    for name in model.members:
         modules[name] = RemoteClients(shared, model=name, val=vals.get(name), test=tests.get(name), **options)
+        shared = modules[name].roster
     return MultiModelDataModule(cast("dict[str, FederatedDataModule]", modules))

@@ -1,0 +1,195 @@
+"""``python -m lightning_spectral network``: ``init FOLDER`` writes an app, ``demo`` runs one on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_spectral.errors import from_extra
+
+DESCRIPTION = """\
+Federated learning over a network, by Flower.
+
+  init FOLDER   write a small app that trains as it is, for you to change
+  demo          start a SuperLink, SuperNodes and a run on this machine, with TLS and node keys made on the spot
+"""
+
+NEXT = """\
+wrote {folder}/app.py and {folder}/pyproject.toml
+`python -m lightning_spectral network demo` runs such an app here; docs/network.md says how to run it on yours."""
+
+PYPROJECT = """\
+# What `flwr run` reads. Dependencies are installed on each machine beforehand, so none are listed here.
+[project]
+name = "{name}"
+version = "0.1.0"
+description = "Federated learning of a sharded model"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "me"
+
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:device"
+
+# Settings of a run; change them with `flwr run --run-config 'rounds=100'`. `resume` names a checkpoint to resume.
+[tool.flwr.app.config]
+rounds = 3
+clients = 3
+folder = "{folder}"
+resume = ""
+"""
+
+APP = '''\
+"""A federation over Flower: the server's half and the device's half of one run."""
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+import lightning_spectral.network as net
+
+KEEP_RATIO = 0.5
+
+
+class LitMLP(pl.LightningModule):
+    """Your module, as any Trainer would fit it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.example_input_array = torch.zeros(2, 20)
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_acc", (self(x).argmax(1) == y).float().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def examples(seed, number=400):
+    """Made-up data, in place of a device's own."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(number, 20, generator=generator)
+    return TensorDataset(x, (x @ torch.randn(20, 4, generator=torch.Generator().manual_seed(0))).argmax(1))
+
+
+def federation(config):
+    """What the server trains, as in a simulation."""
+    algorithm = ls.SpectralSharding(keep_ratio=KEEP_RATIO)
+    return ls.FederatedModule(LitMLP(), algorithm=algorithm, clients_per_round=config["clients"], local_epochs=2)
+
+
+def trainer(config):
+    """The server's Trainer; it writes a checkpoint after every round, from which `resume` continues."""
+    saving = pl.callbacks.ModelCheckpoint(config["folder"], save_last=True)
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving], **options)
+
+
+def client(config):
+    """A device's own data; `client` is an entry of its node's configuration."""
+    return net.ClientData(examples(seed=1 + int(config["client"])), batch_size=20, keep_ratio=KEEP_RATIO)
+
+
+server = net.server_app(federation, trainer, val=examples(seed=1000))
+device = net.client_app(LitMLP, client)
+'''
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Command-line arguments, without the name of the program; those of this process by default.
+
+    Returns:
+        0, or 1 if something failed; the reason is then on standard error.
+    """
+    program = "python -m lightning_spectral network"
+    parser = ArgumentParser(program, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="init|demo")
+    init = commands.add_parser("init", help="write an app into a new folder")
+    init.add_argument("folder", type=Path)
+    demo = commands.add_parser("demo", help="run an app on this machine")
+    demo.add_argument("--clients", type=_positive, default=3, help="number of SuperNodes")
+    demo.add_argument("--rounds", type=_positive, default=3)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "demo":
+            return _demo(arguments.clients, arguments.rounds)
+        write_app(arguments.folder)
+        print(NEXT.format(folder=arguments.folder))
+        return 0
+    except (ModuleNotFoundError, FileExistsError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"it must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def write_app(folder: Path) -> None:
+    """Write an app into a new folder.
+
+    Args:
+        folder: Must not exist, or be empty.
+
+    Raises:
+        FileExistsError: If there is something in it.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty; name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    name, results = folder.resolve().name.lower(), (folder.resolve() / "results").as_posix()
+    (folder / "app.py").write_text(APP)
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name, folder=results))
+
+
+def _demo(clients: int, rounds: int) -> int:
+    """Run the app that `init` writes, and show those of its lines that are about rounds; all of them if it fails."""
+    with from_extra("network"):
+        import flwr  # noqa: F401
+
+        from lightning_spectral.network.local_network import NAME, LocalNetwork
+    lines, finished = list[str](), False
+    with tempfile.TemporaryDirectory(prefix="spectral-network-") as path:
+        folder = Path(path)
+        write_app(folder / "app")
+        print("Starting a SuperLink, with a certificate and keys for this run alone ...", flush=True)
+        with LocalNetwork(folder) as network:
+            for client in range(clients):
+                network.add_node(str(client))
+                print(f"Client {client} is connected.", flush=True)
+            print("Starting the run. Each message to a client starts a process there, which takes seconds.", flush=True)
+            config = f"rounds={rounds} clients={clients}"
+            command = ["flwr", "run", str(folder / "app"), NAME, "--stream", "--run-config", config]
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            with subprocess.Popen(command, env=network.environment, text=True, errors="replace", **streams) as process:
+                for line in process.stdout or ():
+                    lines.append(line)
+                    finished |= "`Trainer.fit` stopped" in line
+                    if line.startswith(("Round ", "Spectral start")):
+                        print(line, end="", flush=True)
+    if not finished:
+        raise RuntimeError("The run did not finish:\n" + "".join(lines))
+    return process.returncode

@@ -1,0 +1,247 @@
+"""A device: one client's own data, and what answers the server's messages about it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.arguments import Number, Whole, check_fields, flag
+from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
+from lightning_spectral.client.batches import ClientData as ClientBatches
+from lightning_spectral.client.device import Device
+from lightning_spectral.errors import RecordError
+from lightning_spectral.network.messages import (
+    DIGEST,
+    EVALUATE,
+    LACKS,
+    MODEL,
+    PRECISION,
+    REFUSED,
+    START,
+    TRAIN,
+    WHO,
+    Holding,
+    Identity,
+    Parts,
+    Start,
+    digest_of,
+    identity_parts,
+    record_of,
+    record_parts,
+)
+from lightning_spectral.network.objects import read_object
+from lightning_spectral.network.workplace import Workplace, check_accelerator
+from lightning_spectral.protocol.codec import read_tensors, write_tensors
+from lightning_spectral.protocol.frozen_base import digest
+from lightning_spectral.protocol.records import Download, Failure, Upload
+
+SMALLEST_EVALUATION_BATCH = 256  # as at the server
+log = logging.getLogger(__name__)
+Memory = MutableMapping[str, bytes]
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """The data of one client for one model, which never leaves its device.
+
+    Args:
+        train: Any map-style data set, of this client's examples alone.
+        batch_size: Examples per local step.
+        val: Examples on which it does not train, for `ClientEvaluation`; ``None`` for none.
+        keep_ratio: What the device can hold, one of the algorithm's; ``None`` to leave that to the algorithm.
+        budget_bytes: Instead, how many bytes the device may get and send in a round, without frozen parameters, which
+            it gets once: it is given the largest sub-model of the algorithm that fits. See `largest_that_fits`.
+        drop_last: Whether a local epoch omits its last batch if that is smaller, unless it is the only one.
+        labels: Class of each example, for hooks that need the client's classes; ``None`` if they are not known.
+        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
+        num_workers: Worker processes for data that is not in memory.
+
+    Raises:
+        TypeError: If an argument has the wrong type, or the data set has no length.
+        ValueError: If a number is out of range, or the device states both a keep ratio and a budget.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> ClientData(TensorDataset(torch.ones(50, 3)), batch_size=8, drop_last=True).holding()
+        Holding(num_examples=50, examples_per_epoch=48, keep_ratio=None, num_held_out=0, budget_bytes=None)
+    """
+
+    train: Any
+    batch_size: int = 32
+    val: Any = None
+    keep_ratio: float | None = None
+    budget_bytes: float | None = None
+    drop_last: bool = False
+    labels: Tensor | Sequence[int] | None = field(default=None, repr=False)
+    collate_fn: Collate | None = None
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        if not (hasattr(self.train, "__getitem__") and hasattr(self.train, "__len__")):
+            raise TypeError(
+                f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {self.train!r}."
+            )
+        check_fields(self, batch_size=Whole(at_least=1), num_workers=Whole(at_least=0))
+        check_fields(self, keep_ratio=Number(above=0, at_most=1, optional=True))
+        check_fields(self, budget_bytes=Number(above=0, optional=True))
+        if self.keep_ratio is not None and self.budget_bytes is not None:
+            raise ValueError(
+                f"`keep_ratio={self.keep_ratio}` and `budget_bytes={self.budget_bytes:,}` both say what the device can "
+                "hold; leave one out."
+            )
+        flag("drop_last", self.drop_last)
+
+    def holding(self) -> Holding:
+        """What the server is told of it."""
+        size, held_out = len(self.train), 0 if self.val is None else len(self.val)
+        per_epoch = examples_per_epoch(size, self.batch_size, self.drop_last)
+        return Holding(size, per_epoch, self.keep_ratio, held_out, self.budget_bytes)
+
+    def batches(self, download: Download) -> ClientBatches:
+        """The examples of one round, in an order that depends on the run's seed, the round and the client."""
+        indices = torch.arange(len(self.train))
+        order = download.seed, download.ids, self.drop_last
+        labels = None if self.labels is None else (lambda: torch.as_tensor(self.labels))
+        return ClientBatches(self._source, indices, self.batch_size, *order, labels=labels)
+
+    def held_out_batches(self) -> Iterator[Any]:
+        """The held-out examples in order."""
+        index_batches = torch.split(torch.arange(len(self.val)), max(self.batch_size, SMALLEST_EVALUATION_BATCH))
+        return BatchSource(self.val, self.collate_fn).batches(index_batches)
+
+    @cached_property
+    def _source(self) -> BatchSource:
+        return BatchSource(self.train, self.collate_fn, self.num_workers)
+
+
+def answered(answer: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """An answer; or if there is an exception, which the device logs, the answer that says so."""
+    try:
+        return answer()
+    except RecordError as error:
+        return {REFUSED: str(error).encode()}
+    except Exception as error:
+        log.exception("A message could not be answered.")
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {REFUSED: what.encode()}
+
+
+class DeviceService:
+    """Answers the server's messages for one client.
+
+    What must outlive a message is in ``memory``, because the next one may find another process: the `Start` of each
+    model, and the frozen tensors. A device that has lost it says so, and is sent it again.
+
+    Args:
+        modules: Makes the user's module, by the model's name; a single model has an empty name.
+        data: The client's data, likewise.
+        client: The client's name.
+        trusted: Packages besides this one whose dataclasses the server may send: those of the user's own code.
+        accelerator: Where the device trains, as for a Trainer.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Callable[[], nn.Module]],
+        data: Mapping[str, ClientData],
+        client: str,
+        trusted: Collection[str] = (),
+        accelerator: str = "auto",
+    ) -> None:
+        self.modules, self.data, self.client = modules, data, client
+        self.trusted, self.accelerator = frozenset(trusted), accelerator
+        self._devices: dict[tuple[bytes, float], tuple[str, Workplace, Device]] = {}
+
+    def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
+
+        Args:
+            question: `WHO`, `TRAIN` or `EVALUATE`.
+            parts: The message.
+            memory: What the device keeps between messages; changed in place.
+        """
+
+        def answer() -> dict[str, bytes]:
+            if question == WHO:
+                return identity_parts(self.identity())
+            if question == TRAIN:
+                return self._train(parts, memory)
+            if question == EVALUATE:
+                return self._evaluate(parts)
+            raise RecordError(f"This device does not know the question {question!r}.")
+
+        return answered(answer)
+
+    def identity(self) -> Identity:
+        """Who the device is, and what it has for each model; ``ValueError`` if it could not train."""
+        check_accelerator(self.accelerator)
+        return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
+
+    def _train(self, parts: Parts, memory: Memory) -> dict[str, bytes]:
+        known = parts.get(DIGEST, b"")
+        key = f"start {known.decode()}"
+        if START in parts and digest_of(parts[START]) == known:
+            memory[key] = parts[START]
+        if key not in memory:
+            return {LACKS: known}
+        download = record_of(parts, Download)
+        if (known, download.capacity) not in self._devices:
+            start = read_object(memory[key], Start, self.trusted)
+            self._check_model(start.model)
+            workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
+            device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
+            self._devices[known, download.capacity] = start.model, workplace, device
+        model, workplace, device = self._devices[known, download.capacity]
+        if not device.kept.tensors:
+            placed = {n: (d, t.to(workplace.torch_device)) for n, (d, t) in read_kept(memory, model).items()}
+            device.kept.tensors.update(placed)
+        device.generators.save()
+        try:
+            upload = device.run(workplace.arrive(download))
+        finally:
+            device.generators.restore()
+        if download.frozen and not upload.missing:
+            write_kept(memory, model, device.kept.tensors)
+        return record_parts(upload)
+
+    def _evaluate(self, parts: Parts) -> dict[str, bytes]:
+        model, download = parts.get(MODEL, b"").decode(), record_of(parts, Download)
+        self._check_model(model)
+        if not (data := self.data[model]).holding().num_held_out:
+            raise RecordError("This client has no held-out examples.")
+        try:
+            workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
+            logged = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
+        except Exception as error:
+            failure = Failure("evaluation", f"{type(error).__name__}: {error}")
+            return record_parts(Upload(download.unit, {}, left_out="error", failure=failure))
+        return record_parts(Upload(download.unit, {}, logged=logged))
+
+    def _check_model(self, model: str) -> None:
+        if model not in self.modules or model not in self.data:
+            raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
+
+
+def write_kept(memory: Memory, model: str, kept: Mapping[str, tuple[str, Tensor]]) -> None:
+    """Write the frozen tensors that a device keeps from message to message, unless they are what was written last."""
+    digests = json.dumps({name: known for name, (known, _) in kept.items()}).encode()
+    if memory.get(f"kept digests {model}") != digests:
+        memory[f"kept {model}"] = write_tensors({name: tensor for name, (_, tensor) in kept.items()})
+        memory[f"kept digests {model}"] = digests
+
+
+def read_kept(memory: Memory, model: str) -> dict[str, tuple[str, Tensor]]:
+    """The frozen tensors that an earlier process wrote; what is damaged counts as lost."""
+    try:
+        digests = json.loads(memory[f"kept digests {model}"])
+        tensors = read_tensors(memory[f"kept {model}"])
+    except (KeyError, ValueError, RecordError):
+        return {}
+    return {name: (digests[name], t) for name, t in tensors.items() if digests.get(name) == digest(t)}

@@ -1,1 +1,0 @@
-"""What a device runs: it answers messages, and knows nothing of the network that brings them."""

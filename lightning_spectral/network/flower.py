@@ -1,0 +1,273 @@
+"""Flower as the network: its SuperLink carries messages, its two apps run the server's Trainer and the devices."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_spectral.client.user_step import num_accepted
+from lightning_spectral.errors import check_is, from_extra
+from lightning_spectral.network.device import ClientData, DeviceService, answered
+from lightning_spectral.network.line import Answer, Line, Question
+from lightning_spectral.protocol.records import ExclusionReason
+
+with from_extra("network"):
+    from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+Config = Mapping[str, Any]
+MakeModule = Callable[[], Any]
+MakeData = Callable[[Config], ClientData | Mapping[str, ClientData]]
+CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
+
+# Flower's error codes that do not say that the code on the device failed
+REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
+AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
+SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
+LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
+SMALL_PARTS, LARGE_PARTS = "small", "large"
+
+
+def client_app(
+    module: MakeModule | Mapping[str, MakeModule], client: MakeData, *, accelerator: str = "auto"
+) -> ClientApp:
+    """Make the app that a device runs.
+
+    Args:
+        module: Your LightningModule's class, or a function that makes the module; with several models, one for each
+            name. It must be the one that the server trains.
+        client: Returns the device's own data, `ClientData`, or that of each model by name. It is called with the
+            configuration of the run and of the node: ``--node-config 'client="ward 7" folder="/data"'``.
+        accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
+
+    Note:
+        A device is known by the entry ``client`` of its node's configuration, or ``partition-id``, or by the number
+        that Flower gives it, which changes when it is switched off and on.
+    """
+    app, services = ClientApp(), dict[int, DeviceService]()
+    modules = module if isinstance(module, Mapping) else {"": module}
+    check_makes_modules(modules)
+    trusted = {make.__module__.partition(".")[0] for make in (client, *modules.values()) if hasattr(make, "__module__")}
+
+    def service(context: Context) -> DeviceService:
+        if context.node_id not in services:
+            config = {**context.run_config, **context.node_config}
+            who = next((str(config[name]) for name in CLIENT_NAMES if name in config), str(context.node_id))
+            data = _data_by_model(client, config)
+            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator)
+        return services[context.node_id]
+
+    def answer(message: Message, context: Context) -> Message:
+        kind, memory = message.metadata.message_type, NodeMemory(context.state)
+        parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory))
+        return Message(as_records(parts), reply_to=message)
+
+    app.query()(answer)
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+def server_app(
+    federation: Callable[[Config], Any],
+    trainer: Callable[[Config], pl.Trainer],
+    *,
+    val: Any = None,
+    test: Any = None,
+    **options: Any,
+) -> ServerApp:
+    """Make the app that the server runs: a Trainer's fit, on the clients that the network reaches.
+
+    Args:
+        federation: Returns the `FederatedModule` or `MultiModelModule`, as a simulation would fit it. It is called with
+            the run's configuration, ``flwr run --run-config``.
+        trainer: Returns the Trainer, likewise.
+        val: Validation data at the server, or a function that makes it; with several models, one for each name.
+        test: Test data, likewise; it is evaluated after the last round.
+        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``at_once``,
+            ``eval_batch_size``.
+
+    Note:
+        ``flwr run --run-config 'resume="path.ckpt"'`` resumes from a checkpoint.
+    """
+
+    def main(grid: Grid, context: Context) -> None:
+        from lightning.pytorch import Trainer
+
+        from lightning_spectral.network.remote_clients import clients_of_models
+        from lightning_spectral.plugin.module import FederatedModule
+        from lightning_spectral.plugin.several import MultiModelModule
+
+        config = dict(context.run_config)
+        model = federation(config)
+        if not isinstance(model, FederatedModule | MultiModelModule):
+            check_is("federation(config)", model, FederatedModule)
+        data = clients_of_models(model, FlowerLine(grid), _made(val, config), _made(test, config), options)
+        runner = trainer(config)
+        check_is("trainer(config)", runner, Trainer)
+        runner.fit(model, datamodule=data, ckpt_path=config.get("resume") or None)
+        if test is not None:
+            runner.test(model, datamodule=data)
+
+    app = ServerApp()
+    app.main()(main)
+    return app
+
+
+def _made(data: Any, config: Config) -> Any:
+    """Evaluation data, or what a function or class makes of the configuration."""
+    if not callable(data) or (hasattr(data, "__getitem__") and not isinstance(data, type)):
+        return data
+    return data(*(config,)[: num_accepted(data, 1)])
+
+
+def check_makes_modules(modules: Mapping[str, Callable[[], Any]]) -> None:
+    """Raise unless each entry makes a module when it is called without arguments.
+
+    Example:
+        >>> check_makes_modules({"": nn.Linear})
+        Traceback (most recent call last):
+        ValueError: `module` is called without arguments, and Linear needs in_features, out_features; write a function \
+that gives them, e.g. client_app(lambda: Linear(...), client).
+    """
+    for name, make in modules.items():
+        which = f"module[{name!r}]" if name else "module"
+        if isinstance(make, nn.Module) or not callable(make):
+            kind = type(make).__name__
+            raise TypeError(f"`{which}` must be a class or function that makes the module, got a {kind}; leave out ().")
+        try:
+            parameters = inspect.signature(make).parameters.values()
+        except ValueError:  # of a function in C
+            continue
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        ]
+        if needed:
+            called = getattr(make, "__name__", "it")
+            raise ValueError(
+                f"`{which}` is called without arguments, and {called} needs {', '.join(needed)}; write a function that "
+                f"gives them, e.g. client_app(lambda: {called}(...), client)."
+            )
+
+
+def _data_by_model(client: MakeData, config: Config) -> dict[str, ClientData]:
+    """What a user's ``client(config)`` returns, by the model's name."""
+    try:
+        found = client(config)
+    except KeyError as error:
+        entries = ", ".join(sorted(config)) or "nothing"
+        raise ValueError(
+            f"`client(config)` reads config[{error}], and the configuration of run and node holds {entries}; "
+            "give it with `flower-supernode --node-config`."
+        ) from error
+    data = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, one in data.items():
+        check_is(f"client(config)[{name!r}]" if name else "client(config)", one, ClientData)
+    return data
+
+
+class FlowerLine(Line):
+    """The nodes of a Flower run.
+
+    Flower deletes an answer when it is pulled, so each arrives at most once. Its own way to wait sleeps three seconds
+    between two looks, and returns all answers of a round together; this one is asked as often as its caller likes.
+
+    Args:
+        grid: The grid that Flower gives to a server's main function.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def nodes(self) -> Collection[int]:
+        """The nodes that are connected."""
+        return list(self._grid.get_node_ids())
+
+    def ask(self, questions: Sequence[Question]) -> list[str | None]:
+        """Push messages; a body that Flower refuses as too large has no ticket."""
+        tickets = list(self._grid.push_messages([_message(question) for question in questions]))
+        return [ticket or None for ticket in tickets] if len(tickets) == len(questions) else [None] * len(questions)
+
+    def answers(self, tickets: Collection[str]) -> Iterator[Answer]:
+        """Pull what has arrived, a few answers at a time."""
+        open_ones = list(tickets)
+        for begin in range(0, len(open_ones), AT_A_TIME):
+            yield from map(_answer, self._grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
+
+
+def _message(question: Question) -> Message:
+    ttl = DEFAULT_TTL if question.seconds is None else question.seconds + SLACK
+    content, group = as_records(question.parts), str(question.round_idx)
+    return Message(content, dst_node_id=question.node, message_type=question.kind, ttl=ttl, group_id=group)
+
+
+def _answer(reply: Message) -> Answer:
+    ticket = reply.metadata.reply_to_message_id
+    if reply.has_error():
+        reason = REASONS.get(reply.error.code, "error")
+        return Answer(ticket, reason=reason, message=reply.error.reason or f"Flower's error {reply.error.code}")
+    return Answer(ticket, parts_of(reply.content))
+
+
+def as_records(parts: Mapping[str, bytes]) -> RecordDict:
+    """The parts of a message, as Flower's records.
+
+    Example:
+        >>> parts_of(as_records({"digest": b"12", "values": bytes(5000)})).keys()
+        dict_keys(['digest', 'values'])
+    """
+    small = ConfigRecord({name: bytes(data) for name, data in parts.items() if len(data) < LARGE})
+    large = {name: _array(data) for name, data in parts.items() if len(data) >= LARGE}
+    return RecordDict({SMALL_PARTS: small, LARGE_PARTS: ArrayRecord(large)})
+
+
+def _array(data: bytes) -> Array:
+    return Array(dtype="uint8", shape=(len(data),), stype="bytes", data=bytes(data))
+
+
+def parts_of(records: RecordDict) -> dict[str, bytes]:
+    """The parts of a message; what is not one of them is left out."""
+    small, large = records.get(SMALL_PARTS), records.get(LARGE_PARTS)
+    found: dict[str, bytes] = {}
+    if isinstance(small, ConfigRecord):
+        found |= {name: value for name, value in small.items() if isinstance(value, bytes)}
+    if isinstance(large, ArrayRecord):
+        found |= {name: array.data for name, array in large.items()}
+    return found
+
+
+class NodeMemory(MutableMapping[str, bytes]):
+    """What a node keeps between messages, in Flower's state of the node: each entry in a record of its own.
+
+    Args:
+        state: The state of the node in this run.
+    """
+
+    def __init__(self, state: RecordDict) -> None:
+        self._state = state
+
+    def __getitem__(self, key: str) -> bytes:
+        record = self._state[key]
+        if not isinstance(record, ArrayRecord):
+            raise KeyError(key)
+        data: bytes = record["data"].data
+        return data
+
+    def __setitem__(self, key: str, value: bytes) -> None:
+        self._state[key] = ArrayRecord({"data": _array(value)})
+
+    def __delitem__(self, key: str) -> None:
+        del self._state[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key, record in self._state.items() if isinstance(record, ArrayRecord)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))

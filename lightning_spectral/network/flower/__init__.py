@@ -1,1 +1,0 @@
-"""Flower as the network: its SuperLink carries messages, its SuperNodes run devices."""

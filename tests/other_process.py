@@ -17,10 +17,9 @@ from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.device import Device
+from lightning_spectral.client.device import ClientSide, Device
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.client.side import ClientSide
+from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor

@@ -87,7 +87,7 @@ def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy() -> None:
             import lightning_spectral.client.device
             import lightning_spectral.algorithms  # with what each does on a device
             from torch import nn
-            from lightning_spectral.client.metrics import metrics_of
+            from lightning_spectral.client.local_loop import metrics_of
             print(metrics_of(nn.Linear(2, 2)))
         """)
     )

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.term_draws import TermDraws
-from lightning_spectral.client.side import ClientSide
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
@@ -145,7 +145,7 @@ class ServerHalf(ABC):
     def device_half(self) -> ClientSide:
         """The other half, which is sent once to each device."""
 
-    def initialize(self, workers: SharesWork) -> str:
+    def initialize(self, workers: Workers) -> str:
         """Change the initial weights, once, before the first round of a run that is not resumed. By default not.
 
         Args:

@@ -28,10 +28,15 @@ from lightning_spectral.algorithms.capabilities import (
 )
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Number, each
+from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.client.local_optimizer import LocalOptimizer, check_optimizer, options_of, untrained_parameters
-from lightning_spectral.client.side import ClientSide, StepActions
-from lightning_spectral.client.training_checks import foreign_parameters
+from lightning_spectral.client.local_optimizer import (
+    LocalOptimizer,
+    check_optimizer,
+    foreign_parameters,
+    options_of,
+    untrained_parameters,
+)
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes

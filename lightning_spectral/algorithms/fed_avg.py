@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.arguments import check_fields
-from lightning_spectral.client.side import ClientSide
-from lightning_spectral.protocol.averaged_parameters import averaged_parameters
-from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_rules
+from lightning_spectral.client.device import ClientSide
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, averaged_parameters, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
-from lightning_spectral.client.side import StepActions
+from lightning_spectral.client.device import StepActions
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 from lightning_spectral.nn.torch_modules import normalised_weights

@@ -1,38 +1,39 @@
-"""A device runs the client half of an algorithm, one download after another."""
+"""The device half of an algorithm, and the device that runs it, one download after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.forms import Form, Forms
 from lightning_spectral.client.local_hooks import BeforeStep
-from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_optimizer import LocalOptimizer
-from lightning_spectral.client.local_task import LocalSettings, LocalTask, LocalTrainer, Train
-from lightning_spectral.client.metrics import isolate_metrics
-from lightning_spectral.client.side import ClientSide, StepActions
-from lightning_spectral.client.training_checks import (
-    WATCHED_ROUNDS,
-    GradientWatch,
-    check_not_reached,
-    check_still_own,
-    discarded_changes,
+from lightning_spectral.client.local_loop import (
+    LocalLoop,
+    LocalSettings,
+    LocalTask,
+    LocalTrainer,
+    Recorder,
+    Train,
+    isolate_metrics,
+    log_to,
 )
-from lightning_spectral.client.user_step import Recorder, log_to
+from lightning_spectral.client.local_optimizer import LocalOptimizer, check_still_own
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.kept_state import changed_attributes
-from lightning_spectral.protocol.records import Download, Failure, Upload
+from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
-from lightning_spectral.protocol.stage_clock import Profile, StageClock
+
+WATCHED_ROUNDS = 10  # a single client may not use every layer, e.g. an expert or one that is dropped at random
 
 # Advice to the user, by a phrase of the error message from torch
 REMEDIES = {
@@ -58,6 +59,68 @@ SMALLER = (
     "at the server, in `RoundCallback.on_round_end`."
 )
 COMPARED_TURNS = 3  # of a device, in which what clients change is looked for
+
+
+@dataclass(frozen=True)
+class StepActions:
+    """The actions of the device half of an algorithm in every local step.
+
+    Attributes:
+        before_forward: Called before each ``training_step``; ``None`` for nothing.
+        before_step: Called with the optimizer before it steps, once all gradients are computed; ``None`` for nothing.
+        after_forward: Called after each ``training_step``, before the backward pass of its loss; ``None`` for nothing.
+    """
+
+    before_forward: Callable[[], None] | None = None
+    before_step: Callable[[Optimizer], None] | None = None
+    after_forward: Callable[[], None] | None = None
+
+
+class ClientSide(ABC):
+    """The device half of an algorithm: a frozen, picklable object without access to the server or the round.
+
+    It is sent to a device once. From then on the device receives only a `Download` for each client, and sends back only
+    an `Upload`.
+    """
+
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        """Turn the user's module into a client of a capacity, in place; `load` sets its values later.
+
+        The device undoes all of it when the client is done. Tensors that a client has as well stay the same objects,
+        and get memory of their own. By default a client has the whole module.
+
+        Args:
+            module: The user's module.
+            capacity: The keep ratio.
+        """
+        return None
+
+    @abstractmethod
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Overwrite a client's values with the downloaded ones."""
+
+    def origin(self, name: str) -> str:
+        """The server's parameter that one of a client's stands for: the user's optimizer steps it in its place.
+
+        By default itself; empty for a parameter that is not trained.
+        """
+        return name
+
+    def overrides(self, name: str, options: Options) -> Options:
+        """The options with which a parameter is stepped that differ from those of its group. By default none."""
+        return {}
+
+    def start(self, client: nn.Module, download: Download) -> StepActions | None:
+        """Return what to do in each local step of a client; called before the first. By default nothing."""
+        return None
+
+    @abstractmethod
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """Return the unit and the tensors that a trained client sends back."""
+
+    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
+        """One parameter of each layer that some client should train, by the layer's name. By default none."""
+        return {}
 
 
 class Device:
@@ -254,3 +317,76 @@ def _remedy(error: Exception, has_other_shapes: bool) -> str:
     """Advice for an error from torch that does not mention the user's code; empty for other errors."""
     remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if has_other_shapes else (), SMALLER)
     return next((remedy for words, remedy in remedies.items() if words in str(error)), "")
+
+
+class GradientWatch:
+    """Records which parameters receive a gradient, until its ``with`` block ends.
+
+    Args:
+        parameters: The parameters to watch, by the name of the layer that each belongs to.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.reached = dict.fromkeys(parameters, False)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._record, name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items()
+        ]
+
+    def _record(self, name: str, parameter: Tensor) -> None:
+        self.reached[name] = True
+
+    def __enter__(self) -> GradientWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def unreached(self) -> tuple[str, ...]:
+        """Names of the layers without a gradient."""
+        return tuple(name for name, reached in self.reached.items() if not reached)
+
+
+def check_not_reached(replaced: Mapping[str, Tensor]) -> None:
+    """Check that no gradient reached the server's parameters in whose place a client holds others."""
+    if reached := [name for name, parameter in replaced.items() if parameter.grad is not None]:
+        raise ValueError(
+            f"A client's `training_step` uses parameters that it does not hold ({', '.join(reached)}), by a variable "
+            "or a list that refers to the parameters themselves, so they would not be trained; refer to their layers, "
+            "and read `layer.weight`, or keep these layers whole with `exclude`."
+        )
+
+
+@torch.no_grad()
+def discarded_changes(
+    client: nn.Module, optimizers: Iterable[Optimizer], sent: Tensors, returned: Tensors
+) -> tuple[str, ...]:
+    """Names of the parameters that changed although no optimizer steps them, and that the server does not average.
+
+    Args:
+        client: The sub-model after training.
+        optimizers: Its optimizers.
+        sent: What it was loaded with.
+        returned: What it sends back.
+
+    Example:
+        >>> teacher = nn.Linear(2, 1).requires_grad_(False)
+        >>> sent = {name: p.clone() for name, p in teacher.named_parameters()}
+        >>> _ = teacher.bias.add_(1.0)
+        >>> discarded_changes(teacher, [], sent, {})
+        ('bias',)
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    stepped = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    kept = {
+        name: p
+        for name, p in client.named_parameters()
+        if id(p) not in stepped and name in sent and (p.requires_grad or name not in returned)
+    }
+    if not kept:
+        return ()
+    changed = torch.stack([(p != sent[name].to(p)).any() for name, p in kept.items()]).tolist()  # read at once
+    return tuple(name for name, is_changed in zip(kept, changed, strict=True) if is_changed)

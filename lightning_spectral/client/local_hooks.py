@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
+import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.batches import ClientData
+from lightning_spectral.errors import SpectralWarning
 
 BeforeStep = Callable[[], None]
 Rows = Mapping[str, Tensor]
@@ -162,3 +168,187 @@ class GradientClip(LocalHook):
             nn.utils.clip_grad_norm_(parameters, self.max_norm)
 
         return clip
+
+
+ABSENT = Number(
+    below=math.inf, finite=False, hint="0 as in HeteroFL, or -inf for a loss over the present classes alone"
+)
+
+
+@dataclass(frozen=True)
+class MaskedLogits(LocalHook):
+    r"""Replaces the logits of classes missing from a client's data with a constant while the client trains.
+
+    Masked logits have no gradient, so a client does not unlearn the classes that only other clients have. The constant
+    0 is that of HeteroFL; an absent class then still adds :math:`e^0 = 1` to the sum of the softmax. With minus
+    infinity the loss is that of the present classes alone. ``training_step`` needs no change: its loss and metrics see
+    the masked logits. Evaluation is not masked, and a client that has all classes trains as it would without the hook.
+
+    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on, after the data set's
+    ``target_transform`` if the labels are read from it. They are indices into the logits, counted from 0; negative
+    labels, which losses ignore, are not classes. Class names are numbered in sorted order. If your logits are in
+    another order, the wrong ones are masked without a warning; give numbers in that case.
+
+    `WidthSharding` averages the layer's rows of absent classes over the clients that have the class, as it averages
+    every entry over the clients that hold it. Other algorithms include the unchanged rows in the average.
+
+    Args:
+        layer: Dotted name of the layer whose output is the logits, as in ``named_modules()``; ``""`` for the module
+            itself, if ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
+            and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
+        absent: The constant, less than infinity. With minus infinity a loss must not use absent logits in any other
+            way, as label smoothing does, and a client with a single class learns nothing, because its loss is 0.
+
+    Raises:
+        ValueError: If the constant is infinity or NaN; or, when training starts, if the module has no such layer, the
+            examples have no labels, or the layer has fewer outputs than there are classes.
+
+    Reference:
+        Diao et al. (2021), HeteroFL, section 3: the masked cross-entropy. Its constant is that of the published code.
+
+    Example:
+        >>> from lightning_spectral.client.batches import BatchSource
+        >>> head, labels = nn.Linear(2, 4), torch.tensor([3, 0, 3])
+        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
+        >>> data = ClientData(source, torch.arange(3), 3, seed=0, ids=(), labels=lambda: labels)
+        >>> with MaskedLogits(layer="").while_training(head, data):
+        ...     print(head(torch.ones(1, 2))[:, 1:3])
+        tensor([[0., 0.]], grad_fn=<SliceBackward0>)
+    """
+
+    layer: str = "head"
+    absent: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, str):
+            raise TypeError(f"`layer` must be the dotted name of a layer, got {self.layer!r}; write layer='head'.")
+        check_fields(self, absent=ABSENT)
+
+    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
+        """Check that the layer exists, can be masked, and has an output for each class."""
+        layer = _found(module, self.layer)
+        try:
+            num_classes = 1 + int(labels().max())
+        except ValueError as error:
+            raise ValueError(
+                "MaskedLogits needs the class of every training example, FederatedDataModule(..., labels=...). "
+                f"{error} Leave the hook out where an example has several classes, or none."
+            ) from error
+        num_outputs = next(
+            (getattr(layer, name) for name in ("out_features", "out_channels") if hasattr(layer, name)), None
+        )
+        if num_outputs is not None and num_outputs < num_classes:
+            raise ValueError(_too_few(self.layer, num_outputs, num_classes - 1))
+
+    def start_client(self, module: nn.Module, optimizer: Optimizer) -> None:
+        """Nothing to do in each step."""
+
+    @contextmanager
+    def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
+        """Mask the output of the layer within the block."""
+        masking = _Masking(self, data.classes())
+        handle = module.get_submodule(self.layer).register_forward_hook(masking)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not masking.has_acted:
+            warnings.warn(
+                f"MaskedLogits has masked nothing: the layer {self.layer!r} was not called while a client trained. "
+                "Name the one that `training_step` calls.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
+        """The rows of absent classes in the parameters of a linear layer or convolution that no other layer shares."""
+        layer = module.get_submodule(self.layer)
+        if not isinstance(layer, nn.Linear | _ConvNd) or isinstance(layer, _ConvTransposeNd) or not self.layer:
+            return {}
+        rows = _absent(data.classes(), len(layer.weight))
+        owners = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+        own = {f"{self.layer}.{name}": id(getattr(layer, name)) for name in ("weight", "bias")}
+        return {name: rows for name, owner in own.items() if len(rows) and owners.count(owner) == 1}
+
+
+class _Masking:
+    """A forward hook that fills the logits of one client's absent classes, which it finds in the first pass."""
+
+    def __init__(self, hook: MaskedLogits, classes: Tensor) -> None:
+        self.hook = hook
+        self.classes = classes
+        self.absent: Tensor | None = None
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether there was a forward pass."""
+        return self.absent is not None
+
+    def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+        """Return the masked output; ``None`` leaves it as it is."""
+        dim = -1 if hasattr(layer, "out_features") else 1
+        if self.absent is None:
+            self.absent = self._find(output, dim)
+        if not len(self.absent):
+            return None
+        masked: Tensor = output.index_fill(dim, self.absent, _representable(self.hook.absent, output.dtype))
+        return masked
+
+    def _find(self, output: Any, dim: int) -> Tensor:
+        """The absent classes, on the device of the output."""
+        name = self.hook.layer
+        if not isinstance(output, Tensor) or output.ndim < 2:
+            got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                f"MaskedLogits masks a tensor of logits, one for each class, and the output of {name!r} is {got}; name "
+                "the layer that makes the logits."
+            )
+        largest = int(self.classes.max()) if len(self.classes) else -1
+        if largest >= output.shape[dim]:
+            raise ValueError(_too_few(name, output.shape[dim], largest))
+        return _absent(self.classes, output.shape[dim]).to(output.device)
+
+
+def _representable(constant: float, dtype: torch.dtype) -> float:
+    """The nearest number that a type can represent, since half precision has no -1e9; minus infinity is unchanged."""
+    largest: float = torch.finfo(dtype).max
+    return constant if math.isinf(constant) else max(-largest, min(constant, largest))
+
+
+def _absent(classes: Tensor, num_classes: int) -> Tensor:
+    """All classes from 0 to ``num_classes - 1`` that are not in ``classes``."""
+    return torch.ones(num_classes, dtype=torch.bool).index_fill_(0, classes[classes >= 0], False).nonzero().squeeze(1)
+
+
+def _too_few(layer: str, num_outputs: int, largest: int) -> str:
+    if num_outputs == 1:
+        return (
+            f"MaskedLogits: the layer {layer!r} has one output, and there are examples of class {largest}; a single "
+            "logit cannot be masked by class: leave the hook out, or train one output per class with cross-entropy."
+        )
+    return (
+        f"MaskedLogits: the layer {layer!r} has {num_outputs} outputs, and there are examples of class {largest}; "
+        "name the layer that makes the logits, or number classes from 0: FederatedDataModule(..., labels=...)."
+    )
+
+
+def _found(module: nn.Module, name: str) -> nn.Module:
+    """The layer with a given name.
+
+    Raises:
+        ValueError: If there is none, or it is inside a compiled module, which does not notice hooks being added.
+    """
+    layers: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
+    if name not in layers:
+        close = difflib.get_close_matches(name, list(layers), cutoff=0.5) or list(layers)[1:][-3:]
+        raise ValueError(
+            f"MaskedLogits: {type(module).__name__} has no layer {name!r}; it has {', '.join(map(repr, close))}."
+        )
+    *above, _ = ["", *(name[:i] for i, letter in enumerate(name) if letter == "."), name] if name else [""]
+    compiled = [path for path in above if hasattr(layers[path], "_orig_mod")]
+    if compiled:
+        raise ValueError(
+            f"MaskedLogits cannot mask {name!r} inside of {compiled[0]!r}, which is compiled for all clients at once; "
+            "compile the layers below the logits alone."
+        )
+    return layers[name]

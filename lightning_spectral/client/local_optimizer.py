@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.client.training_checks import LISTED, foreign_parameters, placed
-from lightning_spectral.protocol.attribute_paths import path_to
+from lightning_spectral.protocol.kept_state import path_to
 from lightning_spectral.protocol.records import Options
 
+LISTED = 3  # further parameters are counted
 NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
 Origin = Callable[[str], str]
 Overrides = Callable[[str, Options], Options]
@@ -295,3 +295,27 @@ def _variables_of(function: Callable[..., Any]) -> Mapping[str, Any]:
         return {}
     used = inspect.getclosurevars(function)
     return {**used.globals, **used.nonlocals}
+
+
+def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise ``ValueError`` if the module has lost parameters of its optimizer since this was made, e.g. in a hook."""
+    if foreign := foreign_parameters(optimizer, module):
+        listed = ", ".join(f"{place} of shape {tuple(parameter.shape)}" for place, parameter in foreign[:LISTED])
+        raise ValueError(
+            f"{type(module).__name__} no longer has what its {type(optimizer).__name__} trains ({listed}): a hook has "
+            "replaced a layer or a parameter, and the new one would not be trained. Replace it before the fit, or "
+            "change its values in place, with `copy_` under torch.no_grad()."
+        )
+
+
+def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters of an optimizer that are not a module's, each with its place in the optimizer."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return [(place, p) for place, p in placed(optimizer) if p.requires_grad and id(p) not in own]
+
+
+def placed(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of an optimizer, with its place there."""
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield f"parameter {position} of group {index}", parameter

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_spectral.client.user_step import num_accepted
+from lightning_spectral.client.local_loop import num_accepted
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.network.device import ClientData, DeviceService, answered
 from lightning_spectral.network.line import Answer, Line, Question

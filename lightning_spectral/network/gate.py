@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.network.line import Answer
 from lightning_spectral.network.messages import IDENTITY, REFUSED, Identity, Parts, record_of

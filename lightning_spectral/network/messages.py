@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.side import ClientSide
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.codec import VERSION, decode, encode
 from lightning_spectral.protocol.records import Download, Upload

@@ -13,8 +13,7 @@ from torch import Tensor
 from lightning_spectral.algorithms.costs import round_bytes
 from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.client.batches import Collate
-from lightning_spectral.client.local_loop import LossLoop
-from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
 from lightning_spectral.errors import RoundError
 from lightning_spectral.network.executor import RemoteExecutor, evaluate_on_devices
 from lightning_spectral.network.gate import UploadGate
@@ -28,9 +27,9 @@ from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.several import MultiModelModule
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.per_client import Assigned
-from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine
 
 PRECISIONS = "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"
 
@@ -156,13 +155,13 @@ class RemoteClients(ServerData):
         )
         self.roster.wait_for(math.ceil(min(self._usual_size(), self.num_clients)), f"Round {round_idx}")
 
-    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer) -> Executor:
+    def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor:
         """The executor that sends downloads to devices.
 
         Raises:
             ValueError: If the run has settings that devices cannot honour.
         """
-        side, trainer = run.half.device_half, owner.trainer
+        side, trainer = engine.half.device_half, owner.trainer
         if trainer.world_size > 1:
             raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
         if trainer.precision not in PRECISIONS:
@@ -176,7 +175,7 @@ class RemoteClients(ServerData):
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        return RemoteExecutor(self.roster, start, UploadGate(run.server, side), self.deadline, self.at_once)
+        return RemoteExecutor(self.roster, start, UploadGate(engine.server, side), self.deadline, self.at_once)
 
     @property
     def held_out(self) -> HeldOut:

@@ -15,7 +15,7 @@ from lightning_spectral.network.gate import read_identity
 from lightning_spectral.network.line import Asking, Line, Question
 from lightning_spectral.network.messages import WHO, Holding, Identity
 from lightning_spectral.protocol.per_client import Assigned
-from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.cohorts import ClientDirectory
 
 ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there

@@ -13,9 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalLoop, LossLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
-from lightning_spectral.client.user_step import Recorder
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
 from lightning_spectral.network.messages import Start
 from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
 from lightning_spectral.plugin.logs import redirect

@@ -103,7 +103,7 @@ class SavedRun:
         if is_unfinished and progress.kept is not None and self._is_disturbed() and progress.kept.replace(checkpoint):
             return
         for engine in engines:
-            engine.check_server_rests()
+            engine.check_not_stepping()
         write_arguments(checkpoint, self._given)
         for name, member in members.items():
             with own_checkpoint(checkpoint, name) as own:

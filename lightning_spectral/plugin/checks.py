@@ -18,7 +18,7 @@ from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.processes import ClientParallelStrategy
 from lightning_spectral.plugin.user_hooks import is_overridden
-from lightning_spectral.protocol.averaged_parameters import check_averaged_parameters
+from lightning_spectral.protocol.buffer_rules import check_averaged_parameters
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.simulation import Conditions
 

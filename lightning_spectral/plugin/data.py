@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
-from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.client.local_loop import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.partition import (
     Labels,
@@ -31,9 +31,9 @@ from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
-from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine
 
 
 def check_dealt(train: Any, partitioner: Any) -> None:
@@ -206,12 +206,12 @@ class ServerData(pl.LightningDataModule):
         """
         raise NotImplementedError
 
-    def make_executor(self, owner: Any, run: Run, local_trainer: LocalTrainer) -> Executor | None:
+    def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor | None:
         """Create the executor of clients that are elsewhere; by default there are none, and it returns ``None``.
 
         Args:
             owner: The `FederatedModule` of the model that they train.
-            run: Settings and state shared by its rounds.
+            engine: Runs its rounds.
             local_trainer: Runs a client's local epochs.
         """
         return None

@@ -15,10 +15,9 @@ from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.server.measuring import measure_figures
+from lightning_spectral.server.cohorts import SampledCohorts
 from lightning_spectral.server.processes import predicted_work, shares
-from lightning_spectral.server.sampled_cohorts import SampledCohorts
-from lightning_spectral.server.turn import Turn, play
+from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
@@ -80,7 +79,7 @@ class Federation:
             for callback in callbacks:
                 callback.on_client_end(trainer, module, turn)
 
-        play(member.engine.round, self.runtime.until_stopped(units), start, end)
+        member.engine.round.play(self.runtime.until_stopped(units), start, end)
 
     def finish_round(self) -> None:
         """Close the round, step the servers on their pseudo-gradients, step the schedules and log the round."""
@@ -230,7 +229,7 @@ class Cohorts:
         """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
         for member in self._members.values():
             if (engine := member.engine_or_none) is not None:  # with a sampler, cohorts can be drawn without a fit
-                engine.run.clients.begin_round(round_idx)
+                engine.clients.begin_round(round_idx)
         if self._resumed[0] == round_idx:
             return self._resumed[1]
         if self.sampled is None:
@@ -251,7 +250,7 @@ class Cohorts:
         (member,) = self._members.values()
         generator = derived_generator(self._plan.seed, "participation", round_idx)
         participation = cast(UniformParticipation, self._plan.participation)
-        clients = member.engine.run.clients
+        clients = member.engine.clients
         ids = participation.cohort(clients.num_clients, generator).tolist()
         return [
             WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, clients.sizes_of(ids), strict=True)
@@ -261,7 +260,7 @@ class Cohorts:
         """Measure the figures that the sampler is based on, for those clients that are due to be measured."""
         for index, member in enumerate(self._members.values()):
             if units := sampled.due(round_idx, index):
-                sampled.note_measured(index, measure_figures(member.engine, round_idx, units))
+                sampled.note_measured(index, member.engine.measure(round_idx, units))
 
     def note(self, index: int, summary: RoundSummary) -> RoundSummary:
         """Let the sampler learn from a round of one model, and add its diagnostics to the round's summary."""
@@ -288,7 +287,7 @@ class Cohorts:
         return [self._work_of(by_key[unit.model], unit) for unit in units]
 
     def _work_of(self, member: Member, unit: WorkUnit) -> float:
-        clients = member.engine.run.clients
+        clients = member.engine.clients
         work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
         return work if len(self._members) == 1 else work * sum(p.numel() for p in member.owner.module.parameters())
 

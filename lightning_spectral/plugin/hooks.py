@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.client.user_step import call_with_accepted
+from lightning_spectral.client.local_loop import call_with_accepted
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable, handle_whole_files
 from lightning_spectral.plugin.checkpoints import SavedRun
@@ -40,7 +40,7 @@ from lightning_spectral.plugin.rounds import Runtime, with_boundaries
 from lightning_spectral.plugin.settings import TRAINER_SETTINGS, FixedArguments, check_same_everywhere, config_of
 from lightning_spectral.plugin.trainer import convert_now, full_precision
 from lightning_spectral.protocol.records import WorkUnit
-from lightning_spectral.server.client_directory import ClientDirectory
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.processes import Processes
 
 Checkpoint = dict[str, Any]

@@ -12,16 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_task import LocalTrainer
+from lightning_spectral.client.local_loop import LocalTrainer
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.protocol.records import WorkUnit
-from lightning_spectral.server.client_directory import ClientDirectory
-from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm
 from lightning_spectral.server.optimizers import FedOptimizer
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.update_norms import MaxUpdateNorm
+from lightning_spectral.server.round import Engine
 from lightning_spectral.simulation import Conditions
 
 ServerOptimizer = FedOptimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -81,10 +79,10 @@ class Trained(Protocol):
     def device(self) -> torch.device:
         """Device of the module."""
 
-    def make_executor(self, run: Run) -> Executor:
+    def make_executor(self, engine: Engine) -> Executor:
         """Create the executor that runs the device half of a run's rounds."""
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = ...) -> Executor:
+    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = ...) -> Executor:
         """Create an executor that trains clients one after another, in this process."""
 
     def zero_grad(self) -> None:

@@ -22,24 +22,22 @@ from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.local_optimizer import (
     check_optimizer,
     check_own_parameters,
+    check_still_own,
     options_of,
     trainable_parameters,
     untrained_parameters,
 )
-from lightning_spectral.client.training_checks import check_still_own
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.host import Host, Trained
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.plugin.user_hooks import check_configures
-from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
-from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.round import OpenRound
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.simulation import Conditions
 
 
@@ -194,10 +192,11 @@ class Member:
         owner, sampler = self.owner, self.plan.participation
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         store.to(owner.device)
-        run = Run(
+        return Engine(
             algorithm,
             half,
             self.plan.clients_of(self.name, algorithm),
+            owner.make_executor,
             seed=owner.seed,
             local_epochs=owner.local_epochs,
             absolute=isinstance(sampler, Sampler) and not sampler.normalize,
@@ -211,9 +210,8 @@ class Member:
             store=store,
             frozen_base=frozen_base,
             profile=self.runtime.profile,
+            make_measuring=partial(owner.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,
         )
-        losses = partial(owner.make_local_executor, run, LossLoop) if figure == "loss" else None
-        return Engine(run, partial(owner.make_executor, run), losses)
 
     def _options(self) -> tuple[tuple[Options, ...], ...]:
         return tuple(options_of(template) for template in self.templates)
@@ -231,7 +229,7 @@ class Member:
     def apply_round(self) -> RoundSummary:
         """Turn the round's sums into pseudo-gradients."""
         summary = self.engine.apply_round()
-        self.first_rounds.end(self.engine.run.half, summary)
+        self.first_rounds.end(self.engine.half, summary)
         return summary
 
     def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:

@@ -15,9 +15,7 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
-from lightning_spectral.client.user_step import Recorder
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, Recorder
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
@@ -36,12 +34,10 @@ from lightning_spectral.plugin.user_hooks import (
     for_evaluation_only,
     only_or_all,
 )
-from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.update_norms import MaxUpdateNorm
+from lightning_spectral.server.round import Engine
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
@@ -176,16 +172,16 @@ class FederatedModule(FederatedHooks, Trained):
     def templates(self) -> list[Optimizer]:
         return self.member.templates
 
-    def make_executor(self, run: Run) -> Executor:
+    def make_executor(self, engine: Engine) -> Executor:
         """Create the executor of the rounds' device half: by default clients train one by one, in this process.
 
         Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
         """
-        return self.make_local_executor(run)
+        return self.make_local_executor(engine)
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = LocalLoop) -> Executor:
+    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
-        if (remote := self.data.make_executor(self, run, local_trainer)) is not None:
+        if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
             return cast(Executor, remote)
         schedulers = only_or_all([_StepsOncePerRound(one.scheduler) for one in self.member.schedules.schedulers])
 
@@ -195,8 +191,8 @@ class FederatedModule(FederatedHooks, Trained):
 
         placement = placement_of(self.trainer, self.device, self.module, self.data)
         settings = LocalSettings(placement, self.local_hooks, defines, redirect)
-        half, data = run.half.device_half, self.data.client_data
-        device = Device(run.server, half, self.templates(), data, settings, local_trainer, attach, run.profile)
+        half, data = engine.half.device_half, self.data.client_data
+        device = Device(engine.server, half, self.templates(), data, settings, local_trainer, attach, engine.profile)
         return SequentialExecutor(device)
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:

@@ -17,12 +17,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_spectral.client.metrics import isolate_metrics, metrics_of
+from lightning_spectral.client.local_loop import isolate_metrics, metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import as_host
 from lightning_spectral.protocol.records import WorkUnit
-from lightning_spectral.server.meetings import Meetings
-from lightning_spectral.server.processes import Processes
+from lightning_spectral.server.processes import Meetings, Processes
 from lightning_spectral.server.round import listed, named
 
 

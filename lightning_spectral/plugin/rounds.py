@@ -28,8 +28,7 @@ from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, action_name, scaled_by
-from lightning_spectral.protocol.records import RoundSummary, WorkUnit
-from lightning_spectral.protocol.stage_clock import Profile
+from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.server.processes import Processes
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.amp.grad_scaler import GradScaler
 
-from lightning_spectral.client.local_task import Placement
+from lightning_spectral.client.local_loop import Placement
 from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.user_hooks import is_overridden
 

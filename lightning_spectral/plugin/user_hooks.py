@@ -13,7 +13,7 @@ from lightning_spectral.plugin.host import Share
 
 T = TypeVar("T")
 
-# Hooks of a client's local steps run while the module is that client: see `client.user_step`. The hooks below cannot.
+# Hooks of a client's local steps run while the module is that client: see `client.local_loop`. The hooks below cannot.
 REFUSED_HOOKS: Mapping[str, str] = MappingProxyType(
     {
         "lr_scheduler_step": "schedulers step once per round; remove the override",

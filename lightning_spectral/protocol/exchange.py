@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.protocol.averaged_parameters import averaged_parameters
-from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules, unit_vectors
+from lightning_spectral.protocol.buffer_rules import BufferRules, averaged_parameters, buffer_rules, unit_vectors
 
 Tensors = Mapping[str, Tensor]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.protocol.averaged_parameters import averaged_parameters
+from lightning_spectral.protocol.buffer_rules import averaged_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
 Key = tuple[int, str]

@@ -1,20 +1,21 @@
-"""Settings of clients: one for all, given in shares, or one per client."""
+"""Settings that differ between clients, or change from round to round."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.arguments import Number, Rule
+from lightning_spectral.arguments import Number, Rule, Whole
 from lightning_spectral.protocol.rng import derived_generator
 
 __all__ = ["Assigned", "PerClient", "assign", "check_num_entries", "check_per_client", "entries_of"]
 
 T = TypeVar("T", bound=Hashable)
+V = TypeVar("V")
 PerClient: TypeAlias = T | Mapping[T, float] | Sequence[T]
 
 
@@ -152,3 +153,55 @@ def _exact_counts(shares: Sequence[float], num_clients: int) -> Tensor:
     order = (counts - wanted).argsort(stable=True)
     counts[order[:left_over]] += 1
     return counts
+
+
+class _NamedInYaml:
+    """Makes jsonargparse require a ``class_path``, as it does not for a dataclass among other dataclasses."""
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(_NamedInYaml, Generic[V]):
+    """A setting that depends on the round: each value holds from its round until that of the next value.
+
+    `SpectralSharding` accepts schedules for its strategy and its design.
+
+    Args:
+        values: Maps the first round of each value, counted from 0, to the value. Round 0 must have one.
+
+    Raises:
+        ValueError: If a key is not a round, or round 0 is missing.
+
+    Example:
+        >>> from lightning_spectral.sharding import Collective, TopN
+        >>> schedule = Schedule({0: TopN(), 50: Collective()})
+        >>> schedule.at(49), schedule.at(50)
+        (TopN(), Collective(cohort='group'))
+    """
+
+    values: Mapping[int, V]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.values, Mapping):
+            raise ValueError(f"A schedule maps rounds to values, got {self.values!r}; write Schedule({{0: ...}}).")
+        round_idx = Whole(at_least=0, hint="the keys of a schedule are rounds")
+        values = {round_idx("values", key): value for key, value in self.values.items()}
+        if 0 not in values:
+            raise ValueError(f"A schedule needs a value for round 0, got rounds {sorted(values)}.")
+        object.__setattr__(self, "values", {key: values[key] for key in sorted(values)})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.values!r})"
+
+    def at(self, round_idx: int) -> V:
+        """The value that holds in a round."""
+        return self.values[max(start for start in self.values if start <= round_idx)]
+
+
+def value_at(setting: V | Schedule[V], round_idx: int) -> V:
+    """The value of a setting in a round; a setting without a schedule is always the same."""
+    return setting.at(round_idx) if isinstance(setting, Schedule) else setting
+
+
+def values_of(setting: V | Schedule[V]) -> Iterable[V]:
+    """Every value that a setting may have."""
+    return setting.values.values() if isinstance(setting, Schedule) else [setting]

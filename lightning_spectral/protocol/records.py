@@ -1,9 +1,11 @@
-"""Records of what is sent between server and devices, and of the outcome."""
+"""Records of what is sent between server and devices, of the outcome, and of the seconds that it took."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -323,3 +325,41 @@ class LoggedValue:
 def num_bytes(tensors: Tensors) -> int:
     """Size of the values of some named tensors, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
+Profile = Callable[[str], AbstractContextManager[Any]]
+
+
+class StageClock:
+    """Adds up the seconds that each stage takes.
+
+    Args:
+        profile: Maps the name of a stage to a context manager that is entered around it; for a profiler.
+
+    Example:
+        >>> clock = StageClock()
+        >>> with clock.measure("train"):
+        ...     pass
+        >>> 0.0 < clock.seconds["train"] < 1.0
+        True
+    """
+
+    def __init__(self, profile: Profile = nullcontext) -> None:
+        self.profile = profile
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Measure a block, even if it raises."""
+        start = time.perf_counter()
+        try:
+            with self.profile(stage):
+                yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds that were measured elsewhere."""
+        for stage, more in seconds.items():
+            self.seconds[stage] += more

@@ -1,9 +1,8 @@
 """The server half of a run: rounds, clients' turns, averages and the server's step."""
 
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
+from lightning_spectral.server.fault_policy import Faults, LeaveOut, MaxUpdateNorm, Raise
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
-from lightning_spectral.server.update_norms import MaxUpdateNorm
 
 __all__ = [
     "BoundedMomentum",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
-from lightning_spectral.client.training_checks import WATCHED_ROUNDS
+from lightning_spectral.client.device import WATCHED_ROUNDS
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary

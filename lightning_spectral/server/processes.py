@@ -1,9 +1,11 @@
-"""The processes of a run: how they share work, and communicate in plain torch.distributed; a single one does not."""
+"""The processes of a run: how they share work and meet, in plain torch.distributed; a single one does neither."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -11,19 +13,20 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from lightning_spectral.errors import RoundError
+from lightning_spectral.errors import LostProcessError, RoundError
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import WorkUnit
-from lightning_spectral.server.meetings import Meetings
 from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Layout = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
 _BUCKET = 2**22  # values that are added up at a time
+PATIENCE = 5.0  # seconds to wait for the store, or for processes that have just been disconnected
 
 
 @dataclass(frozen=True)
-class Processes(Peers):
+class Processes(Peers, Workers):
     """This process among those that train the same rounds; all of them call these methods together.
 
     Attributes:
@@ -99,7 +102,8 @@ class Processes(Peers):
         if self.size == 1:
             return [do(piece) for piece in pieces]
         dealt = deal([cost(piece) for piece in pieces], self.size)
-        mine, error = _try_all(do, [pieces[i] for i in dealt[self.rank]])
+        done, error = _try(lambda: [do(pieces[i]) for i in dealt[self.rank]])
+        mine = done or []
         gathered = self.gather((_text(error), [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
         raise_everywhere([text for text, _ in gathered], error, RoundError)
         results: dict[int, Tensors] = {}
@@ -109,7 +113,9 @@ class Processes(Peers):
 
     def _broadcast(self, owner: int, mine: list[Tensors], layout: Layout) -> list[Tensors]:
         """Broadcast the tensors that one process computed, in one message for each dtype."""
-        received = mine if owner == self.rank else [self._empty(one) for one in layout]
+        received = mine
+        if owner != self.rank:
+            received = [tuple(torch.empty(s, dtype=d, device=self.device) for s, d in one) for one in layout]
         for dtype in dict.fromkeys(dtype for one in layout for _, dtype in one):
             tensors = [tensor for one in received for tensor in one if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -119,9 +125,6 @@ class Processes(Peers):
                 for tensor, values in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
                     tensor.copy_(values.view_as(tensor))
         return received
-
-    def _empty(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Tensors:
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in layout)
 
 
 def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: type[Exception]) -> None:
@@ -139,13 +142,6 @@ def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: t
     """
     if failed := [f"{text} (process {rank})" for rank, text in enumerate(texts) if text is not None]:
         raise kind("\n".join(failed)) from own
-
-
-def _try_all(do: Callable[[T], Tensors], pieces: Sequence[T]) -> tuple[list[Tensors], Exception | None]:
-    try:
-        return [do(piece) for piece in pieces], None
-    except Exception as error:
-        return [], error
 
 
 def _try(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -228,3 +224,178 @@ def predicted_work(num_examples: int, keep_ratio: float) -> float:
         75.0
     """
     return num_examples * (1.0 + keep_ratio) / 2.0
+
+
+class Meetings:
+    """Counts the meetings of this process in the store through which the processes found each other.
+
+    There the others can read the count: one when a process arrives, and one more when it leaves. All processes meet in
+    the same order. If a meeting fails, those who had arrived say so in the store. Those who had arrived and say
+    nothing are missing, and so are those who have not arrived.
+
+    Args:
+        rank: Rank of this process, from 0.
+        size: Number of processes.
+
+    Attributes:
+        turns: What each process is doing until the next meeting, by rank, as far as this one knows.
+        is_broken: Whether a process is missing; there are no more meetings then.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.turns: Mapping[int, str] = {}
+        self.is_broken = False
+        self._count = 0
+        self._is_ending = False
+        self._next_look = 0.0
+        self._set("meetings", "0")
+        self._set("end", "0")
+
+    def begin(self, turns: Mapping[int, str]) -> None:
+        """Note what each process does until the next meeting, by rank."""
+        self.turns = turns
+        self.note(turns[self.rank])
+
+    def note(self, turn: str) -> None:
+        """Tell the other processes what this one does, in case it does not arrive."""
+        self._set("turn", turn)
+
+    def must_end(self, is_told: bool) -> bool:
+        """Whether this process or another was told to end; it tells the others, and asks them once a second."""
+        if is_told and not self._is_ending:
+            self._set("end", "1")
+        if not is_told and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + 1.0
+            others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
+            try:
+                is_told = within(PATIENCE, lambda: any(_number(store, _key("end", rank)) > 0 for rank in others))
+            except (TimeoutError, RuntimeError):
+                is_told = False  # the next meeting finds out who is missing
+        self._is_ending |= is_told
+        return self._is_ending
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Enclose what all processes do together.
+
+        Raises:
+            LostProcessError: If a process does not arrive, or ends or hangs in the meeting. If there is no such
+                process, the block's own error is raised.
+        """
+        try:
+            self._count += 1
+            self._set("meetings", str(self._count))
+            yield
+            self._count += 1
+            self._set("meetings", str(self._count))
+        except RuntimeError as error:  # from torch.distributed: a closed connection, or a timeout
+            missing, is_sure = self._missing()
+            if not missing:
+                raise
+            self.is_broken = True
+            raise LostProcessError(_explanation(missing, is_sure, self.turns, error)) from error
+
+    def _set(self, what: str, value: str) -> None:
+        _store().set(_key(what, self.rank), value)
+
+    def _missing(self) -> tuple[list[int], bool]:
+        """The missing ranks, and whether that is certain: process 0 may have ended, and its store with it."""
+        others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
+        try:
+            counts = within(PATIENCE, lambda: {rank: _number(store, _key("meetings", rank)) for rank in others})
+            known = within(PATIENCE, lambda: {rank: _read(store, _key("turn", rank)) for rank in others})
+            self.turns = {**self.turns, **{rank: turn for rank, turn in known.items() if turn}}
+            silent = self._silent([rank for rank in others if counts[rank] == self._count], store)
+            return [rank for rank in others if rank in silent or counts[rank] < self._count], True
+        except TimeoutError:
+            return [0], True  # its store does not answer, so it was stopped, or its machine cannot be reached
+        except RuntimeError:
+            return others, self.size == 2
+
+    def _silent(self, arrived: Sequence[int], store: Any) -> list[int]:
+        """Call the roll of those who had arrived at a meeting that failed: the ranks that do not answer."""
+        if dist.get_backend() != "gloo":
+            return []
+        self._set("failed meeting", str(self._count))
+        self.is_broken = True
+        dist.destroy_process_group()  # others may be waiting for another process: now they get an error too
+        silent, end = list(arrived), time.monotonic() + PATIENCE
+
+        def still_silent() -> list[int]:
+            return [rank for rank in silent if _number(store, _key("failed meeting", rank)) < self._count]
+
+        while silent and time.monotonic() < end:
+            time.sleep(0.05)
+            silent = within(PATIENCE, still_silent)
+        if self.rank == 0:
+            time.sleep(1.0)  # the others read the store of this process
+        return silent
+
+
+def within(seconds: float, ask: Callable[[], T]) -> T:
+    """Ask something that may never be answered: torch waits without bound for the store of a stopped process.
+
+    Raises:
+        TimeoutError: If there is no answer in time.
+
+    Example:
+        >>> within(9.0, lambda: 2 + 3)
+        5
+    """
+    answers: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            answers.append((ask(), None))
+        except BaseException as error:
+            answers.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not answers:
+        raise TimeoutError
+    value, error = answers[0]
+    if error is not None:
+        raise error
+    return value  # type: ignore[no-any-return]
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(what: str, rank: int) -> str:
+    return f"lightning_spectral/{what} of process {rank}"
+
+
+def _read(store: Any, key: str) -> str:
+    return str(store.get(key).decode()) if store.check([key]) else ""
+
+
+def _number(store: Any, key: str) -> int:
+    return int(_read(store, key) or -1)
+
+
+def _explanation(missing: Sequence[int], is_sure: bool, turns: Mapping[int, str], error: Exception) -> str:
+    """What has happened and how to continue; the last line is torch's message.
+
+    Example:
+        >>> print(_explanation([1], True, {1: "round 3, client 7"}, RuntimeError("Connection closed by peer")))
+        Process 1 (round 3, client 7) is missing from a meeting of the processes: it has ended, and its own output says
+        why, or it hangs, or it needs longer than the `timeout` of ClientParallelStrategy. ...
+        Connection closed by peer
+    """
+    named = ", ".join(f"{rank} ({turns[rank]})" if rank in turns else str(rank) for rank in missing)
+    who = f"Process {named} is missing from a meeting of the processes: it"
+    if not is_sure:
+        who = f"One of the processes {named} is missing from a meeting, and process 0, which knows who, is gone: it"
+    elif len(missing) > 1:
+        who = f"Processes {named} are missing from a meeting of the processes: one of them"
+    return (
+        f"{who} has ended, and its own output says why, or it hangs, or it needs longer than the `timeout` of "
+        "ClientParallelStrategy. End what is left, and start all processes again: with "
+        f"fit(..., ckpt_path=latest_checkpoint(folder)) the run goes on from its last saved round.\n{error}"
+    )

@@ -1,42 +1,256 @@
-"""One open round: who takes part, what is sent, and how the sums become a pseudo-gradient."""
+"""The rounds of one model, in plain torch: callbacks decide when, an algorithm decides what."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeVar
 
-from lightning_spectral.algorithms.base import Round
+from torch import nn
+
+from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
-from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.cohort import ClientStore, Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
-from lightning_spectral.protocol.records import ClientOutcome, Download, Receipt, RoundSummary, Upload, WorkUnit
-from lightning_spectral.protocol.stage_clock import STAGES, StageClock
+from lightning_spectral.protocol.frozen_base import FrozenBase
+from lightning_spectral.protocol.records import (
+    EXPLANATIONS,
+    STAGES,
+    ClientOutcome,
+    Download,
+    ExclusionReason,
+    Failure,
+    Options,
+    Profile,
+    Receipt,
+    RoundSummary,
+    StageClock,
+    Upload,
+    WorkUnit,
+)
 from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import clients_by_reason
+from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm, clients_by_reason, update_norm
 from lightning_spectral.server.metrics import round_means
-from lightning_spectral.server.processes import raise_everywhere
-from lightning_spectral.server.run import Run, SubModelSize
-from lightning_spectral.server.update_norms import update_norm
-from lightning_spectral.simulation import SimulatedTask
+from lightning_spectral.server.processes import Processes, raise_everywhere
+from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
 from lightning_spectral.sums import Extremes, add_up
-from lightning_spectral.sums.exact_mean import Peers
+from lightning_spectral.sums.exact_mean import Peers, can_be_summed
 
+Figure = Literal["", "loss", "update", "stale update"]
+Key = tuple[int, str]
 RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
+NUMBER = 4  # bytes of the one number that a measured client uploads
+
+
+class SubModelSize(NamedTuple):
+    """The size of the sub-models of one keep ratio, which all of its clients share.
+
+    Attributes:
+        num_parameters: Number of values in its parameters.
+        downlink_bytes: Bytes sent to a client.
+        uplink_bytes: Bytes that it sends back.
+    """
+
+    num_parameters: int = 0
+    downlink_bytes: int = 0
+    uplink_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Engine:
+    """Opens and closes the rounds of one model in one fit.
+
+    Attributes:
+        algorithm: The algorithm, as the user chose it.
+        half: The algorithm, bound to the user's module with dense weights.
+        clients: What is known of the clients.
+        make_executor: Creates the executor that runs the device half; called when the first round opens.
+        seed: The run's seed.
+        local_epochs: Passes over a client's data in a round; 0 trains nothing.
+        absolute: Whether units' coefficients are used as weights without being divided by their sum; see `Cohort`.
+        options: Called once a round; returns the options of the parameter groups of each of the user's optimizers.
+        model: The model's name; empty if there is only one.
+        figure: The figure of each client that the sampler uses; "" for none.
+        faults: What to do about clients that do not report back.
+        update_bound: Bound on each client's update; ``None`` for none.
+        conditions: Simulated dropout and device speed.
+        processes: The processes that train the clients of a round; each has its own engine, with the same weights.
+        store: State of single clients that the server keeps.
+        frozen_base: Record of the frozen tensors that each client already has.
+        profile: Maps the name of a stage to a context manager that is entered around it.
+        make_measuring: Creates the executor that measures clients before a round; ``None`` to use the same one.
+        round_is_open: Whether a round is open.
+        server_is_stepping: Whether the server's step has begun and not ended.
+    """
+
+    algorithm: Algorithm
+    half: ServerHalf
+    clients: ClientDirectory
+    make_executor: Callable[[Engine], Executor]
+    seed: int
+    local_epochs: int = 1
+    absolute: bool = False
+    options: Callable[[], tuple[tuple[Options, ...], ...]] = tuple
+    model: str = ""
+    figure: Figure = ""
+    faults: Faults = field(default_factory=Faults)
+    update_bound: MaxUpdateNorm | None = None
+    conditions: Conditions = field(default_factory=Conditions)
+    processes: Processes = field(default_factory=Processes)
+    store: ClientStore = field(default_factory=ClientStore)
+    frozen_base: FrozenBase = field(default_factory=FrozenBase)
+    profile: Profile = nullcontext
+    make_measuring: Callable[[Engine], Executor] | None = None
+    round_is_open: bool = field(default=False, init=False)
+    server_is_stepping: bool = field(default=False, init=False)
+    _sizes: dict[float, SubModelSize] = field(default_factory=dict, init=False)
+    _executor: Executor | None = field(default=None, init=False)
+    _measuring: Executor | None = field(default=None, init=False)
+    _round: OpenRound | None = field(default=None, init=False)
+
+    @property
+    def server(self) -> nn.Module:
+        """The user's module with dense weights."""
+        return self.half.server
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Dropout and device speed as assigned to the clients."""
+        return self.conditions.prepare(self.clients.num_clients, self.seed)
+
+    @property
+    def round(self) -> OpenRound:
+        """The open round."""
+        assert self._round is not None, "SVDRefresh opens a round before its first client"
+        return self._round
+
+    @property
+    def executor(self) -> Executor:
+        """The executor that runs the device half; created when first needed."""
+        if self._executor is None:
+            self._executor = self.make_executor(self)
+        return self._executor
+
+    def size_of(self, opened: Round, unit: WorkUnit, keep_ratio: float) -> SubModelSize:
+        """The size of a unit's sub-model; measured once for each keep ratio, on a temporary sub-model."""
+        if keep_ratio not in self._sizes:
+            download, _ = opened.send(unit)
+            side = self.half.device_half
+            with Forms(self.server, side.take_form).client(download.capacity) as client:
+                num_parameters = sum(parameter.numel() for parameter in client.parameters())
+                uplink_bytes = side.collect(client, download).num_bytes
+            self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
+        return self._sizes[keep_ratio]
+
+    def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
+        """Open a round and prepare it for its cohort, from the server's weights.
+
+        Args:
+            round_idx: Communication round, from 0.
+            units: The units that take part, in the cohort's order.
+        """
+        executor = self.executor
+        self._round = OpenRound(self, executor, round_idx, units)
+        self.round_is_open = True
+        executor.begin_round()
+        return self._round
+
+    def close_round(self) -> RoundSummary:
+        """Finish the average: afterwards the parameters of the server, or of its state, hold the pseudo-gradient.
+
+        All processes call it together and get the same result. If no client is left, and `Faults` allows that, there is
+        no gradient, and the server's step changes nothing.
+
+        Raises:
+            ClientError: If a client failed in one of several processes.
+            RoundError: If more clients were left out than `Faults` allows; the server's weights are as before the
+                round.
+        """
+        self.gather_round()
+        return self.apply_round()
+
+    def gather_round(self) -> None:
+        """The first half of `close_round`, which may still raise: add up the sums of all processes."""
+        self.round.executor.end_round()
+        self.round.gather()
+
+    def apply_round(self) -> RoundSummary:
+        """The second half of `close_round`: from here on the server's weights change."""
+        self.server_is_stepping = True
+        summary = self.round.apply()
+        self.round_is_open, self._round = False, None
+        return summary
+
+    def abandon_round(self) -> None:
+        """Discard the open round, if there is one, and the executors; the round will not be finished."""
+        if self._executor is not None:
+            self._executor.end_round()
+        self._executor = self._measuring = self._round = None
+
+    def settle(self) -> None:
+        """Update the server's module from the algorithm's state, after the server optimizer's step."""
+        self.half.settle()
+        self.server_is_stepping = False
+
+    def check_not_stepping(self) -> None:
+        """Raise ``RoundError`` if the server's step began but did not end, so that its weights belong to no round."""
+        if self.server_is_stepping:
+            raise RoundError(
+                "The server's step was interrupted: its weights belong to no round and are not saved. Resume from the "
+                "last checkpoint."
+            )
+
+    def measure(self, round_idx: int, units: Sequence[WorkUnit]) -> list[ClientOutcome]:
+        """Measure the loss or update norm of some clients at the server's current weights, without changing the server.
+
+        For losses, a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a
+        third of the multiplications of an epoch. For update norms, it trains as it would in the round and obtains the
+        same update, so a client that is drawn afterwards trains twice. It is sent its sub-model and sends one number
+        back.
+
+        Args:
+            round_idx: The round that is about to begin.
+            units: The units to measure.
+
+        Returns:
+            One outcome per unit, the same in all processes; those of failed clients are marked as left out.
+
+        Raises:
+            ClientError: If training fails and `Faults.on_error` says `Raise`.
+        """
+        if self._measuring is None:
+            self._measuring = self.executor if self.make_measuring is None else self.make_measuring(self)
+        executor, processes = self._measuring, self.processes
+        opened = OpenRound(self, executor, round_idx, units)
+
+        def measure() -> list[ClientOutcome]:
+            executor.begin_round()
+            try:
+                return list(opened.measured(units[processes.rank :: processes.size]))
+            finally:
+                executor.end_round()
+
+        gathered = processes.gather_results(measure, ClientError)
+        by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
+        self.frozen_base.note_outcomes(by_client.values())
+        return [by_client[unit.client_id] for unit in units]
 
 
 class OpenRound:
-    """One round of a run, from reading the server's weights to the pseudo-gradient.
+    """One round, from reading the server's weights to the pseudo-gradient.
 
     Args:
-        run: Settings and state shared by all rounds.
+        engine: Settings and state shared by all rounds.
         executor: Runs the device half.
         round_idx: Communication round, from 0.
         units: The units that take part, in the cohort's order.
@@ -50,82 +264,130 @@ class OpenRound:
         failure: A failure in this process that is raised once all processes meet.
     """
 
-    def __init__(self, run: Run, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
-        self.run = run
+    def __init__(self, engine: Engine, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
+        self.engine = engine
         self.executor = executor
         self.round_idx = round_idx
         self.units = tuple(units)
-        sizes = run.clients.sizes_of([unit.client_id for unit in self.units])
+        sizes = engine.clients.sizes_of([unit.client_id for unit in self.units])
         self.num_examples = {unit.key: size for unit, size in zip(self.units, sizes, strict=True)}
-        self.clock = StageClock(run.profile)
+        self.clock = StageClock(engine.profile)
         self.outcomes: list[ClientOutcome] = []
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
-        self._options = run.options()
-        run.store.discard()
-        with self.clock.measure("refresh"), suspecting_weights(run.server, round_idx):
+        self._options = engine.options()
+        engine.store.discard()
+        with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
             self.cohort = self._cohort()
-            run.frozen_base.refresh(run.half.frozen_tensors())
-            self.opened: Round = run.half.open(self.cohort)
-            limits = run.half.buffers.limits
-            self.extremes = Extremes(select_tensors(run.server, limits), limits)
+            engine.frozen_base.refresh(engine.half.frozen_tensors())
+            self.opened: Round = engine.half.open(self.cohort)
+            limits = engine.half.buffers.limits
+            self.extremes = Extremes(select_tensors(engine.server, limits), limits)
             tasks = {unit: self._simulated_task(unit) for unit in self.units}
-            self.simulated = run.simulation.outcomes(round_idx, tasks)
+            self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
-        groups: dict[float, list[WorkUnit]] = defaultdict(list)
+        engine, groups = self.engine, defaultdict[float, list[WorkUnit]](list)
         for unit in sorted(self.units, key=lambda unit: unit.key):
-            groups[self.run.clients.capacity_of(unit.client_id)].append(unit)
+            groups[engine.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
-        run = self.run
-        shares = {key: size / max(run.clients.num_examples, 1) for key, size in self.num_examples.items()}
-        return Cohort(run.seed, self.round_idx, units, run.processes, run.store, run.absolute, shares)
+        shares = {key: size / max(engine.clients.num_examples, 1) for key, size in self.num_examples.items()}
+        return Cohort(engine.seed, self.round_idx, units, engine.processes, engine.store, engine.absolute, shares)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
-        run, size = self.run, SubModelSize()
-        if run.conditions.clock is not None:
-            size = run.sizes.of(run.half, self.opened, unit, self.cohort.keep_ratio_of(unit))
-            size = size._replace(downlink_bytes=size.downlink_bytes - run.frozen_base.bytes_held_by(unit))
-        num_examples = run.clients.epoch_of(unit.client_id)
-        return SimulatedTask(self.cohort.keep_ratio_of(unit), num_examples, run.local_epochs, *size)
+        engine, keep_ratio, size = self.engine, self.cohort.keep_ratio_of(unit), SubModelSize()
+        if engine.conditions.clock is not None:
+            size = engine.size_of(self.opened, unit, keep_ratio)
+            size = size._replace(downlink_bytes=size.downlink_bytes - engine.frozen_base.bytes_held_by(unit))
+        return SimulatedTask(keep_ratio, engine.clients.epoch_of(unit.client_id), engine.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""
+        engine = self.engine
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.opened.send(unit)
-        run = self.run
         common = replace(
             download,
             round_idx=self.round_idx,
-            local_epochs=run.local_epochs,
+            local_epochs=engine.local_epochs,
             options=self._options,
-            seed=run.seed,
+            seed=engine.seed,
         )
-        return run.frozen_base.mark(common) if run.frozen_base.digests else common, receipt
+        return engine.frozen_base.mark(common) if engine.frozen_base.digests else common, receipt
 
-    def averaged(self, receipt: Receipt, record: RecordT) -> RecordT:
-        """A download or an upload without values that follow no average."""
-        rules = self.run.half.buffers
-        if not rules.limits:
-            return record
-        return replace(record, tensors=rules.averaged(record.tensors, self.opened.positions(receipt)))
+    def play(
+        self,
+        units: Iterable[WorkUnit],
+        start: Callable[[Turn], object] = lambda turn: turn.send(),
+        end: Callable[[Turn], object] = lambda turn: turn.receive(),
+    ) -> None:
+        """Play the turns of some units.
 
-    def add_extremes(self, receipt: Receipt, upload: Upload) -> None:
-        """Note the smallest or largest values of the buffers that follow them, of an upload that is averaged."""
-        if self.run.half.buffers.limits:
-            self.extremes.add(upload.tensors, self.opened.positions(receipt))
+        Units are taken, and their downloads drawn, as the executor asks for them. So an executor that trains one client
+        after another needs the memory of one download, however many there are. Uploads are received as they arrive.
+        After a failure that is held back, no more turns begin.
 
-    def update_norm(self, receipt: Receipt, download: Download | None, upload: Upload) -> float:
-        """Norm of one unit's update if this run's sampler or its bound uses it, NaN otherwise."""
-        is_used = self.run.update_bound is not None or self.run.figure in ("update", "stale update")
-        if download is None or not is_used:
-            return math.nan
-        expected = None
-        if self.run.figure == "stale update":
-            expected = self.opened.expected_update(upload.unit)
-        sent, returned = self.averaged(receipt, download), self.averaged(receipt, upload)
-        return update_norm(sent.tensors, returned.tensors, expected)
+        Args:
+            units: Whose turns to play.
+            start: Called when a client's download is due; it must send it.
+            end: Called when a client's upload has arrived; it must receive it.
+
+        Raises:
+            ClientError: If a turn fails; with several processes, only when they meet.
+        """
+        waiting: dict[Key, Turn] = {}  # sent, and not back yet
+        latest: WorkUnit | None = None
+
+        def downloads() -> Iterator[Download]:
+            """Send each client its download; one that will not report back has its whole turn here."""
+            nonlocal latest
+            for latest in units:
+                with self.containing_failures(latest):
+                    turn = Turn(self, latest)
+                    start(turn)
+                    if turn.trains:
+                        waiting[latest.key] = turn
+                    else:
+                        turn.skip()
+                        end(turn)
+                if self.failure is not None:
+                    return
+                if turn.trains and turn.download is not None:
+                    yield turn.download
+
+        uploads = uploads_of(self.executor, downloads())
+        while self.failure is None:
+            try:
+                upload = next(uploads, None)
+            except Exception as error:  # of the executor: most likely about the client that was sent to last
+                self.contain(error, latest)
+                return
+            if upload is None:
+                return
+            with self.containing_failures(upload.unit):
+                if (turn := waiting.pop(upload.unit.key, None)) is None:
+                    message = "its executor returned an upload that nobody waits for, or returned it twice."
+                    raise client_error(self.round_idx, upload.unit, "", message)
+                turn.accept(upload)
+                end(turn)
+
+    def measured(self, units: Iterable[WorkUnit]) -> Iterator[ClientOutcome]:
+        """Train some units and discard their updates; see `Engine.measure`."""
+        turns: dict[Key, Turn] = {}
+
+        def downloads() -> Iterator[Download]:
+            for unit in units:
+                turn = turns[unit.key] = Turn(self, unit)
+                turn.download, turn.receipt = self.send(unit)
+                yield turn.download
+
+        for upload in uploads_of(self.executor, downloads()):
+            failure = upload.failure
+            if failure is not None and self.engine.faults.ends_run("error"):
+                raise client_error(self.round_idx, upload.unit, "measuring", failure.message) from failure.cause
+            outcome = turns.pop(upload.unit.key).outcome(upload, None if failure is None else "error")
+            yield replace(outcome, uplink_bytes=NUMBER, virtual_seconds=math.nan)
 
     @contextmanager
     def containing_failures(self, unit: WorkUnit) -> Iterator[None]:
@@ -140,7 +402,7 @@ class OpenRound:
 
     def contain(self, error: Exception, unit: WorkUnit | None) -> None:
         """Hold back a failure like `containing_failures`; ``unit`` is whose work failed, if that is known."""
-        if self.run.processes.size == 1:
+        if self.engine.processes.size == 1:
             raise error
         self.failure = error
         if not isinstance(error, ClientError):
@@ -156,13 +418,18 @@ class OpenRound:
                 processes because the server's weights are not finite; raised in all of them.
         """
         outcomes = self.gathered = self._meet()
-        self.run.faults.check_round(self.round_idx, outcomes, smaller_updates(self.run.half))
-        if outcomes and not self._moves(outcomes):
-            _warn_no_client_left(self.round_idx, outcomes)
+        self.engine.faults.check_round(self.round_idx, outcomes, smaller_updates(self.engine.half))
+        if outcomes and not self._moves_server():
+            why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
+            warnings.warn(
+                f"Round {self.round_idx}: no client is left to average ({why}); the server's weights are unchanged.",
+                SpectralWarning,
+                stacklevel=3,
+            )
         else:
             with self.clock.measure("aggregate"):
-                if self.run.processes.size > 1:  # a round without `sums` is played in a single process
-                    self.add_up(self.run.processes)
+                if self.engine.processes.size > 1:  # a round without `sums` is played in a single process
+                    self.add_up(self.engine.processes)
 
     def add_up(self, processes: Peers) -> None:
         """Give every process the sums and the extremes over all processes."""
@@ -170,58 +437,257 @@ class OpenRound:
         self.extremes.gather(processes)
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
-        """Exchange the outcomes of all processes; raise an error in each of them if one failed."""
-        processes, store = self.run.processes, self.run.store
+        """Exchange the outcomes of all processes: one per unit, in the cohort's order; raise if any of them failed."""
+        processes, store = self.engine.processes, self.engine.store
         failure = None if self.failure is None else str(self.failure)
         written = store.written() if processes.size > 1 else {}
         gathered = processes.gather((failure, self.outcomes, self.clock.seconds, written))
         failures = [failure for failure, *_ in gathered]
         if any(failures):
-            check_weights(self.run.server, self.round_idx, self.failure)
+            check_weights(self.engine.server, self.round_idx, self.failure)
         raise_everywhere(failures, self.failure, ClientError)
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
         for rank, (*_, written) in enumerate(gathered):
             if rank != processes.rank:
                 store.merge(written)
-        outcomes = [outcome for _, outcomes, _, _ in gathered for outcome in outcomes]
-        return self._in_order({outcome.unit.key: outcome for outcome in outcomes})
-
-    def _in_order(self, outcomes: Mapping[tuple[int, str], ClientOutcome]) -> tuple[ClientOutcome, ...]:
-        """One outcome per unit, in the cohort's order; none may be missing."""
-        if missing := [named(unit) for unit in self.units if unit.key not in outcomes]:
+        by_key = {outcome.unit.key: outcome for _, outcomes, _, _ in gathered for outcome in outcomes}
+        if missing := [named(unit) for unit in self.units if unit.key not in by_key]:
             raise RoundError(
                 f"Round {self.round_idx}: nothing was received from {', '.join(missing)}; an executor must return an "
                 "upload for every download."
             )
-        return tuple(outcomes[unit.key] for unit in self.units)
+        return tuple(by_key[unit.key] for unit in self.units)
 
-    def _moves(self, outcomes: Sequence[ClientOutcome]) -> bool:
+    def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, or none is needed."""
-        return self.run.algorithm.steps_without_clients or not all(outcome.left_out for outcome in outcomes)
+        return self.engine.algorithm.steps_without_clients or not all(outcome.left_out for outcome in self.gathered)
 
     def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
-        run, outcomes = self.run, self.gathered
-        if self._moves(outcomes):
+        engine, outcomes = self.engine, self.gathered
+        if self._moves_server():
             with self.clock.measure("apply"):
                 self.opened.close()
-                load_tensors(run.server, dict(self.extremes.finish()))
+                load_tensors(engine.server, dict(self.extremes.finish()))
         diagnostics = dict(self.opened.metrics())
-        if run.conditions.clock is not None:
+        if engine.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
-        run.store.commit()
-        run.frozen_base.note_outcomes(outcomes)
-        run.frozen_base.commit()
-        if run.update_bound is not None:
+        engine.store.commit()
+        engine.frozen_base.note_outcomes(outcomes)
+        engine.frozen_base.commit()
+        if engine.update_bound is not None:
             diagnostics["clients_bounded"] = float(sum(outcome.is_bounded for outcome in outcomes))
-        if len(run.store):
-            diagnostics["store_bytes"] = float(run.store.num_bytes)
+        if len(engine.store):
+            diagnostics["store_bytes"] = float(engine.store.num_bytes)
         left_out = clients_by_reason(outcomes)
-        reasons = run.faults.exclusion_reasons(run.conditions, self.executor.exclusion_reasons)
+        reasons = engine.faults.exclusion_reasons(engine.conditions, self.executor.exclusion_reasons)
         counts = {reason: len(left_out.get(reason, ())) for reason in reasons}
         means = round_means(outcomes)
         seconds = dict(self.clock.seconds)
-        return RoundSummary(self.round_idx, outcomes, seconds, diagnostics, means, counts, run.model)
+        return RoundSummary(self.round_idx, outcomes, seconds, diagnostics, means, counts, engine.model)
+
+
+class Turn:
+    """One unit's turn.
+
+    Args:
+        opened: The round.
+        unit: Whose turn it is.
+
+    Attributes:
+        num_examples: Number of the client's training examples.
+        receipt: What the server keeps of the download.
+        download: What it was sent; ``None`` before `send`, and if it has no data.
+        upload: What it sent back; ``None`` before `accept`.
+    """
+
+    receipt: Receipt
+
+    def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
+        self.round = opened
+        self.unit = unit
+        self.num_examples = opened.num_examples[unit.key]
+        self.simulated = opened.simulated.outcomes[unit.key]
+        self.download: Download | None = None
+        self.upload: Upload | None = None
+        self._is_bounded = False
+
+    @property
+    def round_idx(self) -> int:
+        """Communication round, from 0."""
+        return self.round.round_idx
+
+    def send(self) -> None:
+        """Draw the client's download. A client without data says so beforehand and is sent nothing."""
+        if self.simulated.left_out == "no_data":
+            self.receipt = Receipt(self.unit, self.round.cohort.keep_ratio_of(self.unit))
+        else:
+            self.download, self.receipt = self.round.send(self.unit)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the client trains: one that will not report back does not."""
+        return self.download is not None and self.simulated.left_out is None
+
+    def skip(self) -> None:
+        """Note why the round goes on without a client that does not train."""
+        self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
+
+    def accept(self, upload: Upload) -> None:
+        """Accept the upload of the client's device.
+
+        Raises:
+            ClientError: If the device failed and `Faults` does not allow the round to go on without it; failures to
+                load or to collect are the algorithm's fault.
+            RoundError: If the device failed because the server's weights are not finite.
+        """
+        self.round.clock.add(upload.seconds)
+        if (failure := upload.failure) is not None:
+            check_weights(self.round.engine.server, self.round_idx, failure.cause)
+            is_clients = failure.stage in ("local training", "network")
+            if not is_clients or self.round.engine.faults.ends_run("error"):
+                raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
+        self.upload = upload
+
+    def receive(self) -> ClientOutcome:
+        """Add the client's update to the round's sums; an update that cannot be used is left out, with a warning.
+
+        Raises:
+            ClientError: If it cannot be used and `Faults` says `Raise`.
+            RoundError: If it is not finite because the server's weights are not.
+        """
+        assert self.upload is not None, "an upload is accepted before it is received"
+        left_out, message = self.upload.left_out, ""
+        if self.upload.failure is not None:
+            message = self.upload.failure.message
+        if left_out is None:
+            with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
+                left_out, message = self._add(self.upload)
+        if left_out is not None:
+            self._leave_out(left_out, message)
+        outcome = self.outcome(self.upload, left_out)
+        self.round.outcomes.append(outcome)
+        return outcome
+
+    def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
+        """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
+        engine, opened, extremes = self.round.engine, self.round.opened, self.round.extremes
+        averaged = self._averaged(upload)
+        if not averaged.can_be_averaged():
+            magnitudes = averaged.largest.values()
+            too_large = all(map(math.isfinite, magnitudes))
+            return "not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else ""
+        if names := extremes.not_numbers(upload.tensors):
+            return "not_finite", f"NaN in {', '.join(names)}"
+        if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
+            return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
+        if engine.update_bound is not None and self.download is not None:
+            bounded = engine.update_bound.applied(self._averaged(self.download), averaged)
+            self._is_bounded, averaged = bounded is not averaged, bounded
+        opened.add(self.receipt, averaged)
+        if engine.half.buffers.limits:
+            extremes.add(upload.tensors, opened.positions(self.receipt))
+        return None, ""
+
+    def _averaged(self, record: RecordT) -> RecordT:
+        """The download or the upload without values that follow no average."""
+        rules = self.round.engine.half.buffers
+        if not rules.limits:
+            return record
+        return replace(record, tensors=rules.averaged(record.tensors, self.round.opened.positions(self.receipt)))
+
+    def _update_norm(self, upload: Upload) -> float:
+        """Norm of the update if this run's sampler or its bound uses it, NaN otherwise."""
+        engine = self.round.engine
+        is_used = engine.update_bound is not None or engine.figure in ("update", "stale update")
+        if self.download is None or not is_used:
+            return math.nan
+        expected = self.round.opened.expected_update(upload.unit) if engine.figure == "stale update" else None
+        return update_norm(self._averaged(self.download).tensors, self._averaged(upload).tensors, expected)
+
+    def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
+        """The outcome of the turn, given its upload and why that is left out of the average, if it is."""
+        sent = downloads_sent(self.download, upload)
+        return ClientOutcome(
+            round_idx=self.round_idx,
+            unit=self.unit,
+            keep_ratio=self.receipt.capacity,
+            num_examples=self.num_examples,
+            num_steps=upload.num_steps,
+            loss=upload.loss,
+            downlink_bytes=sum(download.num_bytes for download in sent),
+            frozen_bytes=sum(download.frozen_bytes for download in sent),
+            uplink_bytes=upload.num_bytes,
+            left_out=left_out,
+            logged=upload.logged if left_out is None else {},
+            virtual_seconds=self.simulated.seconds,
+            update_norm=self._update_norm(upload) if left_out is None else math.nan,
+            unreached=upload.unreached,
+            discarded=upload.discarded,
+            missing=upload.missing,
+            put_back=upload.put_back,
+            is_bounded=self._is_bounded,
+            seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
+        )
+
+    def _leave_out(self, reason: ExclusionReason, message: str) -> None:
+        """Continue without the client if `Faults` allows it, with a warning unless the reason was to be expected."""
+        if reason == "not_finite":
+            check_weights(self.round.engine.server, self.round_idx)
+        what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
+        if self.round.engine.faults.ends_run(reason):
+            raise ClientError(
+                f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "
+                f"faults=Faults(on_{reason}=LeaveOut())."
+            )
+        if reason in ("error", "not_finite", "no_update"):
+            warnings.warn(
+                f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
+                SpectralWarning,
+                stacklevel=4,
+            )
+
+
+def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Upload]:
+    """Yield one upload for each download, as they arrive.
+
+    A device that lost frozen tensors is sent the same download once more, with all of them, after the others have
+    answered. Its upload then names what was missing.
+
+    Args:
+        executor: Runs the downloads.
+        downloads: Drawn as the executor takes them.
+    """
+    incomplete: dict[Key, Download] = {}
+    missing: dict[Key, tuple[str, ...]] = {}
+    again: list[Download] = []
+
+    def noted() -> Iterator[Download]:
+        for download in downloads:
+            if download.held:
+                incomplete[download.unit.key] = download
+            yield download
+
+    for upload in executor.run(noted()):
+        download = incomplete.pop(upload.unit.key, None)
+        if not upload.missing:
+            yield upload
+        elif download is None:
+            what = f"the device says that it lacks {', '.join(upload.missing)}, which came with this download."
+            yield Upload(upload.unit, {}, left_out="error", failure=Failure("loading", what))
+        else:
+            missing[upload.unit.key] = upload.missing
+            again.append(download.with_everything())
+    if again:
+        for upload in uploads_of(executor, again):
+            yield replace(upload, missing=missing.get(upload.unit.key, ()))
+
+
+def downloads_sent(download: Download | None, upload: Upload) -> list[Download]:
+    """The downloads that an upload answers: two if the device had lost frozen tensors, none if it was not asked."""
+    if download is None:
+        return []
+    return [download, download.with_everything()] if upload.missing else [download]
 
 
 @contextmanager
@@ -260,12 +726,3 @@ def listed(units: Sequence[WorkUnit]) -> str:
     names = [named(unit) for unit in units[:LISTED]] or ["idle"]
     *others, last = names if len(units) <= LISTED else [*names, f"{len(units) - LISTED} others"]
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _warn_no_client_left(round_idx: int, outcomes: Sequence[ClientOutcome]) -> None:
-    why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
-    warnings.warn(
-        f"Round {round_idx}: no client is left to average ({why}); the server's weights are unchanged.",
-        SpectralWarning,
-        stacklevel=4,
-    )

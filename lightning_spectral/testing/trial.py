@@ -12,22 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from lightning_spectral.client.device import Device
+from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.local_task import LocalSettings, Placement
-from lightning_spectral.client.side import ClientSide
-from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import ClientStore, Workers
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
-from lightning_spectral.server.client_directory import ClientDirectory
-from lightning_spectral.server.engine import Engine
+from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import Faults, Raise
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.turn import play
-from lightning_spectral.server.update_norms import update_norm
+from lightning_spectral.server.fault_policy import Faults, Raise, update_norm
+from lightning_spectral.server.round import Engine
 from lightning_spectral.testing.trial_clients import SEED, Case, Losing, OverTheCodec
 
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
@@ -66,15 +61,16 @@ class Trial:
             base = self._load(saved)
         self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
         if saved is None:
-            self.half.initialize(Alone())
+            self.half.initialize(Workers())
             self.half.settle()
         self.template = SGD([p for p in self.server.parameters() if p.requires_grad], lr=case.lr)
         own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
         self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=server_lr)
-        self.run = Run(
+        self.engine = Engine(
             case.algorithm,
             self.half,
             ClientDirectory(torch.tensor(SIZES), case.algorithm.keep_ratios(len(SIZES), SEED)),
+            lambda _: self.executor,
             seed=SEED,
             local_epochs=local_epochs,
             options=lambda: (options_of(self.template),),
@@ -86,7 +82,6 @@ class Trial:
         self.executor: Executor = (
             OverTheCodec(self.device(elsewhere=True)) if over_codec else Losing(self.device(), lost)
         )
-        self.engine = Engine(self.run, lambda: self.executor)
 
     def device(self, elsewhere: bool = False) -> Device:
         """A device that trains its clients; one elsewhere shares nothing with the server."""
@@ -127,7 +122,7 @@ class Trial:
 
     def capacity(self, client_id: int) -> float:
         """Keep ratio of a client."""
-        return self.run.clients.capacity_of(client_id)
+        return self.engine.clients.capacity_of(client_id)
 
     @property
     def travelled(self) -> Mapping[int, tuple[int, int]]:
@@ -137,7 +132,7 @@ class Trial:
 
     def share(self, units: Sequence[WorkUnit]) -> None:
         """Let some of the clients train."""
-        play(self.engine.round, units)
+        self.engine.round.play(units)
 
     def close(self) -> RoundSummary:
         """Close the round, and step the server."""
@@ -168,7 +163,7 @@ class Trial:
                 "server": self.server.state_dict(),
                 "state": None if self.state is None else self.state.state_dict(),
                 "store": self.store.state_dict(),
-                "frozen_base": self.run.frozen_base.state_dict(),
+                "frozen_base": self.engine.frozen_base.state_dict(),
                 "decisions": dict(self.half.decisions),
                 "round_idx": self.round_idx,
             }

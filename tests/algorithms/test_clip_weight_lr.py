@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral import SpectralSide
-from lightning_spectral.client.side import StepActions
+from lightning_spectral.client.device import StepActions
 from lightning_spectral.functional.spectra import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import TermRates

@@ -14,7 +14,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.server import SpectralHalf
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import Workers
 
 SHARDED = ("1", "4")  # layers of `net`
 STRATEGIES = [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()]
@@ -55,7 +55,7 @@ def play(
 def test_a_weight_gets_the_mean_change_and_loses_what_is_out_of_reach(strategy: Any, ratios: list[float]) -> None:
     server = net().double()
     half = ls.SpectralSharding(strategy, ratios).bind(server)
-    half.initialize(Alone())
+    half.initialize(Workers())
     before = {name: matrix(server, name).clone() for name in SHARDED}
     opened, moved = play(half, server, ratios)
     for name in SHARDED:
@@ -75,7 +75,7 @@ def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> N
     ours, fed_hm = net().double(), net().double()
     for server, aggregation in ((ours, None), (fed_hm, ls.algorithms.MatrixMeans())):
         half = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=aggregation).bind(server)
-        half.initialize(Alone())
+        half.initialize(Workers())
         play(half, server, [0.3, 0.3, 0.3])
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(tensor, fed_hm.state_dict()[name], rtol=0, atol=1e-12)
@@ -91,7 +91,7 @@ def test_momentum_does_not_repeat_what_was_dropped(aggregation: Any, in_gradient
     """
     server, dropped, cosines = net().double(), torch.zeros(()), []
     half = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=aggregation).bind(server)
-    half.initialize(Alone())
+    half.initialize(Workers())
     optimizer = torch.optim.SGD(server.parameters(), lr=1.0, momentum=0.8)
     weight = server.get_submodule("4").weight
     for i in range(4):
@@ -117,11 +117,11 @@ def test_what_a_start_leaves_alone_is_averaged_term_by_term() -> None:
         server[1].weight *= torch.linspace(3.0, 0.01, 8).double().view(-1, 1, 1, 1)  # looks trained
     by_terms = copy.deepcopy(server)
     half = ls.SpectralSharding(ls.TopN(), 0.3).bind(server)
-    half.initialize(Alone())
+    half.initialize(Workers())
     assert half.started == {"4"}
     play(half, server, [0.3, 0.3])
     other = ls.SpectralSharding(ls.TopN(), 0.3, aggregation=ls.algorithms.TermMeans()).bind(by_terms)
-    other.initialize(Alone())
+    other.initialize(Workers())
     play(other, by_terms, [0.3, 0.3])
     assert torch.equal(matrix(server, "1"), matrix(by_terms, "1"))
     assert not torch.allclose(matrix(server, "4"), matrix(by_terms, "4"))
@@ -131,7 +131,7 @@ def test_the_published_recipe_averages_terms() -> None:
     server, explicit = net(), net()
     for one, options in ((server, {}), (explicit, {"aggregation": ls.algorithms.TermMeans()})):
         half = ls.SpectralSharding.published(keep_ratio=0.3, **options).bind(one)
-        half.initialize(Alone())
+        half.initialize(Workers())
         play(half, one, [0.3, 0.3])
     assert same_state(server.state_dict(), explicit.state_dict())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.client.side import ClientSide
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.protocol.records import Download, Upload
 
 SHARES = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}

@@ -17,10 +17,8 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTask, Placement
-from lightning_spectral.client.side import StepActions
-from lightning_spectral.client.user_step import Recorder
+from lightning_spectral.client.device import StepActions
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTask, Placement, Recorder
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.records import Download, WorkUnit
 

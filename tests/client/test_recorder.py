@@ -6,8 +6,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_spectral.client.metrics import isolate_metrics
-from lightning_spectral.client.user_step import Recorder
+from lightning_spectral.client.local_loop import Recorder, isolate_metrics
 from lightning_spectral.protocol.records import LoggedValue
 
 

@@ -11,12 +11,11 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.client.training_checks import GradientWatch
+from lightning_spectral.client.device import GradientWatch
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.round import OpenRound
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine, OpenRound
 
 
 def global_states() -> list[Any]:
@@ -62,8 +61,9 @@ def test_a_failed_fit_leaves_no_round_and_can_be_repeated(lit_mlp: Any, data: An
 def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
     algorithm = ls.FedAvg()
     clients = data.client_directory(algorithm.keep_ratios(12, 0))
-    run = Run(algorithm, algorithm.bind(lit), clients, seed=0, processes=Processes(0, 2))
-    opened = OpenRound(run, None, 0, [])  # type: ignore[arg-type]
+    executor: Any = None
+    engine = Engine(algorithm, algorithm.bind(lit), clients, executor, seed=0, processes=Processes(0, 2))
+    opened = OpenRound(engine, executor, 0, [])
     cause = KeyError("the reason")
     with opened.containing_failures(WorkUnit(3)):
         raise ls.ClientError("Round 0, client 3, local training: KeyError: 'the reason'") from cause
@@ -86,8 +86,8 @@ class Silent(SequentialExecutor):
 
 def test_an_executor_that_returns_nothing_is_named(lit: Any, data: Any, fit: Fit) -> None:
     class Federation(ls.FederatedModule):
-        def make_executor(self, run: Run) -> SequentialExecutor:
-            return Silent(super().make_executor(run).device)  # type: ignore[attr-defined]
+        def make_executor(self, engine: Engine) -> SequentialExecutor:
+            return Silent(super().make_executor(engine).device)  # type: ignore[attr-defined]
 
     with pytest.raises(
         ls.errors.RoundError, match=r"Round 0: nothing was received from client \d+, client \d+; an executor"

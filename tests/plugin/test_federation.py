@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalLoop
-from lightning_spectral.client.local_task import LocalSettings, LocalTrainer
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation import Federation
@@ -27,7 +26,7 @@ from lightning_spectral.plugin.member import Member
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine
 
 ROUNDS = 3
 MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.5: 0.5, 1.0: 0.5})
@@ -36,12 +35,12 @@ MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.5: 0.5, 1.0: 0.5})
 class Owner(ls.FederatedModule):
     """A model whose clients train one after another, with nothing of a Trainer."""
 
-    def make_executor(self, run: Run) -> Executor:
-        return self.make_local_executor(run)
+    def make_executor(self, engine: Engine) -> Executor:
+        return self.make_local_executor(engine)
 
-    def make_local_executor(self, run: Run, local_trainer: LocalTrainer = LocalLoop) -> Executor:
-        half, data = run.half.device_half, self.data.client_data
-        return SequentialExecutor(Device(run.server, half, self.templates(), data, LocalSettings(), local_trainer))
+    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
+        half, data = engine.half.device_half, self.data.client_data
+        return SequentialExecutor(Device(engine.server, half, self.templates(), data, LocalSettings(), local_trainer))
 
 
 @dataclass

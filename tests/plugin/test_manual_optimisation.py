@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 
@@ -136,7 +136,7 @@ def test_a_gan_of_sub_models_trains_both_networks(data: Any, fit: Fit) -> None:
     data.val = None
     module = LitGAN()
     half: Any = UNCLIPPED.bind(module)
-    half.initialize(Alone())
+    half.initialize(Workers())
     start = copy.deepcopy(module)
     history = fit(module, data, max_epochs=3, algorithm=UNCLIPPED).history
     for name, value in module.named_parameters():

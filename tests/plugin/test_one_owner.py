@@ -24,7 +24,7 @@ from toy_models import LitNet
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine
 
 MIXED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6] * 3)
 ALGORITHMS = {
@@ -303,8 +303,8 @@ class Backwards(Executor):
 
 
 class BackwardsFederation(ls.FederatedModule):
-    def make_executor(self, run: Run) -> Executor:
-        return Backwards(super().make_executor(run))
+    def make_executor(self, engine: Engine) -> Executor:
+        return Backwards(super().make_executor(engine))
 
 
 @EVERY_GENERATOR

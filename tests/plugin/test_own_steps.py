@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 
@@ -45,7 +45,7 @@ class TestAsAnAutomaticStep:
                 self.net.insert(1, nn.BatchNorm1d(12))
 
             def setup(self, stage: str) -> None:
-                algorithm.bind(self).initialize(Alone())  # here, so that only training changes them in the fit
+                algorithm.bind(self).initialize(Workers())  # here, so that only training changes them in the fit
                 start.append(self.net[3].weight.detach().clone())
 
         one, two = both_ways(way, fit, Lit, data, algorithm=algorithm, local_epochs=local_epochs)

@@ -12,7 +12,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.plugin.checks import check_sampler
 from lightning_spectral.protocol.records import Upload
-from lightning_spectral.server import sampled_cohorts
+from lightning_spectral.server import cohorts
 
 
 class ChangeSide(DenseSide):
@@ -90,7 +90,7 @@ def test_a_logged_variance_needs_no_matrix_of_all_clients(data: Any, fit: Fit, m
         return fit(seeded(LitMLP), data, participation=sampler, clients_per_round=None).rows[-1]  # type: ignore[arg-type]
 
     few = logged()
-    monkeypatch.setattr(sampled_cohorts, "MOST_PROCESSORS", 11)  # of twelve clients
+    monkeypatch.setattr(cohorts, "MOST_PROCESSORS", 11)  # of twelve clients
     many = logged()
     assert set(few) - set(many) == {"fl/step_size_variance"}
     assert all(many[name] == few[name] for name in many)

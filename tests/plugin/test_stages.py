@@ -8,7 +8,7 @@ from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.trainer import action_name
-from lightning_spectral.protocol.stage_clock import STAGES
+from lightning_spectral.protocol.records import STAGES
 
 ROUNDS, COHORT = 3, 4
 PROFILED = ("plan", *STAGES, "validate")

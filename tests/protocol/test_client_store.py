@@ -11,8 +11,7 @@ from federation import Fit, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.cohort import ClientStore, Cohort
 from lightning_spectral.protocol.records import WorkUnit
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spectral.protocol.schedule import Schedule, value_at, values_of
+from lightning_spectral.protocol.per_client import Schedule, value_at, values_of
 
 
 def slow_value_at(values: Mapping[int, Any], round_idx: int) -> Any:

@@ -97,7 +97,7 @@ def test_a_healthy_round_never_reads_the_weights(data: Any, lit: Any, fit: Fit, 
     def read(*args: Any) -> None:
         raise AssertionError("a pass over all weights")
 
-    for module in ("turn", "round", "advice"):
+    for module in ("round", "advice"):
         monkeypatch.setattr(f"lightning_spectral.server.{module}.check_weights", read)
     fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), max_epochs=2)
 

@@ -12,16 +12,13 @@ from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
+from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.client.local_optimizer import options_of
-from lightning_spectral.client.local_task import LocalSettings
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
-from lightning_spectral.server.engine import Engine
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.round import OpenRound
-from lightning_spectral.server.run import Run
-from lightning_spectral.server.turn import play
+from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)
@@ -63,21 +60,21 @@ def played(
     """Play rounds of all clients with plain averaging; return the server's weights and the summaries."""
     (template,), _ = server.configure_optimizers()
     half = algorithm.bind(server)
-    run = Run(
+    device = Device(server, half.device_half, [template], data.client_data, LocalSettings())
+    engine = Engine(
         algorithm,
         half,
         data.client_directory(algorithm.keep_ratios(data.num_clients, 0)),
+        lambda _: make_executor(device),
         seed=0,
         local_epochs=2,
         options=lambda: (options_of(template),),
         **conditions,
     )
-    device = Device(server, half.device_half, [template], data.client_data, LocalSettings())
-    engine = Engine(run, lambda: make_executor(device))
     optimizer, summaries = torch.optim.SGD(server.parameters(), lr=1.0), []
     units = [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
     for round_idx in range(rounds):
-        play(engine.open_round(round_idx, units), units)
+        engine.open_round(round_idx, units).play(units)
         summaries.append(engine.close_round())
         optimizer.step()
         engine.settle()
@@ -114,7 +111,7 @@ def test_a_round_without_lightning_is_that_of_a_trainer(
 ) -> None:
     fitted = fit(seeded(lit_mlp), uneven, algorithm=algorithm, clients_per_round=len(SIZES), local_epochs=2)
     server = seeded(lit_mlp)
-    algorithm.bind(server).initialize(Alone())
+    algorithm.bind(server).initialize(Workers())
     weights, _ = played(algorithm, executor, server, uneven, rounds=1)
     assert same_state(weights, fitted.state)
 

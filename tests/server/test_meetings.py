@@ -7,8 +7,8 @@ import pytest
 from torch import distributed as dist
 
 from lightning_spectral.errors import LostProcessError
-from lightning_spectral.server import meetings
-from lightning_spectral.server.meetings import Meetings
+from lightning_spectral.server import processes as room
+from lightning_spectral.server.processes import Meetings
 
 CLOSED = RuntimeError("Connection closed by peer")
 
@@ -16,8 +16,8 @@ CLOSED = RuntimeError("Connection closed by peer")
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     store = dist.HashStore()
-    monkeypatch.setattr(meetings, "_store", lambda: store)
-    monkeypatch.setattr(meetings, "PATIENCE", 0.5)
+    monkeypatch.setattr(room, "_store", lambda: store)
+    monkeypatch.setattr(room, "PATIENCE", 0.5)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     return store
@@ -89,7 +89,7 @@ def test_a_process_that_was_told_to_end_lets_the_others_know(
     processes: list[Meetings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(meetings.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
+    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])  # type: ignore[attr-defined]
     assert [process.must_end(False) for process in processes] == [False] * 3
     assert processes[1].must_end(True)
     assert not processes[0].must_end(False)  # it asks once a second
@@ -113,7 +113,7 @@ def test_a_store_that_does_not_answer_is_that_of_the_missing_process(
         def check(self, keys: list[str]) -> bool:
             return stopped.wait()
 
-    monkeypatch.setattr(meetings, "_store", Stopped)
+    monkeypatch.setattr(room, "_store", Stopped)
     (error,) = fail_together([processes[1]])
     assert str(error).startswith("Process 0 (round 2, client 5) is missing from a meeting")
     stopped.set()

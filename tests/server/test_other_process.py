@@ -29,7 +29,7 @@ import lightning_spectral as ls
 from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.run import Run
+from lightning_spectral.server.round import Engine
 
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 FitAs = Callable[..., Fitted]
@@ -63,10 +63,10 @@ class Elsewhere(ls.FederatedModule):
     executor: OtherProcess
     keeps = True
 
-    def make_executor(self, run: Run) -> Executor:
+    def make_executor(self, engine: Engine) -> Executor:
         trainer, self.module.trainer = self.module._trainer, None
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
-        half = run.half.device_half, self.module, self.templates()
+        half = engine.half.device_half, self.module, self.templates()
         self.executor = OtherProcess(self.worker, *half, data, self.local_hooks, self.keeps)
         self.module.trainer = trainer
         return self.executor
@@ -77,8 +77,8 @@ class OverABadLine(ls.FederatedModule):
 
     executor: Unreliable
 
-    def make_executor(self, run: Run) -> Executor:
-        in_order = super().make_executor(run)
+    def make_executor(self, engine: Engine) -> Executor:
+        in_order = super().make_executor(engine)
         assert isinstance(in_order, SequentialExecutor)
         self.executor = Unreliable(in_order.device)
         return self.executor

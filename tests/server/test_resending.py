@@ -8,7 +8,7 @@ import torch
 
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.turn import downloads_sent, uploads_of
+from lightning_spectral.server.round import downloads_sent, uploads_of
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.client.training_checks import WATCHED_ROUNDS
+from lightning_spectral.client.device import WATCHED_ROUNDS
 
 Use = Callable[[Any, int], list[int]]  # from the module and the class of a batch to the experts that it uses
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)

@@ -12,7 +12,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server import MaxUpdateNorm
-from lightning_spectral.server.update_norms import update_norm
+from lightning_spectral.server.fault_policy import update_norm
 
 UNIT = WorkUnit(0)
 

@@ -412,7 +412,7 @@ def test_each_broken_rule_is_named(algorithm: Any, rule: str, module: LitMLP, ba
 
 
 def test_a_ledger_that_counts_otherwise_is_found(module: LitMLP, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_spectral.server.turn.downloads_sent", lambda download, upload: [])
+    monkeypatch.setattr("lightning_spectral.server.round.downloads_sent", lambda download, upload: [])
     with pytest.raises(AssertionError, match="bytes travelled down and up, but the ledger counts"):
         check_algorithm(ls.FedAvg(), module, batch)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.base import Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterAggregation, OpenAdapter, drawn_rows
-from lightning_spectral.client.side import ClientSide
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.nn.adapters import AdaptedLayer, factors_of
 from lightning_spectral.protocol.buffer_rules import BufferRules
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
@@ -50,7 +50,7 @@ class LoRAHalf(ServerHalf):
     def device_half(self) -> LoRASide:
         return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense)
 
-    def initialize(self, workers: SharesWork) -> str:
+    def initialize(self, workers: Workers) -> str:
         layers, whole = self.state.layers, self.trained_whole().values()
         adapters = sum(self.max_rank * (layer.out_features + layer.in_features) for layer in layers)
         total = sum(parameter.numel() for parameter in self.server.parameters())

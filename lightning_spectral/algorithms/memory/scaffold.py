@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.kept import ClientSum
-from lightning_spectral.client.side import StepActions
+from lightning_spectral.client.device import StepActions
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit

@@ -24,8 +24,7 @@ from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
-from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
-from lightning_spectral.protocol.schedule import Schedule, values_of
+from lightning_spectral.protocol.per_client import PerClient, Schedule, check_per_client, entries_of, values_of
 from lightning_spectral.sharding import Collective, ShardingStrategy
 
 AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}

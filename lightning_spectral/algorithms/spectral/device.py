@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import ModulePlan

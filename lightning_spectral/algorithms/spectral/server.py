@@ -28,9 +28,9 @@ from lightning_spectral.functional.spectra import singular_terms
 from lightning_spectral.nn.layers.terms import WeightBlock
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.nn.plan.planner import untraced_ends
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.per_client import Schedule, value_at
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
-from lightning_spectral.protocol.schedule import Schedule, value_at
 from lightning_spectral.sharding import ShardingStrategy, TopN
 from lightning_spectral.sums import RunningMean
 
@@ -80,7 +80,7 @@ class SpectralHalf(ServerHalf):
         decided = {**super().decisions, "missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
         return {name: found for name, found in decided.items() if found}
 
-    def initialize(self, workers: SharesWork) -> str:
+    def initialize(self, workers: Workers) -> str:
         if not self.plan.sharded:
             return ""
         said = [untraced_ends(self.server, self.plan)]

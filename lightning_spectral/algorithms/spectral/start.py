@@ -23,7 +23,7 @@ from lightning_spectral.nn.layers.terms import assemble, by_parameter
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_of
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
-from lightning_spectral.protocol.cohort import Alone, SharesWork
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
 
 NamedMatrix = tuple[str, Tensor]
@@ -93,7 +93,7 @@ def spectral_start(
     tail: float = 0.1,
     trained: bool = False,
     layers: LayerChoices | ModulePlan = LayerChoices(),
-    workers: SharesWork | None = None,
+    workers: Workers | None = None,
 ) -> StartReport:
     """Move the energy of a module's random weights into their first terms, in place.
 
@@ -120,11 +120,11 @@ def spectral_start(
         Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms, which held 34% of it.
     """
     start = SpectralStart(tail, KEEP_RATIO("keep_ratio", keep_ratio), trained)
-    return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Alone())
+    return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Workers())
 
 
 @torch.no_grad()
-def move_energy(planned: PlannedModule, start: SpectralStart, workers: SharesWork) -> StartReport:
+def move_energy(planned: PlannedModule, start: SpectralStart, workers: Workers) -> StartReport:
     """Apply a spectral start whose keep ratio is given, in place."""
     keep_ratio = start.keep_ratio
     assert keep_ratio is not None, "that of the smallest clients, if the user gives none"
@@ -168,7 +168,7 @@ class PlannedModule:
         return {name: block.matrix(module.get_parameter(block.parameter).detach()) for name, block in blocks.items()}
 
     def of_each_matrix(
-        self, compute: Callable[[str, Tensor], tuple[Tensor, ...]], workers: SharesWork
+        self, compute: Callable[[str, Tensor], tuple[Tensor, ...]], workers: Workers
     ) -> dict[str, tuple[Tensor, ...]]:
         """What follows from each sharded matrix, computed in one of the processes; errors name the layer."""
 

@@ -19,12 +19,12 @@ from lightning_spectral.algorithms.width.averages import (
     first_entries,
     without_rows,
 )
-from lightning_spectral.client.side import StepActions
+from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.torch_modules import names_of_averages
 from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_to, take
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -88,7 +88,7 @@ class WidthHalf(ServerHalf):
         returned = tuple(returned_tensors(self.server, buffers=self.buffers))
         return WidthSide(returned, self.plan, self.scaled, self.step_widths, self.averages)
 
-    def initialize(self, workers: SharesWork) -> str:
+    def initialize(self, workers: Workers) -> str:
         sizes = {ratio: self.plan.num_parameters(self.server, ratio) for ratio in self.keep_ratios}
         listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
         total = sum(parameter.numel() for parameter in self.server.parameters())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import dense_mean
-from lightning_spectral.client.side import ClientSide, StepActions
+from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.functional.zampling import (
     BYTES_PER_ENTRY,
     InfluenceMatrix,
@@ -27,7 +27,7 @@ from lightning_spectral.nn.cost import Cost
 from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.nn.zampling import NAME, CompressedWeight, SampledWeights, split_weights
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
-from lightning_spectral.protocol.cohort import Cohort, SharesWork
+from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
     averaged_tensors,
@@ -77,7 +77,7 @@ class ZamplingHalf(ServerHalf):
         entries = self.state.matrix.num_rows * (self.state.matrix.degree or 1)
         return Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries)
 
-    def initialize(self, workers: SharesWork) -> str:
+    def initialize(self, workers: Workers) -> str:
         return (
             f"Zampling: {self.state.matrix.num_rows:,} weights in {len(self.state.weights)} tensors become random "
             f"combinations of {len(self.state.probs):,} bits; the values they had, trained or not, are not used."

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.metrics import isolate_metrics
-from lightning_spectral.client.user_step import Recorder, UserStep
+from lightning_spectral.client.local_loop import Recorder, UserStep, isolate_metrics
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback

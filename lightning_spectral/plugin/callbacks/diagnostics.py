@@ -31,7 +31,6 @@ from lightning_spectral.functional.figures import (
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
-from lightning_spectral.server.turn import play
 
 EXAMPLES = 2  # of the batch that is counted: layers that normalise over a batch need more than one
 PASSES = 3  # forward once; backward costs twice as much
@@ -204,9 +203,9 @@ def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, 
     with Forms(server, lambda module, capacity: None).client(1.0):  # the server again, in other memory
         server.load_state_dict(before)
         engine = pl_module.build_engine(server, FedAvg())
-        processes = engine.run.processes
+        processes = engine.processes
         try:
-            play(engine.open_round(round_idx, units), units[processes.rank :: processes.size])
+            engine.open_round(round_idx, units).play(units[processes.rank :: processes.size])
             engine.close_round()
         finally:
             engine.abandon_round()  # unless it was closed

@@ -20,7 +20,7 @@ from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
-from lightning_spectral.server.turn import Turn
+from lightning_spectral.server.round import Turn
 
 LOGGER = "lightning.pytorch.rounds"  # writes where Lightning's messages go
 

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.host import Host, is_host
 from lightning_spectral.protocol.records import RoundSummary
-from lightning_spectral.server.turn import Turn
+from lightning_spectral.server.round import Turn
 
 
 class RoundCallback(pl.Callback):

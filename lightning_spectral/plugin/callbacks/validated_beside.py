@@ -14,8 +14,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_spectral.client.metrics import isolate_metrics
-from lightning_spectral.client.user_step import Recorder, call_with_accepted
+from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
 from lightning_spectral.plugin.logs import redirect_logging
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.kept_state import trying

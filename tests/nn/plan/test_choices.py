@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
-from lightning_spectral.protocol.cohort import Alone
+from lightning_spectral.protocol.cohort import Workers
 
 CHOICES = ls.LayerChoices(
     exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, buffers={"*_var": "server"}, term_granularity=4
@@ -93,7 +93,7 @@ class TestRatioFactors:
         held = sharded_layers(ls.replace_layers(server, 0.25, layers=choices))
         assert {name: layer.num_terms for name, layer in held.items()} == expected
         half = ls.SpectralSharding(keep_ratio=0.25, layers=choices).bind(server)
-        half.initialize(Alone())
+        half.initialize(Workers())
         opened = half.open(cohort([0.25, 0.25]))
         download, _ = opened.send(unit(0))
         assert {name: download.tensors[f"{name}.u"].shape[1] for name in expected} == expected

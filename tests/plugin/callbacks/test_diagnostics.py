@@ -12,7 +12,7 @@ from lightning_spectral.functional import collective_multipliers, group_discrepa
 from lightning_spectral.functional.sampling.cohorts import effective_cohort_size
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, UpdateAlignment
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
-from lightning_spectral.protocol.cohort import Alone, Cohort
+from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.records import WorkUnit
 
 EFFECTIVE = ls.EffectiveCohort(slack=0.5)
@@ -149,7 +149,7 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
     ids=repr,
 )
 def test_strategies_and_designs_beyond_the_four_train(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
-    algorithm.bind(lit).initialize(Alone())  # now, so that only training changes the weights
+    algorithm.bind(lit).initialize(Workers())  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     rows = fit(lit, data, callbacks=[SpectralDiagnostics()], algorithm=algorithm).rows
     assert not torch.equal(before, lit.net[2].weight)

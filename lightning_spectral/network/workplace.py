@@ -15,7 +15,7 @@ from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
 from lightning_spectral.network.messages import Start
-from lightning_spectral.plugin.callbacks.validated_beside import ValidatedBeside
+from lightning_spectral.plugin.callbacks.evaluation import ValidatedBeside
 from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.member import read_optimizers
 from lightning_spectral.plugin.trainer import convert_now, num_rounds, placement_of, silent_trainer

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer import call
 from torch import nn
 
-from lightning_spectral.plugin.callbacks import CommunicationLedger, RoundHistory
+from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import (
     ARGUMENTS,
     HPARAMS,
@@ -226,7 +226,6 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
 
 
 LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
-RECORDERS = (RoundHistory, CommunicationLedger)  # their state is new whenever it is asked for, and grows
 
 
 class KeptRound:
@@ -261,7 +260,8 @@ def dumped(trainer: pl.Trainer) -> dict[bool, dict[str, Any]]:
 
 
 def _copied(checkpoint: dict[str, Any], trainer: pl.Trainer, memo: dict[int, Any]) -> dict[str, Any]:
-    records = {one.state_key for one in trainer.callbacks if isinstance(one, RECORDERS)}  # type: ignore[attr-defined]
+    histories = [one for one in trainer.callbacks if isinstance(one, RoundHistory)]  # type: ignore[attr-defined]
+    records = {one.state_key for one in histories}  # which are new whenever they are asked for, and grow
     lasting = [checkpoint.get(name) for name in LASTING]
     lasting += [state for key, state in checkpoint.get("callbacks", {}).items() if key in records]
     memo.update({id(value): value for value in lasting})

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
     BatchNormEstimation,
+    CommunicationLedger,
     RoundDashboard,
     RoundHistory,
     RoundLines,
@@ -128,10 +129,11 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn == "fit":
         check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
-    shown = [RoundHistory()] if any(isinstance(each, RoundDashboard) for each in [*callbacks, *own]) else []
+    reads = CommunicationLedger | RoundDashboard
+    history = [RoundHistory()] if any(isinstance(each, reads) for each in [*callbacks, *own]) else []
     boundaries = [
         *_watchers(trainer),
-        *shown,
+        *history,
         RoundLines(),
         RoundsAsSteps(),
         SVDRefresh(),

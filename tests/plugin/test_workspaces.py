@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_spectral.plugin.dashboard.workspaces import Lines, comparison_view, main, run_view, workspace
+from lightning_spectral.plugin.callbacks.workspaces import comparison_view, main, run_view, workspace
 
 pytest.importorskip("wandb_workspaces", reason="comes with the `dashboards` extra")
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic V1 style:DeprecationWarning")  # that package's own
@@ -37,10 +37,10 @@ def test_the_comparison_is_the_one_on_file() -> None:
 
 def test_a_runs_page_has_every_panel_of_its_specification() -> None:
     view = run_view("accuracy", model="words")
-    lines = [panel for section in view.sections.values() for panel in section if isinstance(panel, Lines)]
+    lines = [panel for section in view["sections"].values() for panel in section if panel["panel"] == "lines"]
     made = workspace(view, "team", "spectral")
     drawn = [p["config"] for p in panels(made) if p["viewType"] == "Run History Line Plot"]
-    assert [(config["xAxis"], tuple(config["metrics"])) for config in drawn] == [(p.over, p.metrics) for p in lines]
+    assert [(c["xAxis"], c["metrics"]) for c in drawn] == [(panel["over"], panel["metrics"]) for panel in lines]
     for name in ("clients", "keep_ratios", "layers"):
         assert json.dumps(sent(made)).count(f'"words/tables/{name}"') == 1
 

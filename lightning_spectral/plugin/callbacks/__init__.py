@@ -1,13 +1,12 @@
 """Callbacks: the boundaries of a round, and observers of rounds."""
 
 from lightning_spectral.plugin.callbacks.batch_norm_estimation import BatchNormEstimation
-from lightning_spectral.plugin.callbacks.client_evaluation import ClientEvaluation, ClientRow, ClientTable
 from lightning_spectral.plugin.callbacks.dashboard import RoundDashboard, WandbRounds
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics, UpdateAlignment
+from lightning_spectral.plugin.callbacks.evaluation import ClientEvaluation, ClientRow, ClientTable, SampledNetworks
 from lightning_spectral.plugin.callbacks.progress import RoundLines, RoundProgressBar
 from lightning_spectral.plugin.callbacks.record import CommunicationLedger, LedgerRow, RoundHistory
 from lightning_spectral.plugin.callbacks.round_callback import Aggregation, RoundCallback, SubmodelSampling, SVDRefresh
-from lightning_spectral.plugin.callbacks.sampled_networks import SampledNetworks
 
 __all__ = [
     "Aggregation",

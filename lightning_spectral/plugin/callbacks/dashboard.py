@@ -4,33 +4,41 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
-from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from torch import Tensor, nn
 
+from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.capabilities import HasHistograms
+from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.partition import report
+from lightning_spectral.partition import PartitionReport, report
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
-from lightning_spectral.plugin.callbacks.record import RoundHistory
+from lightning_spectral.plugin.callbacks.record import RoundHistory, history_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.drawings import can_draw, partition_drawing
-from lightning_spectral.plugin.dashboard.loggers import (
-    BYTES,
-    PAGES,
-    draw_over_bytes,
-    prefixed,
-    run_settings,
-    show,
-    summarize,
-)
-from lightning_spectral.plugin.dashboard.records import Histogram, Shown, Table, of_model
-from lightning_spectral.plugin.dashboard.tables import algorithm_records, client_table, keep_ratio_table
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.host import Trained, is_host
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.report.runs import Histogram, Table
+from lightning_spectral.server.metrics import mean_loss
 
+Pages: TypeAlias = TensorBoardLogger | WandbLogger  # loggers that have pages of their own
+Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]  # red, green and blue, shape ``(height, width, 3)``
+Shown: TypeAlias = dict[str, Histogram | Table | Pixels]  # by name, for any logger
+LayerFigures: TypeAlias = Mapping[str, Mapping[str, float]]
+BYTES = "fl/bytes_total"
+NUM_BINS = 64
+MOST_LAYERS = 42  # that look different
 NO_LOGGER = (
     "RoundDashboard shows clients, spectra and draws in the record of a run, in wandb and in TensorBoard, and the "
     "Trainer has no logger, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
@@ -75,7 +83,7 @@ class RoundDashboard(RoundCallback):
         self._history: RoundHistory | None = None
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
-        self._records: list[Shown] = []
+        self._shown: Shown = {}
         self._drawn: set[str] = set()
         self._shows = self._draws = False
 
@@ -85,19 +93,23 @@ class RoundDashboard(RoundCallback):
         return 0 if self._history is None else self._history.bytes_sent()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        self._history = next((one for one in callbacks if isinstance(one, RoundHistory)), None)
-        self._opened, self._summaries, self._records = {}, [], []  # left by a fit that failed
-        self._drawn = set()
+        self._history = history_of(trainer)
+        self._opened, self._summaries, self._shown, self._drawn = {}, [], {}, set()  # left by a fit that failed
         is_quick = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if trainer.is_global_zero and not (trainer.loggers or is_quick):
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
         self._shows = trainer.is_global_zero and bool(trainer.loggers) and is_host(pl_module) and not is_quick
-        self._draws = self._shows and can_draw() and any(isinstance(logger, PAGES) for logger in trainer.loggers)
+        has_pages = any(isinstance(logger, Pages) for logger in trainer.loggers)
+        self._draws = self._shows and has_pages and find_spec("matplotlib") is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0 and self._draws:
-            self._show(trainer, _partitions(trainer))
+        if trainer.current_epoch > 0 or not self._draws:
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
+            if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
+                split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
+                self._show(trainer, of_model(model, {"pictures/partition": partition_picture(split)}))
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
         if self._diagnostics.is_due(trainer.current_epoch):
@@ -119,8 +131,8 @@ class RoundDashboard(RoundCallback):
             self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
-            shown = algorithm_records(opened, pl_module.state, summary.round_idx, figures, self._draws)
-            self._records += of_model(summary.model, shown)
+            shown = of_algorithm(opened, pl_module.state, summary.round_idx, figures, self._draws)
+            self._shown |= of_model(summary.model, shown)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._history is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -132,72 +144,277 @@ class RoundDashboard(RoundCallback):
         _log(pl_module, self.total_bytes)  # the model has been validated
         self._history.take_logged(trainer)
         if self._shows:
-            self._draw(trainer, self._history)
+            self._draw_over_bytes(trainer, self._history)
+            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
             for summary in self._summaries:
-                self._records += of_model(summary.model, self._tables(trainer, summary))
-            self._show(trainer, self._records)
-        self._summaries, self._records = [], []
+                if summary.clients:
+                    known = [one.client_columns(summary) for one in callbacks if isinstance(one, RoundCallback)]
+                    tables = {"tables/clients": client_table(summary, known)}
+                    tables["tables/keep_ratios"] = keep_ratio_table(summary)
+                    self._shown |= of_model(summary.model, tables)
+            self._show(trainer, self._shown)
+        self._summaries, self._shown = [], {}
 
-    def _draw(self, trainer: pl.Trainer, history: RoundHistory) -> None:
-        """Draw the round's loss and what validation has found over the bytes sent."""
-        row, names = history.rows[-1], history.outcomes(history.rows[-1:])
-        values = {name: row[name] for name in names if math.isfinite(row[name])}
-        for logger in trainer.loggers:
-            if isinstance(logger, PAGES) and values:
-                draw_over_bytes(logger, trainer.current_epoch, values, self.total_bytes, self._drawn)
-            if isinstance(logger, WandbLogger):
-                columns = {name: [value for value in history.column(name) if math.isfinite(value)] for name in values}
-                summarize(logger, columns)
+    def _draw_over_bytes(self, trainer: pl.Trainer, history: RoundHistory) -> None:
+        """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step.
+
+        In wandb, each curve gets its axis before its first point, and by its name: wandb does not specify which of two
+        patterns wins. Its summary gets ``M/min`` and ``M/max`` of every metric M, by which its tables sort runs: names
+        of their own, since a summary that wandb computes replaces the metric's last value.
+        """
+        row, num_bytes = history.rows[-1], self.total_bytes
+        values = {name: row[name] for name in history.outcomes([row]) if math.isfinite(row[name])}
+        curves = {f"over_bytes/{name}": value for name, value in values.items()}
+        for logger in trainer.loggers if values else ():
+            if isinstance(logger, TensorBoardLogger):
+                logger.log_metrics(curves, step=num_bytes)
+            elif isinstance(logger, WandbLogger):
+                for name in (name for name in values if name not in self._drawn):
+                    curve = prefixed(logger, f"over_bytes/{name}")
+                    logger.experiment.define_metric(curve, step_metric=prefixed(logger, BYTES))
+                logger.log_metrics({**curves, BYTES: float(num_bytes), "fl/round": float(trainer.current_epoch)})
+                for name in values:
+                    column = [value for value in history.column(name) if math.isfinite(value)]
+                    ends = {f"{name}/min": min(column), f"{name}/max": max(column)}
+                    logger.experiment.summary.update({prefixed(logger, end): value for end, value in ends.items()})
         self._drawn |= values.keys()
 
-    def _show(self, trainer: pl.Trainer, records: list[Shown]) -> None:
-        if not records:
-            return
-        for logger in trainer.loggers:
-            if isinstance(logger, PAGES):
-                show(logger, trainer.current_epoch, records)
+    def _show(self, trainer: pl.Trainer, shown: Shown) -> None:
+        for logger in trainer.loggers if shown else ():
+            if isinstance(logger, Pages):
+                show(logger, trainer.current_epoch, shown)
         if self._history is not None:
-            tables = {one.name: {"columns": one.columns, "rows": one.rows} for one in records if isinstance(one, Table)}
-            bins = {
-                one.name: {"edges": one.edges, "counts": one.counts} for one in records if isinstance(one, Histogram)
-            }
+            tables = {name: one._asdict() for name, one in shown.items() if isinstance(one, Table)}
+            bins = {name: one._asdict() for name, one in shown.items() if isinstance(one, Histogram)}
             self._history.show(trainer.current_epoch, tables=tables, histograms=bins)
-
-    def _tables(self, trainer: pl.Trainer, summary: RoundSummary) -> list[Table]:
-        if not summary.clients:
-            return []
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        known = [callback.client_columns(summary) for callback in callbacks if isinstance(callback, RoundCallback)]
-        return [client_table(summary, known), keep_ratio_table(summary)]
-
-
-def _partitions(trainer: pl.Trainer) -> list[Shown]:
-    """A picture of how the data of each model is dealt; by class where the split needed to know the classes."""
-    data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    found: list[Shown] = []
-    for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
-        if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
-            split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
-            found += of_model(model, [partition_drawing(split)])
-    return found
 
 
 def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
 
 
+def of_model(model: str, shown: Mapping[str, Any]) -> Shown:
+    """What is shown of one of several models, under names that begin with the model's name."""
+    return {f"{model}/{name}" if model else name: one for name, one in shown.items()}
+
+
+# -- contents
+
+
+def histogram(values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
+    """Count the finite ones of some values in bins of equal width between the smallest and the largest.
+
+    Example:
+        >>> histogram(torch.tensor([0.0, 0.2, 1.0, 1.0]), num_bins=2)
+        Histogram(edges=(0.0, 0.5, 1.0), counts=(2, 2))
+    """
+    flat = values.detach().flatten().double().cpu()
+    counts, edges = torch.histogram(flat[flat.isfinite()], num_bins)
+    return Histogram(tuple(edges.tolist()), tuple(int(count) for count in counts))
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Make a table of rows; its columns are those of all rows, in order of first appearance.
+
+    Numbers that are not finite, such as a loss of NaN, become empty cells.
+
+    Example:
+        >>> table([{"client": 3, "loss": 0.5}, {"client": 4, "loss": float("nan")}])
+        Table(columns=('client', 'loss'), rows=((3, 0.5), (4, None)))
+    """
+    known = [
+        {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+        for row in rows
+    ]
+    columns = tuple(dict.fromkeys(column for row in known for column in row))
+    return Table(columns, tuple(tuple(row.get(column) for column in columns) for row in known))
+
+
+def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]] = ()) -> Table:
+    """One row per client of a round, in the cohort's order.
+
+    Args:
+        summary: The finished round of one model.
+        more: Further columns by title, each with values by client; a client without a value has an empty cell.
+    """
+    titles = {title: values for columns in more for title, values in columns.items()}
+    return table(
+        {
+            "round": client.round_idx,
+            "client": client.client_id,
+            "keep_ratio": client.keep_ratio,
+            "examples": client.num_examples,
+            "steps": client.num_steps,
+            "loss": client.loss,
+            "bytes_down": client.downlink_bytes,
+            "bytes_up": client.uplink_bytes,
+            "seconds": client.seconds,
+            "virtual_seconds": client.virtual_seconds,
+            "left_out": client.left_out or "",
+            **{title: values.get(client.client_id) for title, values in titles.items()},
+        }
+        for client in summary.clients
+    )
+
+
+def keep_ratio_table(summary: RoundSummary) -> Table:
+    """One row per keep ratio of a round's clients, ascending."""
+    by_ratio: dict[float, list[ClientOutcome]] = defaultdict(list)
+    for client in summary.clients:
+        by_ratio[client.keep_ratio].append(client)
+    groups = {ratio: replace(summary, clients=tuple(by_ratio[ratio])) for ratio in sorted(by_ratio)}
+    return table(
+        {
+            "round": summary.round_idx,
+            "keep_ratio": ratio,
+            "clients": len(group.averaged),
+            "clients_left_out": len(group.clients) - len(group.averaged),
+            "examples": sum(client.num_examples for client in group.averaged),
+            "loss": mean_loss(group),
+            "bytes_down": sum(client.downlink_bytes for client in group.clients),
+            "bytes_up": sum(client.uplink_bytes for client in group.clients),
+        }
+        for ratio, group in groups.items()
+    )
+
+
+def of_algorithm(
+    opened: Round, state: nn.Module | None, round_idx: int, figures: LayerFigures, draws: bool = False
+) -> Shown:
+    """All there is to show of a finished round of one model, apart from its clients; nothing for a dense algorithm.
+
+    Args:
+        opened: The round.
+        state: The algorithm's state.
+        round_idx: The round's index.
+        figures: Further figures of each layer, for the table.
+        draws: Whether to draw the spectra as well.
+    """
+    layers = opened.term_draws
+    if not layers:
+        values: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
+        return {name: histogram(one) for name, one in values.items()}
+    visited = opened.visited_terms()
+    rows = (
+        {
+            "round": round_idx,
+            "layer": name,
+            "terms": len(layer.singular_values),
+            "terms_visited": float(visited[name].double().mean()),
+            "largest_singular_value": float(layer.singular_values.max()),
+            **figures.get(name, {}),
+        }
+        for name, layer in layers.items()
+    )
+    pictures: Shown = {"pictures/spectra": spectra_picture(layers)} if draws else {}
+    return {**dict(spectral_histograms(layers)), "tables/layers": table(rows), **pictures}
+
+
+def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[tuple[str, Histogram]]:
+    """Each layer's spectrum and, for each keep ratio, inclusion probabilities and multipliers of possible terms."""
+    for name, layer in layers.items():
+        yield f"singular_values/{name}", histogram(layer.singular_values)
+        for ratio, plan in layer.groups.items():
+            yield f"inclusion_probs/{name}/{ratio:g}", histogram(plan.inclusion_probs)
+            yield f"multipliers/{name}/{ratio:g}", histogram(plan.multipliers[plan.inclusion_probs > 0])
+
+
+def partition_picture(split: PartitionReport) -> Pixels:
+    """Draw how many examples each client has, by class if it is known."""
+    from lightning_spectral.report.printed import printed
+
+    with printed(None, 8.0, 3.0) as figure:
+        split.plot(figure.subplots())
+    return _pixels(figure)
+
+
+def spectra_picture(layers: Mapping[str, TermDraws]) -> Pixels:
+    """Draw the singular values of each sharded layer as shares of its largest one, over the share of its terms."""
+    from lightning_spectral.report.printed import draw_line, legend_above, look, printed
+
+    with printed(None, 8.0, 4.0) as figure:
+        axes = figure.add_subplot(xlabel="share of the terms", ylabel="share of the largest", ylim=(0.0, 1.05))
+        for index, (name, layer) in enumerate(list(layers.items())[:MOST_LAYERS]):
+            values = layer.singular_values.detach().double().cpu().numpy()
+            heights = values / values.max() if values.max() > 0 else values
+            draw_line(axes, np.arange(1, len(values) + 1) / len(values), heights, look(index), name)
+        legend_above(figure, columns=3)
+    return _pixels(figure)
+
+
+def _pixels(figure: Any) -> Pixels:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels: Pixels = np.asarray(canvas.buffer_rgba())[..., :3].copy()
+    return pixels
+
+
+# -- loggers with pages of their own
+
+
+def prefixed(logger: Pages, name: str) -> str:
+    """The name of a metric in a logger, which may put a prefix before all names."""
+    return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
+
+
+def show(logger: Pages, round_idx: int, shown: Shown) -> None:
+    """Log histograms, pictures and, in wandb, tables of a round.
+
+    No row has a ``step=``: wandb drops rows whose step goes backwards.
+    """
+    if isinstance(logger, WandbLogger):
+        logger.log_metrics({**{name: _for_wandb(one) for name, one in shown.items()}, "fl/round": float(round_idx)})
+        return
+    for name, one in shown.items():
+        own = prefixed(logger, name)
+        if isinstance(one, Histogram):
+            centres = [(left + right) / 2 for left, right in zip(one.edges, one.edges[1:], strict=False)]
+            weighed = list(zip(one.counts, centres, strict=True))
+            logger.experiment.add_histogram_raw(  # bins as they are; TensorBoard's own sums are those of their centres
+                own,
+                min=one.edges[0],
+                max=one.edges[-1],
+                num=sum(one.counts),
+                sum=math.fsum(count * centre for count, centre in weighed),
+                sum_squares=math.fsum(count * centre**2 for count, centre in weighed),
+                bucket_limits=list(one.edges[1:]),
+                bucket_counts=list(one.counts),
+                global_step=round_idx,
+            )
+        elif isinstance(one, np.ndarray):
+            logger.experiment.add_image(own, one, round_idx, dataformats="HWC")
+
+
+def _for_wandb(one: Histogram | Table | Pixels) -> Any:
+    import wandb
+
+    if isinstance(one, Histogram):
+        return wandb.Histogram(np_histogram=(np.array(one.counts), np.array(one.edges)))
+    if isinstance(one, Table):
+        return wandb.Table(columns=list(one.columns), data=[list(cells) for cells in one.rows])
+    return wandb.Image(one)
+
+
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
 
-    It also adds the version of this package and the numbers of rounds and devices to the run's config.
+    It also adds the version of this package and the numbers of rounds and devices to the run's config. They are no
+    settings, since a resumed run may have other ones.
 
     Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        try:
+            installed = version("lightning-spectral")
+        except PackageNotFoundError:  # a copy of the sources
+            installed = "not installed"
+        run = {"version": installed, "rounds": num_rounds(trainer), "devices": trainer.world_size}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 axis = prefixed(logger, "fl/round")
                 logger.experiment.define_metric(axis)
                 logger.experiment.define_metric("*", step_metric=axis, step_sync=True)
-                logger.experiment.config.update(run_settings(trainer), allow_val_change=True)
+                logger.experiment.config.update({"run": run}, allow_val_change=True)

@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_spectral.arguments import Number, Whole
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.dashboard.tables import round_bytes
 from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
@@ -49,7 +48,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         super().__init__(count("refresh_rate", refresh_rate), count("process_position", process_position))
         self._progress: dict[str, Any] = {}
         self._losses: dict[str, tuple[float, int]] = {}
-        self._bytes = [0.0, 0.0]
+        self._bytes = [0, 0]
         self._start = 0.0
         self._done = self._cohort = 0
 
@@ -76,7 +75,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._losses, self._bytes, self._start = {}, [0.0, 0.0], time.perf_counter()
+        self._losses, self._bytes, self._start = {}, [0, 0], time.perf_counter()
         self._describe(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -93,8 +92,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self._show(trainer, pl_module, self._done / self._cohort)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        self._bytes[0] += sum(client.downlink_bytes for client in (*summary.clients, *summary.measured))
-        self._bytes[1] += sum(client.uplink_bytes for client in (*summary.clients, *summary.measured))
+        self._bytes = [so_far + new for so_far, new in zip(self._bytes, round_bytes(summary), strict=True)]
         name = loss_title(summary.model)
         if summary.averaged:
             self._progress[name] = mean_loss(summary)
@@ -172,7 +170,7 @@ class RoundLines(RoundCallback):
         self._losses = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        self._bytes += round_bytes(summary)
+        self._bytes += sum(round_bytes(summary))
         if summary.averaged:
             self._losses[loss_title(summary.model)] = mean_loss(summary)
 
@@ -185,7 +183,9 @@ class RoundLines(RoundCallback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
         is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_logged)
-        if is_due and not draws_bar(trainer):
+        bar = trainer.progress_bar_callback  # a `RoundProgressBar` needs a terminal or a notebook
+        is_drawn = bar is not None and not getattr(bar, "is_disabled", False)
+        if is_due and not is_drawn:
             _log(", ".join(self._parts(trainer, now - self._start)))
             self._last, self._has_logged, self._validated = now, True, {}
 
@@ -212,10 +212,10 @@ def _log(line: str) -> None:
     logging.getLogger(LOGGER).info(line)
 
 
-def draws_bar(trainer: pl.Trainer) -> bool:
-    """Whether a Trainer's progress bar is drawn; a `RoundProgressBar` needs a terminal or a notebook."""
-    bar = trainer.progress_bar_callback
-    return bar is not None and not getattr(bar, "is_disabled", False)
+def round_bytes(summary: RoundSummary) -> tuple[int, int]:
+    """Bytes sent in a model's round, down and up, including those of measuring before it."""
+    clients = (*summary.clients, *summary.measured)
+    return sum(client.downlink_bytes for client in clients), sum(client.uplink_bytes for client in clients)
 
 
 def duration(seconds: float) -> str:

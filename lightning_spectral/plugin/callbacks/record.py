@@ -1,10 +1,10 @@
-"""The record of a run: the metrics of every round, in memory and in a file, and the bytes of every client."""
+"""The record of a run: the metrics of every round and the bytes of every client, in memory and in a file."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,41 @@ BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")
 SHOWN = 10  # rounds of a notebook's table
 
 
+class LedgerRow(NamedTuple):
+    """The cost of one client's turn, and the reason if its update was not used.
+
+    Attributes:
+        round_idx: Communication round, from 0.
+        client_id: The client, from 0.
+        keep_ratio: Share of singular terms it held.
+        downlink_bytes: Bytes sent to it.
+        uplink_bytes: Bytes it sent back.
+        left_out: Why it is not in the average; ``None`` if it is.
+        virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
+        model: Which model it trained; ``""`` if there is only one.
+        measured: Whether it only measured something for a sampler before the round and sent back one number.
+        frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
+    """
+
+    round_idx: int
+    client_id: int
+    keep_ratio: float
+    downlink_bytes: int
+    uplink_bytes: int
+    left_out: ExclusionReason | None = None
+    virtual_seconds: float | None = None
+    model: str = ""
+    measured: bool = False
+    frozen_bytes: int = 0
+
+
+def _ledger_row(client: ClientOutcome, measured: bool) -> LedgerRow:
+    seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
+    turn = client.round_idx, client.client_id, client.keep_ratio
+    sent = client.downlink_bytes, client.uplink_bytes
+    return LedgerRow(*turn, *sent, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
+
+
 class RoundHistory(RoundCallback):
     """Keeps one row of metrics per round: its own (``fl/...``), those of clients and callbacks, and validation's.
 
@@ -44,6 +79,7 @@ class RoundHistory(RoundCallback):
 
     Attributes:
         rows: One dictionary per round, in order.
+        turns: The clients' turns by round, if a `CommunicationLedger` reads them.
     """
 
     def __init__(self, path: str | Path | None = None, config: Mapping[str, Any] | None = None) -> None:
@@ -52,6 +88,8 @@ class RoundHistory(RoundCallback):
         self.path = None if path is None else Path(path)
         self.config: dict[str, Any] = dict(config or {})
         self.rows: list[dict[str, float]] = []
+        self.turns: dict[int, list[LedgerRow]] = defaultdict(list)
+        self.keeps_turns = False
         self._from_clients: set[str] = set()
         self._new = NewlyLogged()
         self._run = ""  # its id, once it has a file
@@ -70,15 +108,15 @@ class RoundHistory(RoundCallback):
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
-        if not self._belongs_to_last_row(own):
+        last = self.rows[-1] if self.rows else {}
+        is_of_another_model = last.get("fl/round") == own["fl/round"] and own.keys() & last.keys() == {"fl/round"}
+        if not is_of_another_model:
             self.rows.append({})
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
-
-    def _belongs_to_last_row(self, own: dict[str, float]) -> bool:
-        """Whether another model has begun the row of this round."""
-        last = self.rows[-1] if self.rows else {}
-        return last.get("fl/round") == own["fl/round"] and not (own.keys() & last.keys()) - {"fl/round"}
+        if self.keeps_turns:
+            rows = [_ledger_row(client, True) for client in summary.measured]
+            self.turns[summary.round_idx] += [*rows, *(_ledger_row(client, False) for client in summary.clients)]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._new.mark(trainer)
@@ -130,6 +168,20 @@ class RoundHistory(RoundCallback):
         losses = [name for name in found if f"/{name}".endswith("/fl/loss")]
         return [*losses, *(name for name in found if "fl/" not in name and name not in self._from_clients)]
 
+    def state_dict(self) -> dict[str, Any]:
+        rows, turns = [dict(row) for row in self.rows], {index: [*map(tuple, own)] for index, own in self.turns.items()}
+        file = {"from_clients": sorted(self._from_clients), "run": self._run, "file": str(self._file or "")}
+        return {"rows": rows, "turns": turns, **file}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.rows = [dict(row) for row in state_dict["rows"]]
+        self._take_turns(state_dict["turns"])
+        self._from_clients = set(state_dict["from_clients"])
+        self._run, self._file = state_dict["run"], Path(state_dict["file"]) if state_dict["file"] else None
+
+    def _take_turns(self, turns: Mapping[int, Sequence[Sequence[Any]]]) -> None:
+        self.turns = defaultdict(list, {index: [LedgerRow(*turn) for turn in own] for index, own in turns.items()})
+
     # -- the file
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,22 +190,16 @@ class RoundHistory(RoundCallback):
         path = self.path or _beside_logger(trainer)
         if path is None or not trainer.is_global_zero or not is_host(pl_module):
             return
-        written = self._written([path.absolute(), *([earlier] if earlier else [])])
-        there = {line["round"] for line in written if "trained" in line}
-        lines = [*written, *(line for line in map(self._line, self.rows) if line["round"] not in there)]
-        self._file, self._run = path.absolute(), self._run or uuid4().hex
-        self._write(
-            self._file, {**settings, **self.config}, [line for line in lines if line["round"] < trainer.current_epoch]
-        )
-
-    def _written(self, files: Iterable[Path]) -> Sequence[Line]:
-        """The lines of this run in the first file that is its record, which may have tables that no checkpoint has."""
-        for file in files:
+        self._file = path.absolute()
+        written: list[Line] = []  # by this run, with tables that no checkpoint has
+        for file in filter(None, (self._file, earlier)):
             with suppress(OSError, ValueError):  # there is none, or it is something else
                 found = read_record(file)
-                if found.head["run"] == self._run:
-                    return found.lines
-        return []
+                if not written and found.head["run"] == self._run:
+                    written = [*found.lines]
+        there = {line["round"] for line in written if "trained" in line}
+        lines = [*written, *(line for line in map(self._line, self.rows) if line["round"] not in there)]
+        self._write(self._file, {**settings, **self.config}, [x for x in lines if x["round"] < trainer.current_epoch])
 
     def show(self, round_idx: int, **shown: Mapping[str, Any]) -> None:
         """Add tables and histograms, by name, to the file, if there is one."""
@@ -161,15 +207,18 @@ class RoundHistory(RoundCallback):
             self._append({"round": round_idx, **shown})
 
     def _line(self, row: Mapping[str, float]) -> Line:
+        round_idx = int(row["fl/round"])
         trained = {name: value for name, value in row.items() if name in self._from_clients}
         evaluated = {name: value for name, value in row.items() if name not in self._from_clients}
-        return {"round": int(row["fl/round"]), "trained": trained, "evaluated": evaluated}
+        turns = {"turns": self.turns[round_idx]} if round_idx in self.turns else {}
+        return {"round": round_idx, "trained": trained, "evaluated": evaluated, **turns}
 
     def _append(self, line: Line) -> None:
         if self._file is not None:
             append_line(self._file, line)
 
-    def _write(self, path: Path, config: Mapping[str, Any], lines: list[Line]) -> None:
+    def _write(self, path: Path, config: Mapping[str, Any], lines: Sequence[Line]) -> None:
+        self._run = self._run or uuid4().hex
         write_record(path, self._run, as_config(config), sorted(lines, key=lambda line: line["round"]))
 
     def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
@@ -181,7 +230,6 @@ class RoundHistory(RoundCallback):
         """
         if config is not None:
             check_is("config", config, Mapping)
-        self._run = self._run or uuid4().hex
         self._write(Path(path), {**self.config, **(config or {})}, [*map(self._line, self.rows)])
 
     @classmethod
@@ -197,16 +245,8 @@ class RoundHistory(RoundCallback):
             rows[line["round"]].update({**trained, **line.get("evaluated", {})})
             history._from_clients |= trained.keys()
         history.rows = [rows[index] for index in sorted(rows)]
+        history._take_turns({line["round"]: line["turns"] for line in found.lines if "turns" in line})
         return history
-
-    def state_dict(self) -> dict[str, Any]:
-        rows, file = [dict(row) for row in self.rows], str(self._file or "")
-        return {"rows": rows, "from_clients": sorted(self._from_clients), "run": self._run, "file": file}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rows = [dict(row) for row in state_dict["rows"]]
-        self._from_clients = set(state_dict["from_clients"])
-        self._run, self._file = state_dict["run"], Path(state_dict["file"]) if state_dict["file"] else None
 
     # -- pictures and notebooks
 
@@ -252,50 +292,25 @@ def _beside_logger(trainer: pl.Trainer) -> Path | None:
     return None if "://" in folder else Path(folder) / str(logger.name or "") / version / NAME
 
 
-class LedgerRow(NamedTuple):
-    """The cost of one client's turn, and the reason if its update was not used.
-
-    Attributes:
-        round_idx: Communication round, from 0.
-        client_id: The client, from 0.
-        keep_ratio: Share of singular terms it held.
-        downlink_bytes: Bytes sent to it.
-        uplink_bytes: Bytes it sent back.
-        left_out: Why it is not in the average; ``None`` if it is.
-        virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
-        model: Which model it trained; ``""`` if there is only one.
-        measured: Whether it only measured something for a sampler before the round and sent back one number.
-        frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
-    """
-
-    round_idx: int
-    client_id: int
-    keep_ratio: float
-    downlink_bytes: int
-    uplink_bytes: int
-    left_out: ExclusionReason | None = None
-    virtual_seconds: float | None = None
-    model: str = ""
-    measured: bool = False
-    frozen_bytes: int = 0
-
-
 class CommunicationLedger(RoundCallback):
     """Counts the bytes of the tensors that are sent: their values, without the framing of any network protocol.
 
-    It is part of the checkpoint. One row is kept per client and round, so this callback is not installed by default;
-    the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
-
-    Attributes:
-        rows: One `LedgerRow` per client and round, in order.
+    It reads them from the run's `RoundHistory`, which keeps one row per client and round for it, in the checkpoint and
+    in the file as well; without a history, the Trainer gets one. A long run makes many rows, so this callback is not
+    installed by default; the round's totals (``fl/bytes_down``, ``fl/bytes_up``) are always logged.
     """
 
     def __init__(self) -> None:
-        self.rows: list[LedgerRow] = []
+        self._history = RoundHistory()  # until there is a fit
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        self.rows.extend(_ledger_row(client)._replace(measured=True) for client in summary.measured)
-        self.rows.extend(map(_ledger_row, summary.clients))
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._history = history_of(trainer) or self._history
+        self._history.keeps_turns = True
+
+    @property
+    def rows(self) -> list[LedgerRow]:
+        """One `LedgerRow` per client and round, in order."""
+        return [row for of_round in self._history.turns.values() for row in of_round]
 
     @property
     def total_bytes(self) -> int:
@@ -308,23 +323,16 @@ class CommunicationLedger(RoundCallback):
         for row in self.rows:
             if not row.measured:
                 groups[row.keep_ratio].append(row)
-        return {ratio: _mean_bytes(rows) for ratio, rows in sorted(groups.items())}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": [tuple(row) for row in self.rows]}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rows = [LedgerRow(*row) for row in state_dict["rows"]]
-
-
-def _ledger_row(client: ClientOutcome) -> LedgerRow:
-    seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
-    turn = client.round_idx, client.client_id, client.keep_ratio
-    sent = client.downlink_bytes, client.uplink_bytes
-    return LedgerRow(*turn, *sent, client.left_out, seconds, client.unit.model, frozen_bytes=client.frozen_bytes)
+        return {
+            ratio: (
+                sum(row.downlink_bytes - row.frozen_bytes for row in rows) / len(rows),
+                sum(row.uplink_bytes for row in rows) / len(rows),
+            )
+            for ratio, rows in sorted(groups.items())
+        }
 
 
-def _mean_bytes(rows: list[LedgerRow]) -> tuple[float, float]:
-    down = sum(row.downlink_bytes - row.frozen_bytes for row in rows)
-    up = sum(row.uplink_bytes for row in rows)
-    return down / len(rows), up / len(rows)
+def history_of(trainer: pl.Trainer) -> RoundHistory | None:
+    """The history of a Trainer's run, if it has one."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((one for one in callbacks if isinstance(one, RoundHistory)), None)

@@ -16,9 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, diagnostics
-from lightning_spectral.plugin.callbacks import dashboard as dashboards
-from lightning_spectral.plugin.dashboard.records import histogram
-from lightning_spectral.plugin.dashboard.tables import client_table, keep_ratio_table, round_bytes
+from lightning_spectral.plugin.callbacks.dashboard import client_table, histogram, keep_ratio_table
+from lightning_spectral.plugin.callbacks.progress import round_bytes
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, WorkUnit
 from lightning_spectral.report.runs import NAME, Histogram, Table, read_run
 
@@ -90,12 +89,12 @@ def test_the_table_of_keep_ratios_adds_up_their_clients() -> None:
     made = keep_ratio_table(summary())
     assert " ".join(made.columns[1:]) == "keep_ratio clients clients_left_out examples loss bytes_down bytes_up"
     assert made.rows == ((4, 0.25, 1, 0, 30, 2.0, 80, 40), (4, 0.5, 1, 1, 10, 1.0, 400, 100))
-    assert round_bytes(summary()) == 200 + 100 + 80 + 40 + 200 + 204
+    assert round_bytes(summary()) == (200 + 80 + 200 + 200, 100 + 40 + 4)
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.1, 0.9, 1.0], [2.0], [3.0, 3.0, NAN]])
 def test_a_histogram_counts_every_finite_value_between_its_edges(values: list[float]) -> None:
-    made = histogram("name", torch.tensor(values), num_bins=4)
+    made = histogram(torch.tensor(values), num_bins=4)
     finite = [value for value in values if value == value]
     assert sum(made.counts) == len(finite)
     assert list(made.edges) == sorted(set(made.edges))
@@ -301,15 +300,15 @@ def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_byt
 def test_best_values_go_on_when_a_run_is_resumed(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    columns: list[dict[str, list[float]]] = []
-    own = dashboards.summarize
-    monkeypatch.setattr(dashboards, "summarize", lambda logger, found: columns.append(found) or own(logger, found))
     pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
     from offline_wandb import offline_logger
 
-    fit = partial(fit, data=data, trainer={"logger": offline_logger(tmp_path, monkeypatch)})
+    logger = offline_logger(tmp_path, monkeypatch)
+    fit = partial(fit, data=data, trainer={"logger": logger})
     first = fit(seeded(lit_mlp), max_epochs=2, callbacks=[ls.RoundDashboard()])
     first.trainer.save_checkpoint(tmp_path / "first.ckpt")
     resumed = fit(seeded(lit_mlp), max_epochs=3, callbacks=[ls.RoundDashboard()], ckpt_path=tmp_path / "first.ckpt")
-    assert columns[-1]["val_acc"] == resumed.history.column("val_acc")
-    assert columns[-1]["val_acc"][:2] == first.history.column("val_acc")
+    losses = resumed.history.column("val_loss")
+    assert max(losses) == losses[0] == first.history.column("val_loss")[0] > losses[2]
+    assert logger.experiment.summary["val_loss/max"] == max(losses)
+    assert logger.experiment.summary["val_loss/min"] == min(losses)

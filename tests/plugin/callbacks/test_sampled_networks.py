@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SampledNetworks
-from lightning_spectral.plugin.callbacks.sampled_networks import sampling_figures
+from lightning_spectral.plugin.callbacks.evaluation import sampling_figures
 from lightning_spectral.protocol.rng import derived_generator
 
 ZAMPLING = ls.Zampling(compression=3, degree=4)

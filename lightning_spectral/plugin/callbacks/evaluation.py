@@ -1,0 +1,490 @@
+"""Evaluations beside the user's own: of each client's held-out examples, and of sampled networks of Zampling."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_spectral.algorithms.capabilities import DrawsNetworks
+from lightning_spectral.arguments import Whole
+from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
+from lightning_spectral.errors import ClientError, SpectralWarning
+from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
+from lightning_spectral.plugin.host import Trained, as_host, is_trained
+from lightning_spectral.plugin.logs import log_values, redirect_logging
+from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
+from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.kept_state import trying
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
+from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
+from lightning_spectral.server.processes import deal
+from lightning_spectral.server.round import client_error
+from lightning_spectral.tables import Block, as_html, as_text
+
+SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
+_LOG = inspect.signature(pl.LightningModule.log)
+_MEANS = ("mean", "avg", torch.mean)
+
+
+class ValidatedBeside:
+    """Runs ``validation_step`` of the user's module beside its validation, and keeps what it logs to itself.
+
+    It does so within blocks of `entered`, after which the module is as it was. Values are averaged over examples as
+    Lightning does, ``torchmetrics`` objects are computed, and names are those that Lightning uses. Values that are
+    logged only for single batches, or are not reduced to their mean, are ignored.
+
+    Args:
+        module: The user's module.
+        tensors: Weights to validate where they differ from the module's, by name.
+        trainer: The Trainer that validates.
+    """
+
+    def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
+        self.module: Any = module
+        self._tensors = tensors
+        self._recorder = Recorder(module)
+        self._states: list[dict[str, Any]] = []  # of the metrics, between blocks
+        self._trainer = trainer
+        self._batch: Any = None
+        self._dataloader_idx: int | None = None
+        self._ended: dict[str, float] = {}
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block, the module has the weights, and its metrics are those of this validation."""
+        with trying(self.module):
+            own = named_state(self.module)
+            for name, tensor in self._tensors.items():
+                own[name].data = tensor
+            redirect_logging(self.module, self._log, self._log_dict)
+            isolate_metrics(self._recorder.metrics)
+            if not self._states:
+                self.start()
+            for metric, state in zip(self._recorder.metrics, self._states, strict=True):
+                vars(metric).update(state)
+            yield
+            self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+
+    def start(self) -> None:
+        """Forget what was logged so far, and reset the module's metrics: other data follows."""
+        for metric in self._recorder.metrics:
+            vars(metric).update({name: [] for name, default in metric._defaults.items() if isinstance(default, list)})
+        self._recorder.start_client()
+        self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+        self._dataloader_idx, self._ended = None, {}
+
+    def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
+        """Validate on one batch, which is left unchanged.
+
+        Args:
+            batch: As ``validation_step`` gets it, on its device.
+            batch_idx: Its index in its dataloader.
+            dataloader_idx: Which dataloader; ``None`` if there is only one.
+        """
+        if dataloader_idx != self._dataloader_idx:  # metrics that are logged for several dataloaders keep accumulating
+            suffix = f"{SUFFIX}{self._dataloader_idx}"
+            self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended
+            self._dataloader_idx = dataloader_idx
+        self._batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
+        indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        with self._trainer.precision_plugin.val_step_context():
+            call_with_accepted(self.module.validation_step, self._batch, *indices)
+        self._batch = None
+
+    def logged(self) -> dict[str, float]:
+        return {**{name: entry.value for name, entry in self._recorder.finish_client().items()}, **self._ended}
+
+    def _log(self, *args: Any, **options: Any) -> None:  # with the arguments of `LightningModule.log`
+        call = _LOG.bind(self.module, *args, **options)
+        call.apply_defaults()
+        name, value, batch_size = (call.arguments[key] for key in ("name", "value", "batch_size"))
+        is_metric = isinstance(value, Metric)
+        if call.arguments["on_epoch"] is False or not (is_metric or call.arguments["reduce_fx"] in _MEANS):
+            return
+        if call.arguments["add_dataloader_idx"] and self._dataloader_idx is not None:
+            name = f"{name}{SUFFIX}{self._dataloader_idx}"
+        if batch_size is None and not is_metric:
+            batch_size = extract_batch_size(self._batch)
+        self._recorder.log(name, value, batch_size=batch_size)
+
+    def _log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            self._log(name, value, *args, **options)
+
+
+@dataclass(frozen=True)
+class ClientRow:
+    """One client's part of an evaluation.
+
+    Attributes:
+        client_id: The client, from 0.
+        num_examples: Number of its held-out examples.
+        metrics: The values that ``validation_step`` logged on them, by name.
+    """
+
+    client_id: int
+    num_examples: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ClientTable:
+    """The server's model after a round, evaluated on the held-out examples of some clients.
+
+    Attributes:
+        round_idx: The round, from 0.
+        rows: One for each client, by its id.
+        model: The model's name; empty if there is only one.
+
+    Example:
+        >>> table = ClientTable(9, (ClientRow(0, 3, {"acc": 1.0}), ClientRow(4, 1, {"acc": 0.5})))
+        >>> print(table)
+        client  examples  acc
+        0       3         1
+        4       1         0.5
+        >>> table.figures()["acc/mean"], table.figures()["acc/weighted_mean"]
+        (0.75, 0.875)
+    """
+
+    round_idx: int
+    rows: tuple[ClientRow, ...]
+    model: str = ""
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of all metrics, in the order in which they were logged."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+
+    def column(self, metric: str) -> dict[int, float]:
+        """One metric of the clients that have it, by their ids."""
+        return {row.client_id: row.metrics[metric] for row in self.rows if metric in row.metrics}
+
+    def figures(self) -> dict[str, float]:
+        """The spread of each metric over the clients, as ``<metric>/<figure>``.
+
+        - ``mean``, ``weighted_mean``: clients have equal weights; weights are their numbers of held-out examples.
+        - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
+        - ``lowest_decile``, ``highest_decile``: `decile_means`.
+        - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.
+        """
+        found: dict[str, float] = {}
+        for name in self.metrics:
+            column = self.column(name)
+            values = torch.tensor(list(column.values()), dtype=torch.float64)
+            counts = [row.num_examples for row in self.rows if row.client_id in column]
+            sizes = torch.tensor(counts, dtype=torch.float64)
+            lowest, highest = decile_means(values)
+            figures = {
+                "mean": float(values.mean()),
+                "weighted_mean": float(values @ sizes / sizes.sum()),
+                "std": float(values.std(correction=0)),
+                "lowest_decile": lowest,
+                "highest_decile": highest,
+            }
+            if not (values < 0).any():
+                figures |= {"jain": jain_index(values), "gini": gini_coefficient(values)}
+            found.update({f"{name}/{figure}": value for figure, value in figures.items()})
+        return found
+
+    def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    def _blocks(self) -> list[Block]:
+        lines = [["client", "examples", *self.metrics]]
+        for row in self.rows:
+            cells = (f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics)
+            lines.append([str(row.client_id), str(row.num_examples), *cells])
+        return [lines]
+
+
+class ClientEvaluation(RoundCallback):
+    """Evaluates the server's model on each client's held-out examples, and logs how evenly it serves the clients.
+
+    The examples are those held out by ``FederatedDataModule(..., client_val_fraction=0.1)``, on which no client trains.
+    For one client after another, it runs your ``validation_step`` in eval mode on a copy of your module with its
+    metrics reset. No other hooks run, except those that move batches. For each metric M that the step logs, and that
+    Lightning averages over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of
+    `ClientTable.figures`.
+
+    The global random generators and the run itself are not affected. Several processes share the clients.
+
+    Args:
+        every_n_rounds: Evaluate after rounds 0, n, 2n, ... and after the last.
+        clients: Clients to evaluate: ``"all"``, ``"participants"`` (those in the round's average), or a number of
+            clients, drawn anew each time.
+
+    Attributes:
+        tables: The last `ClientTable` of each model, by name; that of a single model is ``tables[""]``, or `table`.
+            They are part of the checkpoint.
+
+    Example:
+        >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
+    """
+
+    def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
+        self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
+        if not (isinstance(clients, str) and clients in ("all", "participants")):
+            hint = 'it is "all", "participants" or a number of clients'
+            clients = Whole(at_least=1, hint=hint)("clients", clients)
+        self.clients = clients
+        self.tables: dict[str, ClientTable] = {}
+
+    @property
+    def table(self) -> ClientTable | None:
+        """The last table of the only model; ``None`` before there is one."""
+        return self.tables.get("")
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        host = as_host(pl_module, "ClientEvaluation needs federated clients")
+        evaluated = [name for name in host.members if host.data_of(name).held_out.num_assigned]
+        if not evaluated:
+            raise ValueError(
+                "ClientEvaluation finds no held-out examples; give the data a share to hold out: "
+                "FederatedDataModule(..., client_val_fraction=0.1)."
+            )
+        for module in (host.members[name].module for name in evaluated):
+            if not is_overridden(module, "validation_step"):
+                raise ValueError(f"ClientEvaluation needs `{type(module).__name__}.validation_step`; define it.")
+
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+        round_idx = summary.round_idx
+        if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
+            return
+        if not (client_ids := self._chosen(pl_module, summary)):
+            return
+        table = ClientTable(round_idx, evaluate_clients(trainer, pl_module, round_idx, client_ids), summary.model)
+        self.tables[summary.model] = table
+        if not table.metrics and trainer.is_global_zero:
+            _warn_of_silence(pl_module.module, "ClientEvaluation has nothing to report")
+        figures = {summary.metric(f"fl/clients/{name}"): value for name, value in table.figures().items()}
+        log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
+
+    def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
+        table = self.tables.get(summary.model)
+        if table is None or table.round_idx != summary.round_idx:
+            return {}
+        return {name: table.column(name) for name in table.metrics}
+
+    def _chosen(self, pl_module: Trained, summary: RoundSummary) -> list[int]:
+        """Ids of the clients to evaluate, ascending; all of them have held-out examples."""
+        held_out = pl_module.data.held_out.sizes > 0
+        if self.clients == "participants":
+            return sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
+        able: list[int] = held_out.nonzero().flatten().tolist()
+        if self.clients == "all":
+            return able
+        generator = derived_generator(pl_module.seed, "client evaluation", summary.round_idx)
+        drawn = torch.randperm(len(able), generator=generator)[: self.clients]
+        return sorted(able[i] for i in drawn.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tables": [asdict(table) for table in self.tables.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.tables = {}
+        for table in state_dict["tables"]:
+            rows = tuple(ClientRow(**row) for row in table["rows"])
+            self.tables[table["model"]] = ClientTable(table["round_idx"], rows, table["model"])
+
+
+def evaluate_clients(
+    trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
+) -> tuple[ClientRow, ...]:
+    """Evaluate the server's model on the held-out examples of some clients; several processes share them.
+
+    Returns:
+        One row for each client, in the order of ``client_ids``; the same rows in all processes.
+    """
+    sizes = model.data.held_out.sizes_of(client_ids)
+    if (elsewhere := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is not None:
+        sized = zip(client_ids, sizes, strict=True)
+        return tuple(
+            ClientRow(client_id, size, elsewhere[client_id]) for client_id, size in sized if client_id in elsewhere
+        )
+    processes = processes_of(trainer)
+    mine = deal(sizes, processes.size)[processes.rank]
+
+    def evaluate() -> list[ClientRow]:
+        beside = ValidatedBeside(model.module, {}, trainer)
+        with beside.entered():
+            model.module.eval()
+            adopt_batch_hooks(model.module, model.data)
+            return [_evaluated(trainer, model, beside, round_idx, client_ids[i]) for i in mine]
+
+    trainer.validating = True  # as it is in a validation within a fit
+    try:
+        with torch.no_grad():
+            gathered = processes.gather_results(evaluate, ClientError)
+    finally:
+        trainer.training = True
+    rows = {row.client_id: row for part in gathered for row in part}
+    return tuple(rows[client_id] for client_id in client_ids)
+
+
+def _evaluated(
+    trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int
+) -> ClientRow:
+    device = trainer.strategy.root_device
+    seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
+    beside.start()
+    try:
+        with isolated_rng(seed, [device]):  # a step may draw random numbers
+            for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
+                beside.step(as_in_a_step(batch, model.module, trainer), batch_idx)
+    except Exception as error:
+        raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
+    (num_examples,) = model.data.held_out.sizes_of([client_id])
+    return ClientRow(client_id, num_examples, beside.logged())
+
+
+def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:
+    warnings.warn(
+        f"`{type(module).__name__}.validation_step` logs no mean and no metric with `self.log`, so {consequence}; "
+        "log there, and not in `on_validation_epoch_end`.",
+        SpectralWarning,
+        stacklevel=3,
+    )
+
+
+class SampledNetworks(pl.Callback):
+    """Logs how well sampled networks Qz do whenever Lightning validates the expected network Qp.
+
+    For every metric M that ``validation_step`` logs, and that Lightning averages over examples or computes:
+
+    - ``M/sampled_mean``, ``M/sampled_std``: mean and sample standard deviation over the sampled networks.
+    - ``M/sampled_max``, ``M/sampled_min``: largest and smallest value among the sampled networks.
+    - ``M/sampling_gap``: M of the expected network minus the mean over the sampled ones.
+
+    With several dataloaders, which need Lightning 2.5.3, names end in the dataloader's index, as in Lightning's own
+    names. A single network has no standard deviation. Each network is a copy of your module with its metrics and
+    buffers. It runs ``validation_step``, and no other hook, on the batches that Lightning validates on. During
+    validation there are thus ``num_samples`` copies in memory. Bits are drawn from the run's seed, the round and the
+    number of the network, and the global random generators are left unchanged: the run is the same with and without
+    this callback.
+
+    It also acts in every ``Trainer.validate``. With ``strategy="client_parallel"``, each process validates all networks
+    on all of the data, as it does the server's module.
+
+    Args:
+        num_samples: Number of networks, at least 1.
+        every_n_validations: Act in validations 0, n, 2n, ... of a run; the sanity check does not count.
+
+    Raises:
+        TypeError: At set-up, if the algorithm is not `Zampling`.
+        ValueError: At set-up, if several processes share the data for validation.
+
+    Example:
+        >>> callback = SampledNetworks(num_samples=20)  # Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, num_samples: int = 10, every_n_validations: int = 1) -> None:
+        self.num_samples: int = Whole(at_least=1)("num_samples", num_samples)
+        self.every_n_validations: int = Whole(at_least=1)("every_n_validations", every_n_validations)
+        self._num_validations = 0
+        self._is_due = False
+        self._networks: list[ValidatedBeside] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage not in ("fit", "validate"):
+            return
+        trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
+        if not (is_trained(pl_module) and isinstance(pl_module.algorithm, DrawsNetworks)):
+            raise TypeError(
+                f"SampledNetworks needs the probabilities of bits, which {trained_by} does not train; leave the "
+                "callback out, or train with algorithm=Zampling(...)."
+            )
+        if trainer.world_size > 1 and not isinstance(trainer.strategy, ClientParallelStrategy):
+            raise ValueError(
+                f"{type(trainer.strategy).__name__} shares the data for validation out to {trainer.world_size} "
+                "processes, and SampledNetworks needs all of it in each; use strategy='client_parallel', or devices=1."
+            )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._networks = []
+        self._is_due = not trainer.sanity_checking
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._is_due = self._num_validations % self.every_n_validations == 0
+            self._num_validations += 1
+
+    def on_validation_batch_start(  # type: ignore[override]
+        self, trainer: pl.Trainer, pl_module: Trained, batch: Any, batch_idx: int, dataloader_idx: int | None = None
+    ) -> None:
+        if not self._is_due:
+            return
+        if not self._networks:  # only now, after the user's hooks have prepared the module for validation
+            for k in range(self.num_samples):
+                generator = derived_generator(pl_module.seed, "sampled networks", trainer.current_epoch, k)
+                assert isinstance(pl_module.algorithm, DrawsNetworks)
+                weights = pl_module.algorithm.network(pl_module.module, pl_module.state, generator)
+                self._networks.append(ValidatedBeside(pl_module.module, weights, trainer))
+        seed = derived_seed(
+            pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx
+        )
+        for network in self._networks:
+            # a step may draw: the same for all networks
+            with isolated_rng(seed, [trainer.strategy.root_device]), network.entered():
+                network.step(batch, batch_idx, dataloader_idx)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Trained) -> None:  # type: ignore[override]
+        networks, self._networks = self._networks, []
+        if not networks:
+            return
+        logged = []
+        for network in networks:
+            with network.entered():
+                logged.append(network.logged())
+        figures = sampling_figures(logged, {name: float(value) for name, value in trainer.callback_metrics.items()})
+        if not figures and trainer.is_global_zero:
+            _warn_of_silence(pl_module.module, "SampledNetworks has nothing to compare")
+        for name, value in figures.items():
+            tensor = torch.tensor(value, dtype=torch.float64)
+            pl_module.log(name, tensor, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._networks = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_validations": self._num_validations}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._num_validations = state_dict["num_validations"]
+
+
+def sampling_figures(logged: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> dict[str, float]:
+    """The figures of each metric, by the names under which they are logged.
+
+    Example:
+        >>> sampling_figures([{"acc": 0.5}, {"acc": 0.75}], {"acc": 1.0})["acc/sampling_gap"]
+        0.375
+    """
+    figures: dict[str, float] = {}
+    for name in dict.fromkeys(name for metrics in logged for name in metrics):
+        values = torch.tensor([metrics[name] for metrics in logged if name in metrics], dtype=torch.float64)
+        mean = float(values.mean())
+        own = {"sampled_mean": mean, "sampled_max": float(values.max()), "sampled_min": float(values.min())}
+        if len(values) > 1:
+            own["sampled_std"] = float(values.std())
+        if name in expected:
+            own["sampling_gap"] = expected[name] - mean
+        metric, suffix, dataloader = name.partition(SUFFIX)
+        figures.update({f"{metric}/{figure}{suffix}{dataloader}": value for figure, value in own.items()})
+    return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +23,11 @@ class Narrow:
     sizes: Mapping[str, Mapping[str, Any]]  # of each layer that changes, by attribute
     buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of this width alone; they keep what steps change
 
-    @property
-    def layers(self) -> set[str]:
-        return {name.rpartition(".")[0] for name in self.indices}
 
-
-Sizes = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class CutSizes:
+class CutSizes(NamedTuple):
     """What tells a cut of a module from another: the sizes that its layers store, and its buffers."""
 
-    sizes: Sizes
+    sizes: dict[str, dict[str, Any]]
     buffers: Mapping[str, Tensor]
 
 
@@ -64,16 +56,16 @@ def narrow_to(
     return Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes}, buffers)
 
 
-def _sizes(module: nn.Module) -> Sizes:
+def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """All whole-number attributes of each layer: those in which two cuts of one module differ are sizes."""
+
+    def is_size(value: object) -> bool:
+        return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
+
     return {
-        name: {attribute: value for attribute, value in vars(layer).items() if _is_size(value)}
+        name: {attribute: value for attribute, value in vars(layer).items() if is_size(value)}
         for name, layer in module.named_modules()
     }
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
 
 
 class NarrowSteps:
@@ -83,7 +75,8 @@ class NarrowSteps:
     are zero in the entries that are not used. Layers with buffers that are cut hold copies of these, so a narrow step's
     updates of BatchNorm's averages are discarded, unless each width has its own.
 
-    The backward pass of each client's first narrow step is watched, because layers that run again in it would be whole.
+    The backward pass of each client's first narrow step is watched by hooks, because layers that run again in it, as
+    activation checkpointing makes them, would be whole. Steps that are not watched cost nothing.
     ``counts`` has the number of steps of the client so far at each keep ratio.
     """
 
@@ -91,8 +84,10 @@ class NarrowSteps:
         self._client, self._narrow = client, narrow
         self.counts: Counter[float] = Counter()
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._watch = RecomputationWatch(client, {layer for one in narrow.values() for layer in one.layers})
+        cut = {name.rpartition(".")[0] for one in narrow.values() for name in one.indices}
+        self._cut_layers = [client.get_submodule(name) for name in sorted(cut)]
         self._is_watch_due = False
+        self._watches: list[RemovableHandle] = []
 
     @property
     def buffers(self) -> dict[float, Mapping[str, Tensor]]:
@@ -117,21 +112,24 @@ class NarrowSteps:
     def restore(self) -> None:
         """Restore the client's full width; the backward pass follows."""
         if self._before and self._is_watch_due:
-            self._watch.begin()
+            self.end_backward()
+            self._watches = [layer.register_forward_pre_hook(_refuse) for layer in self._cut_layers]
             self._is_watch_due = False
         self._put_back()
 
     def end_backward(self) -> None:
-        self._watch.end()
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+
+    def _put(self, own: dict[str, Any], new: Mapping[str, Any]) -> None:
+        self._before.append((own, {name: own[name] for name in new}))
+        own.update(new)
 
     def _put_back(self) -> None:
         for own, values in self._before:
             own.update(values)
         self._before.clear()
-
-    def _put(self, own: dict[str, Any], new: Mapping[str, Any]) -> None:
-        self._before.append((own, {name: own[name] for name in new}))
-        own.update(new)
 
     def _parts(self, narrow: Narrow) -> dict[int, Tensor]:
         """Parts of parameters, and copies of parts of buffers, by the identity of the sub-model's own."""
@@ -141,27 +139,6 @@ class NarrowSteps:
         buffers = {n: b for n, b in self._client.named_buffers() if n.rpartition(".")[0] in cut}
         copies = {id(b): take(b, indices.get(name, ())).clone() for name, b in buffers.items()}
         return parts | copies | {id(self._client.get_buffer(name)): own for name, own in narrow.buffers.items()}
-
-
-class RecomputationWatch:
-    """Raises an error from a backward pass that runs layers again, as activation checkpointing does.
-
-    It has hooks only between `begin` and `end`, around a backward pass, in which layers do not normally run. So steps
-    that are not watched cost nothing; in a watched step, each layer costs the registration of a hook.
-    """
-
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        self._layers = [module.get_submodule(name) for name in sorted(names)]
-        self._handles: list[RemovableHandle] = []
-
-    def begin(self) -> None:
-        self.end()
-        self._handles = [layer.register_forward_pre_hook(_refuse) for layer in self._layers]
-
-    def end(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 def _refuse(layer: nn.Module, inputs: object) -> None:

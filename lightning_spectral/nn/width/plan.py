@@ -120,8 +120,13 @@ class WidthPlan:
 
     def positions(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Positions of each small tensor's entries in the flattened whole one; tensors that stay whole are left out."""
-        indices = {name: (dims, self.shapes[name]) for name, dims in self.indices(kept).items()}
-        return {n: _positions(dims, whole) for n, (dims, whole) in indices.items() if tuple(map(len, dims)) != whole}
+        found = {}
+        for name, dims in self.indices(kept).items():
+            if tuple(map(len, dims)) != self.shapes[name]:
+                found[name] = torch.zeros((), dtype=torch.int64)
+                for index, size in zip(dims, self.shapes[name], strict=True):
+                    found[name] = found[name][..., None] * size + index
+        return found
 
     def __str__(self) -> str:
         return as_text(self._blocks())
@@ -140,21 +145,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join([*shown, f"{len(names) - LISTED} more"] if len(names) > LISTED else shown)
 
 
-def _positions(indices: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    positions = torch.zeros((), dtype=torch.int64)
-    for index, size in zip(indices, shape, strict=True):
-        positions = positions[..., None] * size + index
-    return positions
-
-
 @torch.no_grad()
 def cut_module(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> None:
     """Cut parameters and buffers of a module to the indices that stay, and update the sizes that its layers store."""
-    small, before = _small_tensors(module, indices), {layer: _channels(layer) for layer in module.modules()}
-    for own, new in replacements(module, small):
-        own.update(new)
-    for layer, counts in before.items():  # an attention reads the weight of another
-        _resize(layer, counts)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    small: dict[int, Tensor] = {}
+    for name, where in indices.items():
+        left = take(own[name].detach(), where).clone()
+        is_parameter = isinstance(own[name], nn.Parameter)
+        small[id(own[name])] = nn.Parameter(left, own[name].requires_grad) if is_parameter else left
+    before = {layer: dict(vars(layer)) for layer in module.modules()}
+    for tensors, new in replacements(module, small):
+        tensors.update(new)
+    for layer, sizes in before.items():  # an attention reads the weight of another
+        _resize(layer, sizes)
 
 
 def cut_to(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
@@ -197,34 +201,24 @@ def _is_transformers_linear(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
 
-def _small_tensors(module: nn.Module, indices: Mapping[str, Sequence[Tensor]]) -> dict[int, Tensor]:
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    small: dict[int, Tensor] = {}
-    for name, where in indices.items():
-        left = take(own[name].detach(), where).clone()
-        is_parameter = isinstance(own[name], nn.Parameter)
-        small[id(own[name])] = nn.Parameter(left, own[name].requires_grad) if is_parameter else left
-    return small
-
-
-def _channels(layer: nn.Module) -> tuple[int, ...]:
-    if isinstance(layer, _ConvNd):
-        return layer.groups, layer.in_channels
-    return (layer.num_groups, layer.num_channels) if isinstance(layer, nn.GroupNorm) else ()
-
-
-def _resize(layer: Any, before: tuple[int, ...]) -> None:
+def _resize(layer: Any, before: Mapping[str, Any]) -> None:
+    """Update the sizes that a layer stores to those of its weights, from its attributes ``before``."""
     weight = getattr(layer, "weight", None)
     if isinstance(layer, nn.MultiheadAttention) and layer.in_proj_weight is not None:
-        _resize_attention(layer)
+        layer.embed_dim = layer.kdim = layer.vdim = len(layer.out_proj.weight)
+        layer.head_dim = layer.embed_dim // layer.num_heads
     elif not isinstance(weight, Tensor):
         return
     elif isinstance(layer, nn.Linear):
         layer.out_features, layer.in_features = weight.shape
     elif isinstance(layer, _ConvNd):
-        _resize_convolution(layer, weight, *before)
+        (first, second), groups = weight.shape[:2], before["groups"]
+        if groups > 1 and is_depthwise(groups, before["in_channels"]):
+            layer.groups = first if layer.transposed else first * groups // layer.out_channels
+        inner, outer = (first, second * layer.groups) if layer.transposed else (second * layer.groups, first)
+        layer.in_channels, layer.out_channels = inner, outer
     elif isinstance(layer, nn.GroupNorm):
-        if loses_groups(*before):
+        if loses_groups(before["num_groups"], before["num_channels"]):
             layer.num_groups = len(weight) * layer.num_groups // layer.num_channels
         layer.num_channels = len(weight)
     elif isinstance(layer, nn.modules.batchnorm._NormBase):
@@ -235,16 +229,3 @@ def _resize(layer: Any, before: tuple[int, ...]) -> None:
         layer.embedding_dim = weight.shape[1]
     elif _is_transformers_linear(layer):
         layer.nf = weight.shape[1]
-
-
-def _resize_convolution(layer: _ConvNd, weight: Tensor, groups: int, in_channels: int) -> None:
-    first, second = weight.shape[:2]
-    if groups > 1 and is_depthwise(groups, in_channels):
-        layer.groups = first if layer.transposed else first * groups // layer.out_channels
-    inner, outer = (first, second * layer.groups) if layer.transposed else (second * layer.groups, first)
-    layer.in_channels, layer.out_channels = inner, outer
-
-
-def _resize_attention(layer: nn.MultiheadAttention) -> None:
-    layer.embed_dim = layer.kdim = layer.vdim = len(layer.out_proj.weight)
-    layer.head_dim = layer.embed_dim // layer.num_heads

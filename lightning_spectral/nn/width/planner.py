@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +21,10 @@ from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_module
-from lightning_spectral.nn.width.rules import Axes, Call, Pass, Rule, fixed, pieces, rule_for, tensors_of, unknown
-from lightning_spectral.nn.width.units import Key, Labels, Splits, Units
+from lightning_spectral.nn.width.rules import Axes, Pass, fixed, labels_of, pieces, tensors_of, unknown
+from lightning_spectral.nn.width.units import FIXED, Key, Labels, Splits, Units
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.kept_state import trying
-
-Place: TypeAlias = tuple[str, int]  # a tensor and one of its dimensions
 
 
 def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequence[str] = ()) -> WidthPlan:
@@ -57,9 +56,58 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
             f"To find which channels of {type(module).__name__} belong together, a forward pass is traced: set its "
             "`example_input_array`, e.g. to a batch of two examples."
         )
+    layer_of = {name: name.rpartition(".")[0] for name in travelling_tensors(module)}
+    check_matches("exclude", exclude, dict.fromkeys(layer_of.values()), "layer")
+    excluded = {name for name, layer in layer_of.items() if matches_any(layer, exclude)}
+    chosen: dict[Key, int] = {}
+    rivals: dict[Key, tuple[int, ...]] = {}
+    given_up: list[tuple[str, int, Labels]] = []  # a tensor, a dimension, and where along it
+    notes: list[str] = []
     with trying(module, device="cpu"):
         module.eval()
-        return _Planner(module, as_input(module, example), _excluded(module, exclude)).plan()
+        example = as_input(module, example)
+        while True:  # groups that do not work are given up until all that are left work
+            found = Found(Splits(chosen))
+            with trying(module):
+                trace_channels(module, example, found)
+            rivals = {**found.splits.rivals, **rivals}
+            for name, dim, places in given_up:
+                found.units.fix(found.axes[name][dim][places])
+            for name in excluded:
+                for labels in found.axes[name]:
+                    found.units.fix(labels)
+            plan = _grouped(module, found, notes)
+            wrong = wrong_among(plan.groups, partial(_problem_without_one, module, example, plan))
+            if not wrong:
+                return plan
+            for group, reason in wrong:
+                last = group.first_label + group.num_units
+                where = [
+                    (name, dim, np.flatnonzero((own[dim] >= group.first_label) & (own[dim] < last)))
+                    for name, dims in group.tensors.items()
+                    for own in [plan.labels[name]]
+                    for dim in dims
+                ]
+                own = np.concatenate([found.units.find(found.axes[name][dim][places]) for name, dim, places in where])
+                splits = found.splits
+                touched = [key for key, labels in splits.labels.items() if np.isin(found.units.find(labels), own).any()]
+                others = [key for key in touched if splits.taken[key] in rivals.get(key, ())[:-1]]
+                for key in others:  # another choice where the group's channels are split
+                    chosen[key] = rivals[key][rivals[key].index(splits.taken[key]) + 1]
+                if not others:
+                    given_up += where
+                    notes.append(f"{group.name}: {group.num_units} channels are held whole: {reason}")
+
+
+def _problem_without_one(
+    module: nn.Module, example: Example, plan: WidthPlan, groups: Sequence[ChannelGroup]
+) -> Problem | None:
+    """The problem if one unit of each of some groups is cut off.
+
+    Code that counts channels on its own may well be able to divide half of them, but hardly all but one.
+    """
+    kept = {group.name: torch.arange(group.num_units - (group in groups)) for group in plan.groups}
+    return problem_of(module, example, plan, kept)
 
 
 def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
@@ -76,90 +124,13 @@ def check_cut(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> None:
         )
 
 
-def _excluded(module: nn.Module, patterns: Sequence[str]) -> set[str]:
-    layers = dict.fromkeys(name.rpartition(".")[0] for name in travelling_tensors(module))
-    check_matches("exclude", patterns, layers, "layer")
-    return {n for n in travelling_tensors(module) if matches_any(n.rpartition(".")[0], patterns)}
+@dataclass(frozen=True)
+class Problem:
+    """The problem with a module that has lost some channels."""
 
-
-class _Planner:
-    """The search for a plan: groups that do not work are given up until all remaining ones work."""
-
-    def __init__(self, module: nn.Module, example: Example, excluded: set[str]) -> None:
-        self.module, self.example, self.excluded = module, example, excluded
-        self.chosen: dict[Key, int] = {}
-        self.rivals: dict[Key, tuple[int, ...]] = {}
-        self.given_up: list[tuple[str, int, Labels]] = []  # a tensor, a dimension, and where along it
-        self.notes: list[str] = []
-
-    def plan(self) -> WidthPlan:
-        while True:
-            found = self.trace()
-            plan = self.grouped(found)
-            wrong = wrong_among(plan.groups, partial(self.problem, plan))
-            if not wrong:
-                return plan
-            for group, reason in wrong:
-                if not self.decide_otherwise(found, plan, group):
-                    self.give_up(plan, group, reason)
-
-    def trace(self) -> Found:
-        found = Found(Splits(self.chosen))
-        with trying(self.module):
-            trace_channels(self.module, self.example, found)
-        self.rivals = {**found.splits.rivals, **self.rivals}
-        for name, dim, places in self.given_up:
-            found.units.fix(found.axes[name][dim][places])
-        for name in self.excluded:
-            for labels in found.axes[name]:
-                found.units.fix(labels)
-        return found
-
-    def grouped(self, found: Found) -> WidthPlan:
-        """Group the units that are parts of the same dimensions, with the same size in each."""
-        classes = {name: tuple(map(found.units.find, axes)) for name, axes in found.axes.items()}
-        parameters = {name for name, _ in self.module.named_parameters()}
-        groups: list[ChannelGroup] = []
-        new_label = np.zeros(
-            1 + max((int(c.max(initial=0)) for dims in classes.values() for c in dims), default=0), int
-        )
-        for places, members in _by_places(classes).items():
-            if len(members) < 2 or not any(name in parameters for (name, _), _ in places):
-                continue
-            first = 1 + sum(group.num_units for group in groups)
-            new_label[members] = np.arange(first, first + len(members))
-            groups.append(_group(places, len(members), first, groups))
-        labels = {name: tuple(new_label[own] for own in dims) for name, dims in classes.items()}
-        cut = {name: dims for name, dims in labels.items() if any(own.any() for own in dims)}
-        whole = [name for name, p in self.module.named_parameters() if p.requires_grad and name not in cut]
-        notes = list(self.notes)
-        if found.unknown:
-            operations = ", ".join(sorted(found.unknown))
-            notes.append(f"channels that go through {operations} are held whole: no rule says which belong together")
-        shapes = {name: tuple(map(len, dims)) for name, dims in cut.items()}
-        return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
-
-    def problem(self, plan: WidthPlan, groups: Sequence[ChannelGroup]) -> Problem | None:
-        """The problem if one unit of each of some groups is cut off.
-
-        Code that counts channels on its own may well be able to divide half of them, but hardly all but one.
-        """
-        kept = {group.name: torch.arange(group.num_units - (group in groups)) for group in plan.groups}
-        return problem_of(self.module, self.example, plan, kept)
-
-    def decide_otherwise(self, found: Found, plan: WidthPlan, group: ChannelGroup) -> bool:
-        """Whether there is another choice where the group's channels are split."""
-        places = _places(plan, group)
-        own = np.concatenate([found.units.find(found.axes[name][dim][where]) for name, dim, where in places])
-        touched = [key for key, labels in found.splits.labels.items() if np.isin(found.units.find(labels), own).any()]
-        others = [key for key in touched if found.splits.taken[key] in self.rivals.get(key, ())[:-1]]
-        for key in others:
-            self.chosen[key] = self.rivals[key][self.rivals[key].index(found.splits.taken[key]) + 1]
-        return bool(others)
-
-    def give_up(self, plan: WidthPlan, group: ChannelGroup, reason: str) -> None:
-        self.given_up += _places(plan, group)
-        self.notes.append(f"{group.name}: {group.num_units} channels are held whole: {reason}")
+    reason: str  # for the user
+    place: int  # how far the forward pass came: the number of tensors that it made
+    trail: Sequence[Labels]  # labels of channels that may be at fault, the likeliest first
 
 
 def problem_of(
@@ -186,141 +157,111 @@ def problem_of(
     return Problem("without some channels, the others are not where they were", len(found.made), [united])
 
 
-def _by_places(classes: Mapping[str, Sequence[Labels]]) -> dict[tuple[tuple[Place, int], ...], list[int]]:
-    """Classes of labels, except the fixed one, by where they occur and how often."""
-    places: dict[int, list[tuple[Place, int]]] = defaultdict(list)
+def _grouped(module: nn.Module, found: Found, notes: Sequence[str]) -> WidthPlan:
+    """Group the units that are parts of the same dimensions, with the same size in each."""
+    classes = {name: tuple(map(found.units.find, axes)) for name, axes in found.axes.items()}
+    occurs: dict[int, list[tuple[str, int, int]]] = defaultdict(list)  # each class in which tensor and dimension
     for name, dims in classes.items():
         for dim, own in enumerate(dims):
             for label, count in zip(*(part.tolist() for part in np.unique(own, return_counts=True)), strict=True):
-                places[label].append(((name, dim), count))
-    groups = defaultdict(list)
-    for label in sorted(places):
-        if label:
-            groups[tuple(places[label])].append(label)
-    return groups
-
-
-def _group(
-    places: Sequence[tuple[Place, int]], num_units: int, first: int, before: Sequence[ChannelGroup]
-) -> ChannelGroup:
-    tensors: dict[str, tuple[int, ...]] = {}
-    for (name, dim), _ in places:
-        tensors[name] = (*tensors.get(name, ()), dim)
-    layer = next(iter(tensors)).rpartition(".")[0]
-    namesakes = sum(group.name.partition("#")[0] == layer for group in before)
-    return ChannelGroup(f"{layer}#{namesakes + 1}" if namesakes else layer, num_units, first, tensors)
-
-
-def _places(plan: WidthPlan, group: ChannelGroup) -> list[tuple[str, int, Labels]]:
-    """Where a group's channels are: tensor, dimension, places along it."""
-    last = group.first_label + group.num_units
-    return [
-        (name, dim, np.flatnonzero((plan.labels[name][dim] >= group.first_label) & (plan.labels[name][dim] < last)))
-        for name, dims in group.tensors.items()
-        for dim in dims
-    ]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The problem with a module that has lost some channels."""
-
-    reason: str  # for the user
-    place: int  # how far the forward pass came: the number of tensors that it made
-    trail: Sequence[Labels]  # labels of channels that may be at fault, the likeliest first
-
-    def named(self, groups: Iterable[ChannelGroup]) -> list[ChannelGroup]:
-        for labels in self.trail:
-            if found := [group for group in groups if group.holds(labels)]:
-                return found
-        return []
+                occurs[label].append((name, dim, count))
+    together = defaultdict(list)
+    for label in sorted(occurs.keys() - {FIXED}):
+        together[tuple(occurs[label])].append(label)
+    parameters = dict(module.named_parameters())
+    groups: list[ChannelGroup] = []
+    new_label, first = np.zeros(1 + max(occurs, default=0), int), 1
+    for places, members in together.items():
+        if len(members) < 2 or not any(name in parameters for name, *_ in places):
+            continue
+        new_label[members] = np.arange(first, first + len(members))
+        tensors: dict[str, tuple[int, ...]] = {}
+        for name, dim, _ in places:
+            tensors[name] = (*tensors.get(name, ()), dim)
+        layer = next(iter(tensors)).rpartition(".")[0]
+        namesakes = sum(group.name.partition("#")[0] == layer for group in groups)
+        title = f"{layer}#{namesakes + 1}" if namesakes else layer
+        groups.append(ChannelGroup(title, len(members), first, tensors))
+        first += len(members)
+    labels = {name: tuple(new_label[own] for own in dims) for name, dims in classes.items()}
+    cut = {name: dims for name, dims in labels.items() if any(own.any() for own in dims)}
+    whole = [name for name, p in parameters.items() if p.requires_grad and name not in cut]
+    if found.unknown:
+        operations = ", ".join(sorted(found.unknown))
+        notes = [*notes, f"channels that go through {operations} are held whole: no rule says which belong together"]
+    shapes = {name: tuple(map(len, dims)) for name, dims in cut.items()}
+    return WidthPlan(tuple(groups), cut, shapes, tuple(whole), tuple(notes), found.splits.taken)
 
 
 Trial: TypeAlias = Callable[[Sequence[ChannelGroup]], "Problem | None"]  # cuts some groups
 
 
 def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[ChannelGroup, str]]:
-    """The groups that cannot be cut together with those before them, and why; ``trial`` cuts some.
+    """The groups that cannot be cut together with those before them, and why, in few trials.
 
-    What is wrong with a group does not go away when more groups are cut.
+    Each trial cuts some groups and takes a forward pass. What is wrong with a group does not go away when more groups
+    are cut. Groups that problems name are left out until the others can be cut; then each of those left out is tested.
     """
-    search = _Search(trial)
-    search.run(groups)
-    return search.wrong
+    fine: list[ChannelGroup] = []
+    wrong: list[tuple[ChannelGroup, str]] = []
+    named: set[str] = set()  # groups that a problem named
+    kind = {group.name: re.sub(r"\d+", "*", group.name) for group in groups}  # shared with those of other blocks
 
-
-class _Search:
-    """Leaves out the groups that problems name until the others can be cut, then tests each of those left out."""
-
-    def __init__(self, trial: Trial) -> None:
-        self.fine: list[ChannelGroup] = []
-        self.wrong: list[tuple[ChannelGroup, str]] = []
-        self._trial = trial
-        self._named: set[str] = set()  # groups that a problem named
-
-    def run(self, groups: Sequence[ChannelGroup]) -> None:
-        rest, with_namesakes = groups, True
-        while rest:
-            suspects = self._suspects(rest, with_namesakes)
-            if suspects is None:
-                self._halve(rest)
-                return
-            rest = self._judged(rest, suspects)
-            with_namesakes = False  # a suspect was fine
-
-    def _suspects(self, groups: Sequence[ChannelGroup], with_namesakes: bool) -> set[str] | None:
+    def suspects_among(groups: Sequence[ChannelGroup], with_namesakes: bool) -> set[str] | None:
         """Names of groups without which the others can be cut; ``None`` if the problems name the wrong ones.
 
         With namesakes, groups are suspected together with those at the same place of other blocks.
         """
-        suspects, place = set(self._named), -1
+        suspects, place = set(named), -1
         while left := [group for group in groups if group.name not in suspects]:
-            problem = self._trial([*self.fine, *left])
+            problem = trial([*fine, *left])
             if problem is None:
                 break
-            named = problem.named(left)
-            if not named or problem.place <= place:  # without those that were named, it is the same problem
+            held = ([group.name for group in left if group.holds(labels)] for labels in problem.trail)
+            found = next(filter(None, held), [])
+            if not found or problem.place <= place:  # without those that were named, it is the same problem
                 return None
             place = problem.place
-            self._named |= {group.name for group in named}
-            kinds = {_kind(group) for group in named}
-            suspects |= self._named | {group.name for group in left if with_namesakes and _kind(group) in kinds}
+            named.update(found)
+            kinds = {kind[name] for name in found}
+            suspects |= named | {group.name for group in left if with_namesakes and kind[group.name] in kinds}
         before = list(takewhile(lambda group: group.name not in suspects, groups))
         is_tested = not before or len(before) == len(groups)
-        return suspects if is_tested or self._trial([*self.fine, *before]) is None else None
+        return suspects if is_tested or trial([*fine, *before]) is None else None
 
-    def _judged(self, groups: Sequence[ChannelGroup], suspects: set[str]) -> Sequence[ChannelGroup]:
-        """Test each suspect, up to the first that can be cut; returns the groups after it."""
-        for place, group in enumerate(groups):
-            problem = self._trial([*self.fine, group]) if group.name in suspects else None
-            if problem is not None:
-                self.wrong.append((group, problem.reason))
-                continue
-            self.fine.append(group)
-            if group.name in suspects:
-                return groups[place + 1 :]
-        return ()
-
-    def _halve(self, groups: Sequence[ChannelGroup], problem: Problem | None = None) -> bool:
+    def halve(groups: Sequence[ChannelGroup], problem: Problem | None = None) -> bool:
         """Test neighbouring groups by halving, for problems that do not show where they come from.
 
         Returns whether all of them can be cut; ``problem`` is that of all of them, where it is known.
         """
-        problem = problem or self._trial([*self.fine, *groups])
+        problem = problem or trial([*fine, *groups])
         if problem is None:
-            self.fine += groups
+            fine.extend(groups)
         elif len(groups) == 1:
-            self.wrong.append((groups[0], problem.reason))
+            wrong.append((groups[0], problem.reason))
         else:
             middle = len(groups) // 2
-            is_fine = self._halve(groups[:middle])
-            self._halve(groups[middle:], problem if is_fine else None)
+            is_fine = halve(groups[:middle])
+            halve(groups[middle:], problem if is_fine else None)
         return problem is None
 
-
-def _kind(group: ChannelGroup) -> str:
-    """The name of a group without numbers, which it shares with those at the same place of other blocks."""
-    return re.sub(r"\d+", "*", group.name)
+    rest, with_namesakes = groups, True
+    while rest:
+        suspects = suspects_among(rest, with_namesakes)
+        if suspects is None:
+            halve(rest)
+            break
+        with_namesakes, tested, rest = False, rest, ()
+        for place, group in enumerate(tested):  # up to the first suspect that can be cut
+            problem = trial([*fine, group]) if group.name in suspects else None
+            if problem is not None:
+                wrong.append((group, problem.reason))
+                continue
+            fine.append(group)
+            if group.name in suspects:
+                rest = tested[place + 1 :]
+                break
+    return wrong
 
 
 @dataclass
@@ -342,43 +283,32 @@ def trace_channels(module: nn.Module, example: Example, found: Found, known: Map
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     labelling = _Labelling(found)
+    traced = labelling.traced
     found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
     for name, tensor in own.items():
         labelling.put(tensor, found.axes[name])
     for layer in module.modules():
-        if isinstance(layer, nn.MultiheadAttention):
-            _tie_attention(layer, labelling.traced)
+        if not isinstance(layer, nn.MultiheadAttention):
+            continue
+        if layer.in_proj_weight is None:  # inputs have different widths
+            for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
+                traced.fix(*traced.axes(weight))
+        else:  # inner and outer channels of torch's attention have the same width
+            rows, columns = traced.axes(layer.in_proj_weight)
+            traced.units.unite(rows.reshape(3, -1), columns)
+            traced.unite(*traced.axes(layer.out_proj.weight))
     with labelling:
         outputs = run_example(module, example)
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor):
-            labelling.traced.fix(*labelling.axes(tensor))
-
-
-def _tie_attention(layer: nn.MultiheadAttention, traced: Pass) -> None:
-    """Unite the inner and outer channels of torch's attention, which have the same width."""
-    if layer.in_proj_weight is None:  # inputs have different widths
-        for weight in (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight):
-            traced.fix(*traced.axes(weight))
-        return
-    rows, columns = traced.axes(layer.in_proj_weight)
-    traced.units.unite(rows.reshape(3, -1), columns)
-    traced.unite(*traced.axes(layer.out_proj.weight))
-
-
-class _Operation(NamedTuple):
-    """An operation of torch: its name without namespace and overload, the names of its arguments, and its rule."""
-
-    name: str
-    arguments: tuple[str, ...]
-    rule: Rule
+            traced.fix(*traced.axes(tensor))
 
 
 @cache
-def _operation(func: Any) -> _Operation:
+def _operation(func: Any) -> tuple[str, tuple[str, ...], bool]:
+    """An operation's name without namespace and overload, the names of its arguments, and whether it is pointwise."""
     name = func._schema.name.partition("::")[2]
-    arguments = tuple(argument.name for argument in func._schema.arguments)
-    return _Operation(name, arguments, rule_for(name, torch.Tag.pointwise in func.tags))
+    return name, tuple(argument.name for argument in func._schema.arguments), torch.Tag.pointwise in func.tags
 
 
 class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -387,9 +317,9 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Found) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
-        self.traced = Pass(found.units, found.splits, self.axes)
         self._axes: dict[int, Axes] = {}
         self._alive: list[Tensor] = []  # so that no two tensors of the pass have the same id
+        self.traced = Pass(found.units, found.splits, self.axes)
 
     def axes(self, tensor: Tensor) -> Axes:
         return self._axes[id(tensor)] if id(tensor) in self._axes else fixed(tensor.shape)
@@ -399,34 +329,25 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        operation = _operation(func)
-        call = {**dict(zip(operation.arguments, args, strict=False)), **(kwargs or {})}
-        if tensors_of(call):
-            outs = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
-            self._label(operation.name, operation.rule, call, outs)
-        return out
-
-    def _label(self, name: str, rule: Rule, call: Call, outs: list[Tensor]) -> None:
+        result = func(*args, **(kwargs or {}))
+        name, arguments, is_pointwise = _operation(func)
+        call = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
+        if not tensors_of(call):
+            return result
+        outs, is_known = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)], True
         for place, (out, own) in enumerate(zip(outs, pieces(name, call, outs), strict=True)):
-            axes = self._followed(rule, own, out)
-            if axes is None and not place:
-                self._note(name, call)
-                rule, axes = unknown, unknown(self.traced, own, out)
-            self.found.made.append(fixed(out.shape) if axes is None else axes)
-            self.put(out, self.found.made[-1])
-
-    def _followed(self, rule: Rule, call: Call, out: Tensor) -> Axes | None:
-        """The labels of an output by a rule; ``None`` if it does not apply, as to the indices of a maximum."""
-        if rule is unknown:
-            return None
-        try:
-            axes = rule(self.traced, call, out)
-        except (KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
-            return None
-        return axes if tuple(map(len, axes)) == tuple(out.shape) else None
-
-    def _note(self, name: str, call: Call) -> None:
-        tensors = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
-        if any(self.found.units.find(labels).any() for value in tensors for labels in self.axes(value)):
-            self.found.unknown.add(name)
+            axes = None
+            with suppress(KeyError, IndexError, TypeError, ValueError):  # called in a way that the rule does not know
+                axes = labels_of(self.traced, name, is_pointwise, own, out) if is_known else None
+            if axes is None or tuple(map(len, axes)) != tuple(out.shape):  # as for the indices of a maximum
+                axes = fixed(out.shape)
+                if not place:
+                    is_known = False
+                    given = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
+                    all_axes = [labels for value in given for labels in self.traced.axes(value)]
+                    if any(self.found.units.find(labels).any() for labels in all_axes):
+                        self.found.unknown.add(name)
+                    axes = unknown(self.traced, own, out)
+            self.found.made.append(axes)
+            self.put(out, axes)
+        return result

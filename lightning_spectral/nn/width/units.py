@@ -111,8 +111,8 @@ def _segments(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[lis
     while i < len(before) or j < len(after):
         old, new = [i][: len(before) - i], [j][: len(after) - j]
         i, j = i + len(old), j + len(new)
-        while (sizes := (_product(before, old), _product(after, new)))[0] != sizes[1]:
-            if sizes[0] < sizes[1]:
+        while (size := math.prod(before[k] for k in old)) != (other := math.prod(after[k] for k in new)):
+            if size < other:
                 old.append(i)
                 i += 1
             else:
@@ -122,10 +122,6 @@ def _segments(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[lis
             old, new = [*old, *range(i, len(before))], [*new, *range(j, len(after))]
             i, j = len(before), len(after)
         yield old, new
-
-
-def _product(sizes: Sequence[int], dims: Sequence[int]) -> int:
-    return math.prod(sizes[dim] for dim in dims)
 
 
 def _merged(units: Units, axes: Sequence[Labels]) -> Labels:
@@ -153,14 +149,10 @@ def _split(units: Units, splits: Splits, merged: Labels, key: Key) -> list[Label
     elif free:  # its slices have one label each
         dim = max(free, key=lambda dim: len(by_dim[dim]))
     else:
-        splits.rivals[key] = _ranked(by_dim)
-        dim = splits.rivals[key][0]
+        num_units = [len(np.unique(slices.min(1))) for slices in by_dim]
+        ranked = sorted(range(len(by_dim)), key=lambda dim: (num_units[dim], dim), reverse=True)
+        splits.rivals[key], dim = tuple(ranked), ranked[0]
     splits.taken[key], splits.labels[key] = dim, merged.reshape(-1)
     units.unite(by_dim[dim], by_dim[dim][:, :1])
     new[dim] = by_dim[dim][:, 0]
     return new
-
-
-def _ranked(by_dim: Sequence[Labels]) -> tuple[int, ...]:
-    num_units = [len(np.unique(slices.min(1))) for slices in by_dim]
-    return tuple(sorted(range(len(by_dim)), key=lambda dim: (num_units[dim], dim), reverse=True))

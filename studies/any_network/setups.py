@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from allocation import ALLOCATIONS, allocated
 from server_steps import ExponentialMeanSGD, PerParameterSGD, Tried
-from tangent import TangentSharding, TangentUpSharding
+from tangent import TangentSharding
 from torch import nn
 
 import lightning_spectral as ls
@@ -129,7 +129,6 @@ SETUPS: dict[str, Setup] = {
     "sharding, no start": sharding(spectral_start=None),
     "sharding, no bound": sharding(clip_weight_lr=math.inf),
     "sharding, tangent": lambda ratios, module: TangentSharding(keep_ratio=ratios),
-    "sharding, tangent up": lambda ratios, module: TangentUpSharding(keep_ratio=ratios),
     "sharding, bound 2": sharding(clip_weight_lr=2.0),
     "sharding, means of terms": sharding(aggregation=ls.algorithms.TermMeans()),
     "sharding, Unbiased": sharding(ls.Unbiased()),

@@ -22,12 +22,10 @@ Projection = Callable[[Tensor], Tensor]
 class TangentSide(SpectralSide):
     """Scales gradients by the inverse squares of the terms; what both vectors would do twice, each does by half."""
 
-    largest: ClassVar[float] = 1.0  # factor on a gradient
-
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """As it is otherwise, then the projection."""
         others = super().start(client, download)
-        layers = [projected(layer, self.largest) for layer in sharded_layers(client).values()]
+        layers = [projected(layer) for layer in sharded_layers(client).values()]
 
         @torch.no_grad()
         def before_step(optimizer: Optimizer) -> None:
@@ -41,17 +39,16 @@ class TangentSide(SpectralSide):
 
 
 @torch.no_grad()
-def projected(layer: SingularTerms, largest: float) -> tuple[tuple[nn.Parameter, ...], tuple[Projection, ...]]:
+def projected(layer: SingularTerms) -> tuple[tuple[nn.Parameter, ...], tuple[Projection, ...]]:
     """Both factors of a layer, and what becomes of their gradients, as long as the terms are those that it holds now.
 
     Args:
-        layer: A sharded layer whose terms are orthogonal.
-        largest: The largest factor on a gradient.
+        layer: A sharded layer whose terms are orthogonal; gradients of those below 1 are not scaled up.
     """
     lengths_u, lengths_v = layer.u.norm(dim=0), layer.v.norm(dim=1)
     u, v = layer.u / lengths_u, layer.v / lengths_v[:, None]
-    of_u = (layer.omega * lengths_v).square().reciprocal().clamp(max=largest)
-    of_v = (layer.omega * lengths_u).square().reciprocal().clamp(max=largest)
+    of_u = (layer.omega * lengths_v).square().reciprocal().clamp(max=1.0)
+    of_v = (layer.omega * lengths_u).square().reciprocal().clamp(max=1.0)
 
     def u_gradient(gradient: Tensor) -> Tensor:
         scaled = gradient * of_u
@@ -64,22 +61,9 @@ def projected(layer: SingularTerms, largest: float) -> tuple[tuple[nn.Parameter,
     return (layer.u, layer.v), (u_gradient, v_gradient)
 
 
-class TangentUpSide(TangentSide):
-    """The same, also upwards."""
-
-    largest: ClassVar[float] = 10.0
-
-
 @dataclass(frozen=True)
 class TangentSharding(ls.SpectralSharding):
     """Spectral sharding with these steps."""
 
     side: ClassVar[type[SpectralSide]] = TangentSide
     clip_weight_lr: float = float("inf")
-
-
-@dataclass(frozen=True)
-class TangentUpSharding(TangentSharding):
-    """Spectral sharding with these steps, also upwards."""
-
-    side: ClassVar[type[SpectralSide]] = TangentUpSide

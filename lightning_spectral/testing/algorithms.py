@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +19,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, check_is
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import digest
-from lightning_spectral.testing.choices import check_choice, check_frozen_module
-from lightning_spectral.testing.trial import Trial, change_norms
-from lightning_spectral.testing.trial_clients import Case
-from lightning_spectral.testing.trial_processes import play_in_two_processes
+from lightning_spectral.testing.trial import Case, Trial, change_norms, play_in_two_processes
 
 ROUNDS = 3
 LEAST_SHARE = 0.5  # of a change; divided by all five clients' weights, 0.14. Draws of terms depend on the cohort.
@@ -83,11 +83,18 @@ def check_algorithm(
     check_is("algorithm", algorithm, Algorithm)
     check_is("module", module, nn.Module)
     case = Case(algorithm, module, batch, lr, tuple(local_hooks))
-    check_choice(algorithm)
-    check_frozen_module(algorithm, module)
+    _check_choice(algorithm)
+    _check_frozen_module(algorithm, module)
     algorithm.check(copy_module(module))
-    expected = _uninterrupted(case)
-    _check_learns(case, expected)
+    trial = Trial(case)
+    expected = [trial.everything()]  # all that lasts of a run: before the first round, and after each
+    for _ in range(ROUNDS):
+        trial.play()
+        expected.append(trial.everything())
+    assert differing(expected[0], expected[-1]), (
+        f"{algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a module and a "
+        "batch that train."
+    )
     _check_resume(case, expected)
     if rests:
         _check_rest(case)
@@ -96,21 +103,55 @@ def check_algorithm(
     _check_order(case, expected)
     _check_grouping(case, expected)
     _check_elsewhere(case, expected)
-    _check_bytes(case)
     if algorithm.updates_have_norms:
         _check_norms(case)
     if torch.device(device).type != "cpu":
         _check_device(replace(case, device=torch.device(device)), expected)
 
 
-def _uninterrupted(case: Case) -> list[dict[str, Tensor]]:
-    """All that lasts of a run: before the first round, and after each."""
-    trial = Trial(case)
-    after = [trial.everything()]
-    for _ in range(ROUNDS):
-        trial.play()
-        after.append(trial.everything())
-    return after
+class _WrongValue:
+    def __repr__(self) -> str:
+        return "<an object of no use>"
+
+
+def _check_choice(algorithm: Any) -> None:
+    """Check that a choice equals its copies, and that wrong values of its fields are refused by their names."""
+    assert copy.deepcopy(algorithm) == algorithm, (
+        f"{algorithm!r}: a copy is not equal to it, so a resumed run could not tell that it is the same; make it a "
+        "frozen dataclass."
+    )
+    for name in (field.name for field in dataclasses.fields(algorithm) if field.init):
+        for value in (_WrongValue(), math.nan) if type(getattr(algorithm, name)) is float else (_WrongValue(),):
+            where = f"{algorithm!r} with {name}={value!r}"
+            error = _error_of(partial(dataclasses.replace, algorithm, **{name: value}))
+            assert error is not None, (
+                f"{where}: it was not refused; call `lightning_spectral.arguments.check_fields` in `__post_init__`."
+            )
+            assert isinstance(error, TypeError | ValueError), (
+                f"{where}: raised {error!r}, not a TypeError or ValueError."
+            )
+            assert name in str(error), f"{where}: the message does not name the argument: {error}"
+
+
+def _check_frozen_module(algorithm: Algorithm, module: nn.Module) -> None:
+    """Check that a module with nothing to train is either accepted, or refused with a ``ValueError`` that names it."""
+    frozen: nn.Module = copy_module(module).requires_grad_(False)
+    where = f"{algorithm!r} with a module in which every parameter is frozen"
+    if (error := _error_of(lambda: algorithm.check(frozen))) is None:
+        return
+    assert isinstance(error, ValueError), f"{where}: `check` raised {error!r}, not a ValueError."
+    names = {type(frozen).__name__, type(algorithm).__name__, *dict(frozen.named_modules())} - {""}
+    assert any(name in str(error) for name in names), (
+        f"{where}: the message names neither the module, nor a layer, nor the algorithm: {error}"
+    )
+
+
+def _error_of(do: Callable[[], object]) -> Exception | None:
+    try:
+        do()
+    except Exception as error:
+        return error
+    return None
 
 
 def _check_resume(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
@@ -145,10 +186,10 @@ def _check_steps(case: Case) -> None:
     except ValueError:  # it says that the server's step is its own
         return
     for _ in range(ROUNDS):
-        before = _parameters(trial)
+        before = trial.parameters()
         trial.play()
         where = f"{case.algorithm!r}: the server's optimizer did not step, but the parameters changed"
-        assert_same_bits(_parameters(trial), before, f"{where}; give them a gradient in `Round.close`")
+        assert_same_bits(trial.parameters(), before, f"{where}; give them a gradient in `Round.close`")
 
 
 def _check_lost(case: Case) -> None:
@@ -157,23 +198,17 @@ def _check_lost(case: Case) -> None:
     moved = []
     for asked in (5, 1):
         trial = Trial(case, lost=range(1, asked))
-        before, units = _parameters(trial), trial.units[:asked]
+        before = trial.parameters()
         try:
-            trial.open(units)
-            trial.share(units)
-            trial.close()
+            trial.play(trial.units[:asked])
         except Exception as error:
             raise AssertionError(f"{where}: the round failed: {type(error).__name__}: {error}") from error
-        changes = [after - before[name] for name, after in _parameters(trial).items()]
+        changes = [after - before[name] for name, after in trial.parameters().items()]
         moved.append(math.sqrt(sum(float(change.double().square().sum()) for change in changes)))
     assert moved[0] > LEAST_SHARE * moved[1], (
         f"{where}: the server moved by {moved[0]:.3g}, and by {moved[1]:.3g} where the fifth alone was asked; divide "
         "by the weights of the clients that reported, as `MeanChange` does."
     )
-
-
-def _parameters(trial: Trial) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in trial.server.named_parameters()}
 
 
 def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
@@ -185,50 +220,44 @@ def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
-    trials = Trial(case), Trial(case)
+    trials, units = (Trial(case), Trial(case)), Trial(case).units
     if not trials[0].can_share():
         return
-    units = trials[0].units
     for round_idx in range(ROUNDS):
         groups = units[round_idx + 1 :: 2], [*units[: round_idx + 1], *units[round_idx + 2 :: 2]]
-        play_in_two_processes(*trials, groups)
+        play_in_two_processes(trials, groups)
         for rank, trial in enumerate(trials):
             where = f"{case.algorithm!r}, round {round_idx}, process {rank} of 2"
             assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: grouping made a difference")
 
 
 def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    """Check bits and bytes if a device shares nothing with the server."""
     where = f"{case.algorithm!r}, with a device elsewhere"
     try:
-        trial = Trial(case, over_codec=True)
+        trial = Trial(case, elsewhere=True)
     except Exception as error:
-        raise AssertionError(f"{where}: its half cannot be pickled: {type(error).__name__}: {error}") from error
+        raise AssertionError(f"{where}: its half cannot be sent there: {type(error).__name__}: {error}") from error
     for round_idx in range(ROUNDS):
+        capacities = [trial.engine.clients.capacity_of(unit.client_id) for unit in trial.units]
+        costs = [turn_costs(trial.half, [capacity], round_idx=round_idx)[0] for capacity in capacities]
         try:
-            trial.play()
+            summary = trial.play()
         except RecordError as error:
             raise AssertionError(f"{where}: a record cannot be sent: {error}") from error
         assert_same_bits(
             trial.everything(), expected[round_idx + 1], f"{where}, round {round_idx}: not as in one process"
         )
-
-
-def _check_bytes(case: Case) -> None:
-    trial = Trial(case, over_codec=True)
-    for round_idx in range(ROUNDS):
-        cost = {c: turn_costs(trial.half, [trial.capacity(c)], round_idx=round_idx)[0] for c in range(len(trial.units))}
-        for outcome in trial.play().clients:
-            where = f"{case.algorithm!r}, round {round_idx}, client {outcome.client_id}"
+        for outcome, cost in zip(summary.clients, costs, strict=True):
+            travelled = trial.executor.travelled[outcome.client_id]
             counted = outcome.downlink_bytes, outcome.uplink_bytes
-            travelled = trial.travelled[outcome.client_id]
+            what = f"{case.algorithm!r}, round {round_idx}, client {outcome.client_id}: "
             assert counted == travelled, (
-                f"{where}: {travelled} bytes travelled down and up, but the ledger counts {counted}."
+                f"{what}{travelled} bytes travelled down and up, but the ledger counts {counted}."
             )
-            expected = cost[outcome.client_id]
-            moving = outcome.downlink_bytes - outcome.frozen_bytes, outcome.uplink_bytes
-            said = expected.downlink_bytes, expected.uplink_bytes
+            moving, said = (counted[0] - outcome.frozen_bytes, counted[1]), (cost.downlink_bytes, cost.uplink_bytes)
             assert moving == said, (
-                f"{where}: {moving} bytes travelled down and up, without frozen tensors, but `turn_costs` says {said}."
+                f"{what}{moving} bytes travelled down and up, without frozen tensors, but `turn_costs` says {said}."
             )
 
 
@@ -250,13 +279,6 @@ def _check_norms(case: Case) -> None:
         assert math.isclose(found, expected, rel_tol=TOLERANCE), (
             f"{where}: client {outcome.client_id} moved by {expected}, and the norm of its update is {found}, {rule}."
         )
-
-
-def _check_learns(case: Case, after: Sequence[Mapping[str, Tensor]]) -> None:
-    assert differing(after[0], after[-1]), (
-        f"{case.algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a "
-        "module and a batch that train."
-    )
 
 
 def _check_device(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import TensorDataset
 
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.client.local_optimizer import options_of
 from lightning_spectral.protocol.cohort import ClientStore, Workers
@@ -20,12 +28,93 @@ from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
-from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise, update_norm
 from lightning_spectral.server.round import Engine
-from lightning_spectral.testing.trial_clients import SEED, Case, Losing, OverTheCodec
 
+T = TypeVar("T")
+Record = TypeVar("Record", Download, Upload)
+SEED = 3
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
+
+
+class SomeSteps(ClientData):
+    """A client that sees one batch several times, so that clients differ whatever the batch is."""
+
+    def __init__(self, batch: Any, num_steps: int) -> None:
+        super().__init__(BatchSource(TensorDataset()), torch.arange(num_steps), 1, SEED, ())
+        self.batch, self.steps = batch, num_steps
+
+    def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
+        """Yield copies of the batch, since steps may write to it."""
+        return ((copy.deepcopy(self.batch), 1) for _ in range(self.steps))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What every trial has in common.
+
+    Attributes:
+        algorithm: The algorithm.
+        module: The user's module; only copies of it are trained.
+        batch: What its ``training_step`` receives.
+        lr: Learning rate of the clients' SGD.
+        local_hooks: What acts in every local step.
+        device: Where the server is, and where clients train.
+    """
+
+    algorithm: Algorithm
+    module: nn.Module
+    batch: Any
+    lr: float
+    local_hooks: tuple[LocalHook, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def data(self, download: Download) -> ClientData:
+        """The data of a download's client: from one to three steps."""
+        batch = tree_map_only(Tensor, lambda tensor: tensor.to(self.device), self.batch)
+        return SomeSteps(batch, 1 + download.unit.client_id % 3)
+
+
+def _sent(record: Record) -> Record:
+    """A record that has travelled as bytes: as over a network, if the packages of that extra are installed."""
+    if not (find_spec("msgspec") and find_spec("safetensors")):
+        return cast(Record, pickle.loads(pickle.dumps(record)))
+    from lightning_spectral.protocol.codec import decode, encode
+
+    return decode(*encode(record), type(record))
+
+
+class TrialExecutor(SequentialExecutor):
+    """A device that loses some clients after their downloads, and that may share nothing with the server.
+
+    Args:
+        device: Trains the clients.
+        lost: Those of which nothing comes back, by id.
+        elsewhere: Whether records travel as bytes.
+
+    Attributes:
+        travelled: For each client of the round, by id: how many bytes of tensors arrived at the device elsewhere, and
+            came back.
+    """
+
+    def __init__(self, device: Device, lost: Collection[int], elsewhere: bool) -> None:
+        super().__init__(device)
+        self.lost, self.elsewhere = lost, elsewhere
+        self.travelled: dict[int, tuple[int, int]] = {}
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        """Train one client after another."""
+        for download in downloads:
+            if download.unit.client_id in self.lost:
+                yield Upload(download.unit, {}, left_out="late")
+            elif self.elsewhere:
+                arrived = _sent(download)
+                upload = _sent(self.device.run(arrived))
+                self.travelled[upload.unit.client_id] = arrived.num_bytes, upload.num_bytes
+                yield upload
+            else:
+                yield self.device.run(download)
 
 
 class Trial:
@@ -33,9 +122,9 @@ class Trial:
 
     Args:
         case: What is tried.
-        saved: What `save` of another trial returned, to go on from there; ``None`` to begin.
+        saved: What `save` of another trial returned, to resume it; ``None`` to begin.
         local_epochs: As for the federation; 0 trains nobody.
-        over_codec: Whether devices share nothing with the server.
+        elsewhere: Whether devices share nothing with the server.
         server_lr: Learning rate of the server.
         lost: Clients of which nothing comes back.
     """
@@ -46,7 +135,7 @@ class Trial:
         saved: Mapping[str, Any] | None = None,
         *,
         local_epochs: int = 1,
-        over_codec: bool = False,
+        elsewhere: bool = False,
         server_lr: float = 1.0,
         lost: Collection[int] = (),
     ) -> None:
@@ -58,7 +147,12 @@ class Trial:
         self.store, base = ClientStore(), FrozenBase()
         self.store.to(case.device)
         if saved is not None:
-            base = self._load(saved)
+            saved = copy.deepcopy(dict(saved))
+            self.server.load_state_dict(saved["server"])
+            if self.state is not None:
+                self.state.load_state_dict(saved["state"])
+            self.store.load_state_dict(saved["store"])
+            self.round_idx, base = saved["round_idx"], FrozenBase.from_state_dict(saved["frozen_base"])
         self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
         if saved is None:
             self.half.initialize(Workers())
@@ -79,22 +173,16 @@ class Trial:
             frozen_base=base,
             faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
         )
-        self.executor: Executor = (
-            OverTheCodec(self.device(elsewhere=True)) if over_codec else Losing(self.device(), lost)
-        )
+        self.executor = TrialExecutor(self.device(elsewhere), lost, elsewhere)
 
     def device(self, elsewhere: bool = False) -> Device:
         """A device that trains its clients; one elsewhere shares nothing with the server."""
         half, module, optimizer = self.half.device_half, self.server, self.template
         if elsewhere:
             half, (module, optimizer) = pickle.loads(pickle.dumps(half)), copy.deepcopy((module, optimizer))
-        return Device(
-            module,
-            half,
-            [optimizer],
-            self.case.data,
-            LocalSettings(Placement(self.case.device, moves_batches=False), self.case.local_hooks, hasattr),
-        )
+        placement = Placement(self.case.device, moves_batches=False)
+        settings = LocalSettings(placement, self.case.local_hooks, hasattr)
+        return Device(module, half, [optimizer], self.case.data, settings)
 
     @property
     def units(self) -> list[WorkUnit]:
@@ -102,14 +190,11 @@ class Trial:
         return [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
 
     def play(self, units: Sequence[WorkUnit] | None = None) -> RoundSummary:
-        """Play a round, in which clients train in the given order."""
-        self.open()
-        self.share(self.units if units is None else units)
+        """Play a round of some clients, by default all, who train in the given order."""
+        units = self.units if units is None else units
+        self.engine.open_round(self.round_idx, sorted(units))
+        self.engine.round.play(units)
         return self.close()
-
-    def open(self, units: Sequence[WorkUnit] | None = None) -> None:
-        """Open a round, for all clients by default."""
-        self.engine.open_round(self.round_idx, self.units if units is None else units)
 
     def can_share(self) -> bool:
         """Whether several processes can train a round's clients."""
@@ -120,20 +205,6 @@ class Trial:
         finally:
             self.engine.abandon_round()
 
-    def capacity(self, client_id: int) -> float:
-        """Keep ratio of a client."""
-        return self.engine.clients.capacity_of(client_id)
-
-    @property
-    def travelled(self) -> Mapping[int, tuple[int, int]]:
-        """For each client, by id, how many bytes of tensors arrived at the device in the last round, and came back."""
-        assert isinstance(self.executor, OverTheCodec), "only there they are counted"
-        return self.executor.bytes
-
-    def share(self, units: Sequence[WorkUnit]) -> None:
-        """Let some of the clients train."""
-        self.engine.round.play(units)
-
     def close(self) -> RoundSummary:
         """Close the round, and step the server."""
         summary = self.engine.close_round()
@@ -142,6 +213,10 @@ class Trial:
         self.engine.settle()
         self.round_idx += 1
         return summary
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the server's parameters."""
+        return {name: parameter.detach().clone() for name, parameter in self.server.named_parameters()}
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the server's parameters and buffers."""
@@ -169,14 +244,13 @@ class Trial:
             }
         )
 
-    def _load(self, saved: Mapping[str, Any]) -> FrozenBase:
-        saved = copy.deepcopy(dict(saved))
-        self.server.load_state_dict(saved["server"])
-        if self.state is not None:
-            self.state.load_state_dict(saved["state"])
-        self.store.load_state_dict(saved["store"])
-        self.round_idx = saved["round_idx"]
-        return FrozenBase.from_state_dict(saved["frozen_base"])
+
+def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
+    """Copies of a module's parameters and buffers, by name."""
+    if module is None:
+        return {}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def change_norms(trial: Trial) -> dict[int, float]:
@@ -186,10 +260,13 @@ def change_norms(trial: Trial) -> dict[int, float]:
     """
     opened = trial.engine.open_round(trial.round_idx, trial.units)
     device, norms = trial.device(), {}
+    observing: Any = _Observing(device.side)
+    device.side = observing
     for unit in trial.units:
         download, receipt = opened.send(unit)
-        before, _ = _trained(device, replace(download, local_epochs=0))
-        after, upload = _trained(device, download)
+        device.run(replace(download, local_epochs=0))
+        before = observing.seen
+        upload, after = device.run(download), observing.seen
         both_ways = upload.tensors.keys() & download.tensors.keys()
         if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
             where, rules = opened.opened.positions(receipt), trial.half.buffers
@@ -197,17 +274,6 @@ def change_norms(trial: Trial) -> dict[int, float]:
             norms[unit.client_id] = update_norm(rules.averaged(sent, where), rules.averaged(returned, where))
     trial.engine.abandon_round()
     return norms
-
-
-def _trained(device: Device, download: Download) -> tuple[dict[str, Tensor], Upload]:
-    """The tensors of a client when it has trained, and what it sends back."""
-    observing: Any = _Observing(device.side)
-    device.side = observing
-    try:
-        upload = device.run(download)
-    finally:
-        device.side = observing.side
-    return observing.seen, upload
 
 
 class _Observing:
@@ -225,9 +291,39 @@ class _Observing:
         return self.side.collect(client, download)
 
 
-def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
-    """Copies of a module's parameters and buffers, by name."""
-    if module is None:
-        return {}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
+def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[WorkUnit]]) -> None:
+    """Play a round of which two processes train a part each, and add up their sums in two threads."""
+    for trial, group in zip(trials, groups, strict=True):
+        trial.engine.open_round(trial.round_idx, trial.units)
+        trial.engine.round.play(group)
+    board, barrier = [None, None], threading.Barrier(2, timeout=60)
+    peers = [_Peer(rank, board, barrier) for rank in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda peer: trials[peer.rank].engine.round.add_up(peer), peers))
+    outcomes = [outcome for trial in trials for outcome in trial.engine.round.outcomes]
+    written = [trial.store.written() for trial in trials]
+    for rank, trial in enumerate(trials):
+        trial.store.merge(written[1 - rank])
+        trial.engine.round.outcomes = list(outcomes)
+        trial.close()
+
+
+class _Peer:
+    """One of two processes, in a thread."""
+
+    size = 2
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self._board, self._barrier = rank, board, barrier
+
+    def gather(self, value: T) -> list[T]:
+        self._board[self.rank] = value
+        self._barrier.wait()
+        said = list(self._board)
+        self._barrier.wait()
+        return said
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        said = self.gather([tensor.clone() for tensor in tensors])
+        for tensor, *parts in zip(tensors, *said, strict=True):
+            tensor.copy_(parts[0] + parts[1])

@@ -25,7 +25,7 @@ from lightning_spectral.functional import (
     draw_successive,
     proportional_inclusion_probs,
 )
-from lightning_spectral.testing.designs import check_rows
+from lightning_spectral.testing.choices import check_rows
 
 KNOWN = [ConditionalPoisson(), SuccessiveSampling(), MinimumSupport(), Systematic()]
 QUICK = [Brewer(), RandomSystematic(), *KNOWN[:1], *KNOWN[2:]]

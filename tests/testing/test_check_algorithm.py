@@ -14,8 +14,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.protocol import Upload
 from lightning_spectral.testing import check_algorithm
-from lightning_spectral.testing.trial import Trial, change_norms
-from lightning_spectral.testing.trial_clients import Case
+from lightning_spectral.testing.trial import Case, Trial, change_norms
 
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 ALL_LAYERS = ls.LayerChoices(keep_first_and_last_dense=False)
@@ -397,7 +396,7 @@ class WaitsForAll(ls.FedAvg):
         (WaitsForAll(), "four of five clients lost after their downloads: the round failed: KeyError: "),
         (FirstComes(), "round 0, clients in reverse: their order made a difference"),
         (AddsUpNothing(), "round 0, process 0 of 2: grouping made a difference"),
-        (Unpicklable(), "its half cannot be pickled: "),
+        (Unpicklable(), "its half cannot be sent there: "),
         (Whispers(), "with a device elsewhere, round 0: not as in one process"),
         (NumbersTensors(), r"a record cannot be sent: .* Expected `str`, got `int` - at `key` in `\$\.tensors`"),
         (SendsMore(), r"round 0, client 0: \(.*\) bytes .* without frozen tensors, but `turn_costs` says \(.*\)"),

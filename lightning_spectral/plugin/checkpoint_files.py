@@ -15,7 +15,6 @@ from zipfile import ZipFile
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
@@ -66,7 +65,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
-        _sync_folder(target.parent)
+        if hasattr(os, "O_DIRECTORY"):  # write the new name itself to the disk, if the system can
+            descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_loadable(path)
@@ -75,17 +79,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
-def handle_whole_files(trainer: pl.Trainer) -> None:
-    """Have a Trainer's checkpoints written and read by `AtomicCheckpointIO`, unless the user has chosen a plugin."""
-    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
-        trainer.strategy.checkpoint_io = AtomicCheckpointIO()
-
-
 def check_loadable(source: Any) -> None:
     """Check a checkpoint before anything loads it: its checksums, that torch can read it, and that it is no script.
 
-    Args:
-        source: A path or an opened file. Paths with a protocol (``s3://...``) are not checked.
+    It is a path or an opened file; paths with a protocol (``s3://...``) are not checked.
 
     Raises:
         ValueError: If it is not an intact checkpoint; the message names the file and says why.
@@ -104,23 +101,13 @@ def check_loadable(source: Any) -> None:
 
 
 def check_tensors(checkpoint: Mapping[str, Any], name: Any) -> None:
-    """Compare the tensors of a checkpoint that was loaded with the digest in it, if it has one.
-
-    Raises:
-        ValueError: If they differ.
-    """
+    """Raise ``ValueError`` if the tensors of a checkpoint that was loaded do not match the digest in it, if any."""
     with _refusing(name):
         _check_tensors(checkpoint)
 
 
 def digest_of_tensors(content: Any) -> str:
-    """A digest of the tensors in nested containers: of their order, types, shapes and values.
-
-    Example:
-        >>> ones = {"a": torch.ones(4), "b": [torch.zeros(1)], "c": "not a tensor"}
-        >>> digest_of_tensors(ones) == digest_of_tensors({**ones, "a": torch.ones(2, 2)})
-        False
-    """
+    """A digest of the tensors in nested containers: of their order, types, shapes and values."""
     hashed = hashlib.sha256()
     for tensor in _tensors(content):
         has_values = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
@@ -158,8 +145,14 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     Example:
         >>> latest_checkpoint("a folder that is not there")
     """
-    if Path(folder).is_file():
-        return _checked(Path(folder))
+    if (path := Path(folder)).is_file():  # not skipped: a run that starts from scratch in its place would be a surprise
+        try:
+            saved_progress(path)
+            _check_contents(path)
+        except DamagedFile as error:
+            what = "give the folder to find an intact one"
+            raise ValueError(f"{path} cannot be resumed from: {error}; {what}.") from error
+        return str(path)
     progress: dict[Path, tuple[int, int]] = {}
     for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a dangling link is not a file
         with _skipping(path):
@@ -204,7 +197,7 @@ def _check_archive(source: Any) -> None:
 
 
 def _check_no_script(archive: ZipFile) -> None:
-    """Some versions of torch execute what TorchScript has saved, whatever ``weights_only`` is."""
+    # some versions of torch execute what TorchScript has saved, whatever `weights_only` is
     if any(name.lower().endswith("constants.pkl") for name in archive.namelist()):
         raise DamagedFile("it is a TorchScript archive, which executes code when it is loaded")
 
@@ -221,16 +214,6 @@ def _read(path: str | os.PathLike[str], *, mmap: bool) -> Any:
         with ZipFile(path) as archive:
             _check_no_script(archive)
         return torch.load(path, "cpu", weights_only=True, mmap=mmap)
-
-
-def _checked(path: Path) -> str:
-    """A single file, which is not skipped: a run that starts from scratch in its place would be a surprise."""
-    try:
-        saved_progress(path)
-        _check_contents(path)
-    except DamagedFile as error:
-        raise ValueError(f"{path} cannot be resumed from: {error}; give the folder to find an intact one.") from error
-    return str(path)
 
 
 @contextmanager
@@ -265,38 +248,10 @@ def _refusing(name: Any) -> Iterator[None]:
         ) from error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Write the new name itself to the disk, if the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
 HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
 ARGUMENTS, OF_MODELS = "federation_arguments", "federation_models"
 OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
-
-
-def given_arguments() -> dict[str, Any]:
-    """The arguments of the federation that LightningCLI is building; empty outside of LightningCLI."""
-    given = getattr(hparams_mixin, "_given_hyperparameters", None)  # there is no public way to ask
-    return dict(given.get() or {}) if given is not None else {}
-
-
-def write_arguments(checkpoint: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Record in a checkpoint how to build the federation, if that is known.
-
-    What Lightning has put there is what loggers get, which are not arguments.
-    """
-    for entry in (ARGUMENTS, f"{ARGUMENTS}_name"):
-        checkpoint.pop(entry, None)
-    if given:
-        checkpoint[ARGUMENTS] = dict(given)
 
 
 def write_hparams(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:
@@ -356,18 +311,6 @@ def load_user_module(
         >>> lit.lr, torch.equal(lit.model.head.weight, model.module.model.head.weight)
         (0.2, True)
     """
-    _check_kind(path, kind)
-    check_loadable(path)
-    map_location = map_location or _if_available
-    checkpoint = torch.load(path, map_location, weights_only=weights_only)
-    check_tensors(checkpoint, path)
-    buffer = io.BytesIO()
-    torch.save(_of_one_model(checkpoint, name), buffer)
-    buffer.seek(0)
-    return kind.load_from_checkpoint(buffer, map_location, weights_only=weights_only, **arguments)
-
-
-def _check_kind(path: Any, kind: Any) -> None:
     if isinstance(path, type):
         raise TypeError(
             f"The checkpoint comes first, then the class, got the class {path.__name__} first; write "
@@ -376,16 +319,10 @@ def _check_kind(path: Any, kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, pl.LightningModule)):
         what = f"a {type(kind).__name__}" if isinstance(kind, pl.LightningModule) else repr(kind)
         raise TypeError(f"`kind` must be the class of your LightningModule, such as LitModel, got {what}.")
-
-
-def _if_available(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
-    """The CPU for a tensor of a device that this machine lacks, otherwise torch's own choice."""
-    backend = getattr(torch, torch.device(location).type, None)
-    return None if backend is None or backend.is_available() else storage
-
-
-def _of_one_model(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The checkpoint of one of its modules alone, as Lightning would have written it."""
+    check_loadable(path)
+    map_location = map_location or _if_available
+    checkpoint = torch.load(path, map_location, weights_only=weights_only)
+    check_tensors(checkpoint, path)
     if "federation" not in checkpoint:
         raise ValueError("The checkpoint was not written by a federation; use the class's own `load_from_checkpoint`.")
     models = checkpoint.get(OF_MODELS, {"": {}})
@@ -396,4 +333,13 @@ def _of_one_model(checkpoint: Mapping[str, Any], name: str) -> dict[str, Any]:
     prefix = f"models.{name}." if name else ""
     weights = {key.removeprefix(prefix): t for key, t in checkpoint["state_dict"].items() if key.startswith(prefix)}
     kept = {k: v for k, v in checkpoint.items() if k not in OF_THE_RUN and not k.startswith("federation")}
-    return {**kept, **models[name], "state_dict": weights}
+    buffer = io.BytesIO()  # the checkpoint of this model alone, as Lightning would have written it
+    torch.save({**kept, **models[name], "state_dict": weights}, buffer)
+    buffer.seek(0)
+    return kind.load_from_checkpoint(buffer, map_location, weights_only=weights_only, **arguments)
+
+
+def _if_available(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    """The CPU for a tensor of a device that this machine lacks, otherwise torch's own choice."""
+    backend = getattr(torch, torch.device(location).type, None)
+    return None if backend is None or backend.is_available() else storage

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer import call
 from torch import nn
@@ -21,8 +22,6 @@ from lightning_spectral.plugin.checkpoint_files import (
     HPARAMS,
     NOTHING_NEW,
     OF_MODELS,
-    given_arguments,
-    write_arguments,
     write_hparams,
 )
 from lightning_spectral.plugin.federation import Federation
@@ -33,98 +32,118 @@ from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]
 OF_A_RUN = ("callbacks", "optimizer_states", "lr_schedulers")  # what a checkpoint of weights alone lacks
+LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
+REMEDIES = {
+    "callbacks": "leave it out of what that callback's `state_dict` returns",
+    "state_dict": "leave it out of what your module's `state_dict` or `get_extra_state` returns",
+    HPARAMS: "leave it out: self.save_hyperparameters(ignore=[...])",
+}
 
 
-@dataclass
-class RoundProgress:
-    """How far a fit has come, besides the server's last step.
+class SavedRun:
+    """Writes and reads the checkpoints of a federation.
+
+    Hooks of callbacks and of users come after the servers' step: validation, which may run on other weights, and the
+    end of the epoch. If one of them fails, or saves while weights and records are about to change, some have counted
+    the round and others not. The checkpoint is then that of right after the step, whatever hook is running, and a
+    resumed run calls all of them.
 
     Attributes:
         batch_ended: The last round whose server's step is no longer the last thing that has happened.
         validated: The last round after which the server was validated.
         ended: The last round whose epoch has ended, for all but callbacks that save.
-        kept: The last finished round as it is saved until its epoch has ended.
+        kept: The last finished round as it would be saved right after the step, by whether that is weights alone; kept
+            until its epoch has ended, if any callback saves.
         logged: Tells a round's metrics from those of earlier rounds.
         resumed: The checkpoint that the run resumes from, until all of it is restored; ``None`` in a new run.
         begun: Whether training has begun: all is restored.
     """
 
-    batch_ended: int = -1
-    validated: int = -1
-    ended: int = -1
-    kept: KeptRound | None = None
-    logged: NewlyLogged = field(default_factory=NewlyLogged)
-    resumed: Checkpoint | None = None
-    begun: bool = False
-
-
-class SavedRun:
-    """Writes and reads the checkpoints of a federation."""
-
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._given = given_arguments()
-        self.progress = RoundProgress()
+        # what LightningCLI is building the federation from, if it does; there is no public way to ask
+        given = getattr(hparams_mixin, "_given_hyperparameters", None)
+        self._given = dict(given.get() or {}) if given is not None else {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a fit, which has done no round yet."""
+        self.batch_ended = self.validated = self.ended = self._federation.last_stepped = -1
+        self.kept: dict[bool, Checkpoint] = {}
+        self.logged = NewlyLogged()
+        self.resumed: Checkpoint | None = None
+        self.begun = False
 
     @property
     def _trainer(self) -> pl.Trainer:
-        trainer: pl.Trainer = self._federation.runtime.trainer
-        return trainer
+        return self._federation.runtime.trainer
 
     @property
     def has_resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint, of a run that had begun."""
-        return self.progress.resumed is not None and NOTHING_NEW not in self.progress.resumed
-
-    def begin(self) -> None:
-        self.progress, self._federation.last_stepped = RoundProgress(), -1
+        """Whether the run continues one that had begun, from a checkpoint."""
+        return self.resumed is not None and NOTHING_NEW not in self.resumed
 
     def try_saving(self) -> None:
         """Before anything is trained, raise an error if a checkpoint that this run is to save could not be written."""
-        trainer = self._trainer
-        if trainer.checkpoint_callbacks and isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
-            for checkpoint in dumped(trainer).values():
+        if isinstance(self._trainer.strategy.checkpoint_io, TorchCheckpointIO):
+            for checkpoint in _dumped(self._trainer).values():
                 check_can_be_saved(checkpoint)
 
     def keep(self) -> None:
         """Keep the round in which the servers have just stepped, if anything may save it before its epoch has ended."""
         if self._federation.last_stepped == (now := self._federation.runtime.round_idx):
-            self.progress.kept = KeptRound(self._trainer) if self._trainer.checkpoint_callbacks else None
-            self.progress.batch_ended = now
+            histories = [one for one in self._trainer.callbacks if isinstance(one, RoundHistory)]  # type: ignore[attr-defined]
+            records = {one.state_key for one in histories}  # which are new whenever they are asked for, and grow
+            memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
+            self.kept = {}
+            for kind, found in _dumped(self._trainer).items():
+                lasting = [found.get(name) for name in LASTING]
+                lasting += [state for key, state in found.get("callbacks", {}).items() if key in records]
+                memo.update({id(value): value for value in lasting})
+                self.kept[kind] = copy.deepcopy(found, memo)
+            self.batch_ended = now
 
     def write(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Call the users' hooks, save the configuration, and make the progress count whole rounds."""
-        members, progress = self._federation.members, self.progress
-        if self._trainer.interrupted and not progress.begun and self._write_as_resumed(checkpoint):
+        federation, interrupted = self._federation, self._trainer.interrupted
+        if interrupted and not self.begun and self._write_as_resumed(checkpoint):
             return
-        engines = [engine for member in members.values() if (engine := member.engine_or_none) is not None]
+        now = federation.runtime.round_idx
+        engines = [m.engine_or_none for m in federation.members.values() if m.engine_or_none is not None]
         is_open = any(engine.round_is_open for engine in engines)
-        is_unfinished = not is_open and self._is_unfinished()
-        if is_unfinished and progress.kept is not None and self._is_disturbed() and progress.kept.replace(checkpoint):
+        # whether the servers have stepped in a round whose epoch has not ended, or in ending fails
+        is_unfinished = not is_open and federation.last_stepped == now and (interrupted or self.ended != now)
+        # whether some hooks may have acted on it and others not: one has failed, or validation is running
+        is_disturbed = is_unfinished and (interrupted or (self._trainer.validating and self.validated != now))
+        if is_disturbed and (kept := self.kept.get("callbacks" not in checkpoint)) is not None:
+            checkpoint.clear()
+            checkpoint.update(kept)
             return
         for engine in engines:
             engine.check_not_stepping()
-        write_arguments(checkpoint, self._given)
-        for name, member in members.items():
+        for entry in (ARGUMENTS, f"{ARGUMENTS}_name"):  # what Lightning has put there is for loggers: no arguments
+            checkpoint.pop(entry, None)
+        if self._given:
+            checkpoint[ARGUMENTS] = dict(self._given)
+        for name, member in federation.members.items():
             with own_checkpoint(checkpoint, name) as own:
                 write_hparams(own, member.owner.module)
                 member.owner.module.on_save_checkpoint(own)
         checkpoint["federation"] = configuration
-        self._federation.write(checkpoint)
-        checkpoint["federation_metrics"] = progress.logged.split(self._trainer)
-        settle_progress(checkpoint, round_is_over=not (is_open or is_unfinished), server_has_stepped=is_unfinished)
+        federation.write(checkpoint)
+        checkpoint["federation_metrics"] = self.logged.split(self._trainer)
+        _settle_progress(checkpoint, round_is_over=not (is_open or is_unfinished), server_has_stepped=is_unfinished)
         if is_unfinished:
-            now = self._federation.runtime.round_idx
             checkpoint["federation_pending"] = logged_for_the_epoch(self._trainer)
             checkpoint["federation_unfinished"] = {
-                "units": [tuple(unit) for unit in self._federation.cohorts.units(now)],
-                "batch_ended": progress.batch_ended == now,
-                "validated": progress.validated == now and not self._trainer.interrupted,
+                "units": [tuple(unit) for unit in federation.cohorts.units(now)],
+                "batch_ended": self.batch_ended == now,
+                "validated": self.validated == now and not interrupted,
             }
 
     def _write_as_resumed(self, checkpoint: Checkpoint) -> bool:
         """Write what a run resumes from that ends before all of it is restored; false if it is not known."""
-        loaded = self.progress.resumed or self._trainer._checkpoint_connector._loaded_checkpoint
+        loaded = self.resumed or self._trainer._checkpoint_connector._loaded_checkpoint
         if not loaded:
             checkpoint[NOTHING_NEW] = True
             return False
@@ -133,20 +152,10 @@ class SavedRun:
         checkpoint.update({name: entry for name, entry in loaded.items() if name not in lacking})
         return True
 
-    def _is_unfinished(self) -> bool:
-        """Whether the servers have stepped in a round whose epoch has not ended, or in ending fails."""
-        now = self._federation.runtime.round_idx
-        return self._federation.last_stepped == now and (self._trainer.interrupted or self.progress.ended != now)
-
-    def _is_disturbed(self) -> bool:
-        """Whether some hooks may have acted on the round and others not: one has failed, or validation is running."""
-        is_validated = self.progress.validated == self._federation.runtime.round_idx
-        return self._trainer.interrupted or (self._trainer.validating and not is_validated)
-
     def read(self, checkpoint: Checkpoint, configuration: dict[str, str | int]) -> None:
         """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
-        self.progress.resumed = dict(checkpoint)  # as it is before users' hooks
+        self.resumed = dict(checkpoint)  # as it is before users' hooks
         self._federation.read(checkpoint)
 
     def call_user_hooks(self, checkpoint: Checkpoint) -> None:
@@ -156,133 +165,95 @@ class SavedRun:
 
     def start_training(self, host: pl.LightningModule) -> None:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""
-        saved, trainer = self.progress.resumed, self._trainer
+        saved, trainer = self.resumed, self._trainer
         if saved is None:
-            self.progress.logged.mark(trainer)
-            self.progress.begun = True
+            self.logged.mark(trainer)
+            self.begun = True
             return
         for name, state in saved.get("federation_schedules", {}).items():
             self._federation.members[name].schedules.load_state_dict(state)
         before, in_the_round = saved.get("federation_metrics", ({}, {}))
         trainer.callback_metrics.update(before)
-        self.progress.logged.mark(trainer)
+        self.logged.mark(trainer)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, RoundHistory):
                 callback.on_train_epoch_start(trainer, host)
         trainer.callback_metrics.update(in_the_round)
-        begin_anew(trainer)
+        # between two epochs nothing is left for Lightning to repeat, which with `max_steps` looks for an epoch to end
+        batches = trainer.fit_loop.epoch_loop
+        if batches.batch_progress.current.ready == 0:
+            batches.restarting = False
         if (unfinished := saved.get("federation_unfinished")) is not None:
             log_for_the_epoch(host, saved["federation_pending"])
-            share = self._share_to_finish(**unfinished)
+            share = self._count_round(**unfinished)
         else:
-            self.progress.logged.mark(trainer)
-        self.progress.resumed, self.progress.begun = None, True
+            self.logged.mark(trainer)
+        self.resumed, self.begun = None, True
         if unfinished is not None:
             self.keep()
-            finish_epoch(trainer, share, is_validated=unfinished["validated"])
+            _finish_epoch(trainer, share, is_validated=unfinished["validated"])
 
     def end(self) -> None:
         """Show what was logged last in a resumed run of which nothing was left to train."""
-        for metrics in (self.progress.resumed or {}).get("federation_metrics", ()):
+        for metrics in (self.resumed or {}).get("federation_metrics", ()):
             self._trainer.callback_metrics.update(metrics)
 
-    def _share_to_finish(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> Share | None:
-        """Count a round as trained; return its batch, if its hooks have yet to be called."""
-        federation, progress = self._federation, self.progress
+    def _count_round(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> Share | None:
+        """Count a round that has yet to be finished as trained, in the progress, which is that of the previous epoch.
+
+        Returns:
+            The round's batch, if its hooks have yet to be called.
+        """
+        federation, loop = self._federation, self._trainer.fit_loop
         federation.last_stepped = now = federation.runtime.round_idx
-        progress.batch_ended, progress.validated = (now if done else -1 for done in (batch_ended, validated))
+        self.batch_ended, self.validated = (now if done else -1 for done in (batch_ended, validated))
         federation.cohorts.resume(now, [WorkUnit(*unit) for unit in units])
-        count_round(self._trainer)
+        loop.epoch_progress.increment_ready()
+        loop.epoch_progress.increment_started()
+        steps, batches = loop.epoch_loop.manual_optimization.optim_step_progress, loop.epoch_loop.batch_progress
+        steps.increment_ready()
+        steps.increment_completed()
+        for counts in (batches.total, batches.current):  # Lightning before 2.5 has no method for it
+            for name, count in vars(counts).items():
+                setattr(counts, name, count + int(self._trainer.num_training_batches))
+        batches.is_last_batch = True
         return None if batch_ended else federation.cohorts.share(now)
 
 
-@contextmanager
-def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
-    """The checkpoint as a user's hook expects it: one model's weights, and its own entries.
-
-    What the hook adds, and what it changes in the weights, is kept separate from other models.
-
-    Example:
-        >>> checkpoint = {"state_dict": {"models.words.w": 1, "models.images.w": 2}}
-        >>> with own_checkpoint(checkpoint, "words") as own:
-        ...     own["vocabulary"] = own["state_dict"].pop("w")
-        >>> checkpoint
-        {'state_dict': {'models.images.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
-    """
-    if not name:
-        yield checkpoint
-        return
-    prefix = f"models.{name}."
-    weights = checkpoint.get("state_dict", {})
-    mine = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    entries = checkpoint.get(OF_MODELS, {}).get(name, {})
-    own = {**checkpoint, **entries, "state_dict": mine}
-    yield own
-    for key in [key for key in weights if key.startswith(prefix)]:
-        del weights[key]
-    weights.update({prefix + key: value for key, value in mine.items()})
-    added = {key: value for key, value in own.items() if key not in checkpoint}
-    checkpoint.setdefault(OF_MODELS, {})[name] = added
-
-
-LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
-
-
-class KeptRound:
-    """All that a checkpoint says of a round in which the server has stepped, as it was right after the step.
-
-    Hooks of callbacks and of users come after it: validation, which may run on other weights, and the end of the epoch.
-    If one of them fails, or saves while weights and records are about to change, some have counted the round and others
-    not. The checkpoint is then this one, whatever hook is running, and a resumed run calls all of them.
-
-    Args:
-        trainer: The Trainer; its callbacks that save decide what is kept, and what is not saved is not kept.
-    """
-
-    def __init__(self, trainer: pl.Trainer) -> None:
-        memo: dict[int, Any] = {}  # of both kinds: tensors that share memory are copied once
-        self._by_kind = {kind: _copied(found, trainer, memo) for kind, found in dumped(trainer).items()}
-
-    def replace(self, checkpoint: dict[str, Any]) -> bool:
-        """Make a checkpoint this one, with or without what only a resumed run needs; false if that is not kept."""
-        kept = self._by_kind.get("callbacks" not in checkpoint)
-        if kept is None:
-            return False
-        checkpoint.clear()
-        checkpoint.update(kept)
-        return True
-
-
-def dumped(trainer: pl.Trainer) -> dict[bool, dict[str, Any]]:
+def _dumped(trainer: pl.Trainer) -> dict[bool, Checkpoint]:
     """What the Trainer's callbacks would save now, by whether it is weights alone."""
     kinds = {bool(getattr(callback, "save_weights_only", False)) for callback in trainer.checkpoint_callbacks}
     return {kind: trainer._checkpoint_connector.dump_checkpoint(weights_only=kind) for kind in sorted(kinds)}
 
 
-def _copied(checkpoint: dict[str, Any], trainer: pl.Trainer, memo: dict[int, Any]) -> dict[str, Any]:
-    histories = [one for one in trainer.callbacks if isinstance(one, RoundHistory)]  # type: ignore[attr-defined]
-    records = {one.state_key for one in histories}  # which are new whenever they are asked for, and grow
-    lasting = [checkpoint.get(name) for name in LASTING]
-    lasting += [state for key, state in checkpoint.get("callbacks", {}).items() if key in records]
-    memo.update({id(value): value for value in lasting})
-    return copy.deepcopy(checkpoint, memo)
+def _settle_progress(checkpoint: Checkpoint, *, round_is_over: bool, server_has_stepped: bool) -> None:
+    """Make a checkpoint hold whole rounds, as if it had been written between two epochs.
 
-
-def begin_anew(trainer: pl.Trainer) -> None:
-    """Begin the next epoch as any other: between two epochs, nothing is left for Lightning to repeat.
-
-    With ``max_steps`` it otherwise looks for an epoch to complete.
+    The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
+    therefore counts as not begun, and is repeated from its first client. A round in which the server has stepped, but
+    whose validation or epoch has not ended, counts as not begun either: `_finish_epoch` then does the rest of it.
     """
-    batches = trainer.fit_loop.epoch_loop
-    if batches.batch_progress.current.ready == 0:
-        batches.restarting = False
+    progress = checkpoint["loops"]["fit_loop"]
+    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
+    steps = progress["epoch_loop.manual_optimization.optim_step_progress"]["total"]
+    for counts in (epochs["total"], epochs["current"]):
+        finished = counts["processed"] if round_is_over else counts["completed"]
+        counts.update(ready=finished, started=finished, processed=finished, completed=finished)
+    if not round_is_over:
+        for name, count in batches["current"].items():
+            batches["total"][name] -= count
+        if server_has_stepped:
+            steps.update({name: count - 1 for name, count in steps.items()})
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
 
 
-def finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool) -> None:
+def _finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool) -> None:
     """Do the rest of a round in which the server has stepped, as Lightning would have.
 
     Args:
-        trainer: The Trainer of a resumed run that has just started, which counts the round as trained: `count_round`.
+        trainer: The Trainer of a resumed run that has just started, which counts the round as trained.
         share: The round's batch, if its hooks have yet to be called.
         is_validated: Whether validation had ended before the checkpoint was written.
     """
@@ -304,24 +275,6 @@ def finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool
     _end_iteration(epochs)
 
 
-def count_round(trainer: pl.Trainer) -> None:
-    """Count a round as trained in the progress of a resumed run, which is that of the end of the previous epoch."""
-    epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
-    epochs.epoch_progress.increment_ready()
-    epochs.epoch_progress.increment_started()
-    batches.manual_optimization.optim_step_progress.increment_ready()
-    batches.manual_optimization.optim_step_progress.increment_completed()
-    _count_batches(batches.batch_progress, int(trainer.num_training_batches))
-
-
-def _count_batches(progress: Any, number: int) -> None:
-    """Count the batches of an epoch that has ended; Lightning before 2.5 has no method for it."""
-    for counts in (progress.total, progress.current):
-        for name, count in vars(counts).items():
-            setattr(counts, name, count + number)
-    progress.is_last_batch = True
-
-
 def _end_iteration(loop: Any) -> None:
     """Let a loop forget that it was restarted, as Lightning does after each iteration; before 2.5, without a method."""
     if hasattr(loop, "on_iteration_done"):
@@ -330,35 +283,32 @@ def _end_iteration(loop: Any) -> None:
         loop.restarting = False
 
 
-def settle_progress(checkpoint: dict[str, Any], *, round_is_over: bool, server_has_stepped: bool) -> None:
-    """Make a checkpoint hold whole rounds, as if it had been written between two epochs.
+@contextmanager
+def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
+    """The checkpoint as a user's hook expects it: one model's weights, and its own entries.
 
-    The server's weights change only when a round closes, and what clients have sent so far is not saved. An open round
-    therefore counts as not begun, and is repeated from its first client. A round in which the server has stepped, but
-    whose validation or epoch has not ended, counts as not begun either: `finish_epoch` then does the rest of it.
+    What the hook adds, and what it changes in the weights, is kept separate from other models.
+
+    Example:
+        >>> checkpoint = {"state_dict": {"models.words.w": 1, "models.images.w": 2}}
+        >>> with own_checkpoint(checkpoint, "words") as own:
+        ...     own["vocabulary"] = own["state_dict"].pop("w")
+        >>> checkpoint
+        {'state_dict': {'models.images.w': 2}, 'federation_models': {'words': {'vocabulary': 1}}}
     """
-    progress = checkpoint["loops"]["fit_loop"]
-    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
-    steps = progress["epoch_loop.manual_optimization.optim_step_progress"]["total"]
-    for counts in (epochs["total"], epochs["current"]):
-        finished = counts["processed"] if round_is_over else counts["completed"]
-        counts.update(ready=finished, started=finished, processed=finished, completed=finished)
-    if not round_is_over:
-        for name, count in batches["current"].items():
-            batches["total"][name] -= count
-        if server_has_stepped:
-            steps.update({name: count - 1 for name, count in steps.items()})
-    batches["current"] = dict.fromkeys(batches["current"], 0)
-    batches["is_last_batch"] = False
-    progress["epoch_loop.state_dict"]["_batches_that_stepped"] = steps["completed"]
-
-
-REMEDIES = {
-    "callbacks": "leave it out of what that callback's `state_dict` returns",
-    "state_dict": "leave it out of what your module's `state_dict` or `get_extra_state` returns",
-    HPARAMS: "leave it out: self.save_hyperparameters(ignore=[...])",
-}
-OTHERWISE = "leave it out of what `on_save_checkpoint` adds"
+    if not name:
+        yield checkpoint
+        return
+    prefix = f"models.{name}."
+    weights = checkpoint.get("state_dict", {})
+    mine = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    own = {**checkpoint, **checkpoint.get(OF_MODELS, {}).get(name, {}), "state_dict": mine}
+    yield own
+    for key in [key for key in weights if key.startswith(prefix)]:
+        del weights[key]
+    weights.update({prefix + key: value for key, value in mine.items()})
+    added = {key: value for key, value in own.items() if key not in checkpoint}
+    checkpoint.setdefault(OF_MODELS, {})[name] = added
 
 
 def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:
@@ -366,18 +316,19 @@ def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: If something in it cannot be pickled, with its place.
-
-    Example:
-        >>> check_can_be_saved({"state_dict": {"w": torch.ones(3)}, "epoch": 0})
-        >>> check_can_be_saved({"callbacks": {"Mine": [1, lambda: 2]}})  # doctest: +ELLIPSIS
-        Traceback (most recent call last):
-        ...
-        ValueError: The run could not save a checkpoint: checkpoint['callbacks']['Mine'][1] cannot be pickled, ...
     """
-    if (error := _error(checkpoint)) is None:
+    if (error := _pickling_error(checkpoint)) is None:
         return
-    keys, value = _place(checkpoint)
-    remedy = REMEDIES.get(keys[0], OTHERWISE) if keys else OTHERWISE
+    keys: list[Any] = []
+    value: Any = checkpoint
+    while isinstance(value, Mapping | list | tuple):  # go to the innermost value that cannot be pickled
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        key, inner = next((entry for entry in entries if _pickling_error(entry[1]) is not None), (None, None))
+        if inner is None:
+            break
+        keys.append(key)
+        value = inner
+    remedy = REMEDIES.get(keys[0] if keys else "", "leave it out of what `on_save_checkpoint` adds")
     raise ValueError(
         f"The run could not save a checkpoint: checkpoint{''.join(f'[{key!r}]' for key in keys)} cannot be pickled, "
         f"got {type(value).__name__}; {remedy}, or train without checkpoints: Trainer(enable_checkpointing=False). "
@@ -385,28 +336,12 @@ def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:
     ) from error
 
 
-def _error(value: Any) -> Exception | None:
+def _pickling_error(value: Any) -> Exception | None:
     try:
-        _TrialPickler(_Nowhere(), protocol=2).dump(value)  # torch's protocol
+        _TrialPickler(io.BytesIO(), protocol=2).dump(value)  # torch's protocol
     except Exception as error:  # whatever `__reduce__` and `__getstate__` raise
         return error
     return None
-
-
-def _place(value: Any) -> tuple[list[Any], Any]:
-    """Where in nested containers the first value is that cannot be pickled, and that value."""
-    for key, entry in _entries(value):
-        if _error(entry) is not None:
-            inner, found = _place(entry)
-            return [key, *inner], found
-    return [], value
-
-
-def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, list | tuple):
-        yield from enumerate(value)
 
 
 class _TrialPickler(pickle.Pickler):
@@ -414,10 +349,3 @@ class _TrialPickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> str | None:
         return "elsewhere" if type(value) in (torch.Tensor, nn.Parameter) or torch.is_storage(value) else None
-
-
-class _Nowhere:
-    """A file that forgets what is written to it."""
-
-    def write(self, data: Any) -> int:
-        return len(data)

@@ -42,13 +42,7 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
 
 
 def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
-    """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it.
-
-    Example:
-        >>> check_callbacks([pl.callbacks.GradientAccumulationScheduler({0: 2})])
-        Traceback (most recent call last):
-        ValueError: GradientAccumulationScheduler cannot act on a federation: a round adds up its clients' updates ...
-    """
+    """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it."""
     for callback in callbacks:
         for base in type(callback).__mro__:
             if base.__name__ in REFUSED_CALLBACKS and base.__module__.startswith("lightning.pytorch"):
@@ -78,17 +72,12 @@ def check_own_optimizers(federation: pl.LightningModule) -> None:
 
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
-# By stage, as in Lightning's enumeration: the method of the Trainer, and that of the module
-EVALUATIONS = {"validate": ("validate", "validation_step"), "test": ("test", "test_step")}
-
 
 def check_stage(stage: str, module: pl.LightningModule) -> None:
     """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
-    if stage not in EVALUATIONS:
-        return
-    asked, step = EVALUATIONS[stage]
-    if not is_overridden(module, step):
-        raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`; define it.")
+    for asked, step in (("validate", "validation_step"), ("test", "test_step")):
+        if stage == asked and not is_overridden(module, step):
+            raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`; define it.")
 
 
 def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
@@ -101,11 +90,8 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
         "MultiModelDataModule": ("MultiModelModule", "MultiModelDataModule({name: FederatedDataModule(...), ...})"),
     }
     owner, call = calls[kind.__name__]
-    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {_named(datamodule)}.")
-
-
-def _named(datamodule: pl.LightningDataModule | None) -> str:
-    return "dataloaders, or nothing" if datamodule is None else type(datamodule).__name__
+    got = "dataloaders, or nothing" if datamodule is None else type(datamodule).__name__
+    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {got}.")
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -199,13 +185,11 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
 
 def _norms_are_unknown(kind: type[Algorithm]) -> bool:
     """Whether a class inherits `updates_have_norms` from a class with other uploads, of which alone it is known."""
-    owners = {name: _place(kind, name) for name in ("updates_have_norms", *UPLOADING)}
-    return owners["updates_have_norms"] > min(owners[name] for name in UPLOADING)
 
+    def place(name: str) -> int:  # of the class that defines an attribute, among a class and its bases
+        return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
 
-def _place(kind: type, name: str) -> int:
-    """The position of the class that defines an attribute, among a class and its bases."""
-    return next((place for place, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
+    return place("updates_have_norms") > min(map(place, UPLOADING))
 
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:

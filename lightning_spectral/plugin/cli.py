@@ -62,8 +62,12 @@ class FederatedCLI(LightningCLI):
         """
         command = self.config.get("subcommand")
         path = self.config[command].get("ckpt_path") if command else None
-        check_path(path)
-        if not path or not Path(path).is_file():
+        if not path:
+            return
+        is_elsewhere = "://" in path or path.startswith(("best", "last", "hpc", "registry"))
+        if not is_elsewhere and not os.path.exists(path):
+            raise ValueError(f"`ckpt_path`: there is no file {path}.")  # before anything is built from the config
+        if not Path(path).is_file():
             return
         check_loadable(path)
         saved = torch.load(path, weights_only=True, map_location="cpu").get(ARGUMENTS, {})
@@ -95,15 +99,6 @@ class FederatedCLI(LightningCLI):
             parser.add_subclass_arguments(classes, key, fail_untyped=False, required=True)
 
 
-CHOSEN_BY_LIGHTNING = ("best", "last", "hpc", "registry")
-
-
-def check_path(path: str | None) -> None:
-    """Raise ``ValueError`` if a checkpoint is not there, before anything is built from the config."""
-    if path and "://" not in path and not path.startswith(CHOSEN_BY_LIGHTNING) and not os.path.exists(path):
-        raise ValueError(f"`ckpt_path`: there is no file {path}.")
-
-
 def report_differences(saved: Any, given: Any, command: str) -> None:
     """Compare the arguments of a checkpoint, which are used, with those in the config and on the command line.
 
@@ -130,14 +125,9 @@ def _flat(arguments: Namespace | Mapping[str, Any], name: str = "model") -> dict
     found: dict[str, Any] = {}
     for key, value in (vars(arguments) if isinstance(arguments, Namespace) else arguments).items():
         inner = name if key in ("init_args", "class_path") else f"{name}.{key}"
-        found |= _flat(value, inner) if _has_names(value) else {inner: value}
+        parts = value.values() if isinstance(value, Mapping) else [value]  # one object, or several by name
+        found |= _flat(value, inner) if any(isinstance(one, Namespace) for one in parts) else {inner: value}
     return found
-
-
-def _has_names(value: object) -> bool:
-    """Whether a value is an object with its arguments, or objects by name."""
-    inner = value.values() if isinstance(value, Mapping) else ()
-    return isinstance(value, Namespace) or any(isinstance(one, Namespace) for one in inner)
 
 
 # How lines of jsonargparse's messages begin that only say what it has tried.
@@ -147,7 +137,7 @@ TRIED = (
 )
 TYPE = "Expected a "  # a line for each that would do
 
-OWN = str(Path(__file__).parents[2]) + os.sep
+OWN = str(Path(__file__).parents[1]) + os.sep
 LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
 
 
@@ -174,7 +164,7 @@ class OneLineParser(LightningArgumentParser):
             message = f"{self._config_file}: {' '.join(message.split())}"
         if not self.exit_on_error:
             super().error(message, ex)
-        _end(one_line(message))
+        _exit(one_line(message))
 
 
 @contextmanager
@@ -186,19 +176,17 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        message = explained(error)
-        if message is None or "JSONARGPARSE_DEBUG" in os.environ:
+        cause: BaseException = error
+        while _raised_in(cause, JSONARGPARSE) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        line = traceback.extract_tb(cause.__traceback__)[-1].line or ""
+        reads_arguments = any(_raised_in(cause, folder) for folder in (OWN, LIGHTNING, JSONARGPARSE))
+        is_of_a_round = isinstance(cause, RuntimeError) and _raised_in(cause, OWN)  # a round or a client failed
+        if not line.startswith("raise ") or not reads_arguments or is_of_a_round or "JSONARGPARSE_DEBUG" in os.environ:
             raise
-        _end(message)
-
-
-def explained(error: Exception) -> str | None:
-    """An error in one line if it was raised on purpose; ``None`` if only its traceback can explain it."""
-    if not _is_on_purpose(error):
-        return None
-    if _raised_in(error, JSONARGPARSE):
-        return one_line(str(error))
-    return " ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split())
+        if _raised_in(error, JSONARGPARSE):
+            _exit(one_line(str(error)))
+        _exit(" ".join(str(error).replace(":\n  - ", ": ").replace("\n  - ", "; ").split()))
 
 
 def one_line(message: str) -> str:
@@ -244,20 +232,10 @@ def _keys(parser: Any) -> list[str]:
     return found
 
 
-def _is_on_purpose(error: BaseException) -> bool:
-    """Whether an error, or its cause if it is one of jsonargparse, is a ``raise`` in a package that reads arguments."""
-    while _raised_in(error, JSONARGPARSE) and error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, RuntimeError) and _raised_in(error, OWN):
-        return False  # a round or a client failed
-    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return line.startswith("raise ") and any(_raised_in(error, folder) for folder in (OWN, LIGHTNING, JSONARGPARSE))
-
-
 def _raised_in(error: BaseException, folder: str) -> bool:
     return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(folder)
 
 
-def _end(line: str) -> NoReturn:
+def _exit(line: str) -> NoReturn:
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)

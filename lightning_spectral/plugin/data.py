@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
 import torch
@@ -38,33 +38,34 @@ from lightning_spectral.server.round import Engine
 
 def check_dealt(train: Any, partitioner: Any) -> None:
     """Raise ``TypeError`` unless there is a map-style data set, and a partitioner that deals it to clients."""
-    if isinstance(train, Partitioner):
-        raise TypeError(
-            f"`train` must be a data set, got the partitioner {train!r}; the data set comes first: "
-            "FederatedDataModule(train, partitioner)."
-        )
-    if isinstance(train, DataLoader):
-        raise TypeError(
-            "`train` must be a data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, "
-            "batch_size=...), because each client gets batches of its own."
-        )
-    if isinstance(train, Mapping):
-        raise TypeError(
-            f"`train` must be a data set, got a {type(train).__name__} of {', '.join(map(repr, train))}; pass one of "
-            f"them: FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)."
-        )
+    kind = type(train).__name__
     _check_no_columns("train", train)
-    if isinstance(train, IterableDataset):
-        raise TypeError(
-            f"`train` must be a map-style data set, whose examples have numbers, got {type(train).__name__}, which "
-            "cannot be dealt to clients; collect its examples first, for example in a list."
+    if isinstance(train, Partitioner):
+        said = f"data set, got the partitioner {train!r}; the data set comes first: FederatedDataModule(train, ...)"
+    elif isinstance(train, DataLoader):
+        said = (
+            "data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, batch_size=...), "
+            "because each client gets batches of its own"
         )
-    if isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
-        raise TypeError(
-            f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data "
-            "set itself, or a list of examples."
+    elif isinstance(train, Mapping):
+        said = (
+            f"data set, got a {kind} of {', '.join(map(repr, train))}; pass one of them: "
+            f"FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)"
         )
-    check_is("partitioner", partitioner, Partitioner)
+    elif isinstance(train, IterableDataset):
+        said = (
+            f"map-style data set, whose examples have numbers, got {kind}, which cannot be dealt to clients; collect "
+            "its examples first, for example in a list"
+        )
+    elif isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
+        said = (
+            f"map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data set itself, or a list "
+            "of examples"
+        )
+    else:
+        check_is("partitioner", partitioner, Partitioner)
+        return
+    raise TypeError(f"`train` must be a {said}.")
 
 
 def check_evaluation(**data: Any) -> None:
@@ -81,37 +82,12 @@ def check_evaluation(**data: Any) -> None:
             raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
 
 
-def check_collate(collate_fn: Any) -> None:
-    """Raise ``TypeError`` unless ``collate_fn`` is a function, or ``None``."""
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
-
-
 def _check_no_columns(argument: str, data: Any) -> None:
     """Raise ``TypeError`` for inputs and labels that have not been combined into examples."""
     if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         raise TypeError(
             f"`{argument}` must be a data set, got a tuple of tensors; write "
             f"torch.utils.data.TensorDataset(*{argument}), whose examples are the tensors' rows."
-        )
-
-
-def are_several(data: Any) -> TypeGuard[Sequence[Any]]:
-    """Whether evaluation data are a list of data sets or loaders; a list of examples is one data set.
-
-    Example:
-        >>> loader, example = DataLoader([1, 2]), ([0.5, 0.1], 1)
-        >>> are_several([loader, loader]), are_several([example, example])
-        (True, False)
-    """
-    return isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data)
-
-
-def check_asked(trainer: pl.Trainer | None, method: str, argument: str, data: Any) -> None:
-    """Raise ``ValueError`` if a method of the Trainer is to evaluate on data that are missing."""
-    if data is None and trainer is not None and trainer.state.fn == method:
-        raise ValueError(
-            f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
         )
 
 
@@ -250,19 +226,21 @@ class ServerData(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
-        check_asked(self.trainer, "validate", "val", self.val)
-        return self._evaluation_loader(self.val)
+        return self._loader(self.val, "validate", "val")
 
     def test_dataloader(self) -> Any:
         """The test data in order, or nothing."""
-        check_asked(self.trainer, "test", "test", self.test)
-        return self._evaluation_loader(self.test)
+        return self._loader(self.test, "test", "test")
 
-    def _evaluation_loader(self, data: EvaluationData) -> Any:
+    def _loader(self, data: EvaluationData, method: str, argument: str) -> Any:
         if data is None:
+            if self.trainer is not None and self.trainer.state.fn == method:
+                raise ValueError(
+                    f"`Trainer.{method}` needs data; give FederatedDataModule(..., {argument}=...), or a dataloader."
+                )
             return []
-        if are_several(data):
-            return [self._evaluation_loader(one) for one in data]
+        if isinstance(data, list | tuple) and not any(isinstance(one, tuple | Mapping | Tensor) for one in data):
+            return [self._loader(one, method, argument) for one in data]
         if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
             return data  # a loader of the user's own
         dataset = cast(Dataset[Any], data)
@@ -324,7 +302,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         client_val_fraction: float = 0.0,
     ) -> None:
         check_dealt(train, partitioner)
-        check_collate(collate_fn)
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
         self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
@@ -403,7 +382,14 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""
-        check_no_client_is_empty(self.partition)
+        empty = (self.partition.sizes == 0).nonzero().flatten().tolist()
+        if empty:
+            shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
+            raise ValueError(
+                f"{len(empty)} of {self.num_clients} clients have no examples (clients {shown}); use fewer clients or "
+                "a partitioner that gives every client some, or leave the others out of their rounds: "
+                "faults=Faults(on_no_data=LeaveOut())."
+            )
 
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed."""
@@ -427,18 +413,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         order = dealt[torch.randperm(len(dealt), generator=derived_generator(seed, "data order", *ids))]
         index_batches = torch.tensor_split(order, -(-len(order) // self.eval_batch_size))
         return self._source.batches(index_batches[:max_batches], seed, ids)
-
-
-def check_no_client_is_empty(partition: Partition) -> None:
-    """Raise ``ValueError`` if a client has no examples."""
-    empty = (partition.sizes == 0).nonzero().flatten().tolist()
-    if empty:
-        shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
-        raise ValueError(
-            f"{len(empty)} of {partition.num_clients} clients have no examples (clients {shown}); "
-            "use fewer clients or a partitioner that gives every client some, or leave the others out of their rounds: "
-            "faults=Faults(on_no_data=LeaveOut())."
-        )
 
 
 class MultiModelDataModule(pl.LightningDataModule):
@@ -486,11 +460,6 @@ class MultiModelDataModule(pl.LightningDataModule):
                 "A client may have no examples of some models."
             )
         return next(iter(counts.values()))
-
-    @property
-    def val(self) -> Any:
-        found = {name: module.val for name, module in self.modules.items() if module.has_val}
-        return found or None
 
     @property
     def has_val(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -13,10 +13,11 @@ from lightning_spectral.plugin.checks import check_measurable, check_sampler
 from lightning_spectral.plugin.host import Host, Share
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.rounds import Runtime
+from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.server.cohorts import SampledCohorts
 from lightning_spectral.server.processes import predicted_work, shares
+from lightning_spectral.server.cohorts import SampledCohorts
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
@@ -28,7 +29,7 @@ class Federation:
 
     Args:
         plan: What was chosen for all of them: who takes part, and the seed.
-        members: The models by name; an only model may have an empty one.
+        members: The models by name; the name may be empty if there is only one.
         runtime: Whatever runs the rounds.
 
     Attributes:
@@ -45,7 +46,8 @@ class Federation:
     def take_members(self) -> None:
         """Make the models part of this federation; they may have been fitted alone or in another one since."""
         for name, member in self.members.items():
-            member.join(name, name if len(self.members) > 1 else "", self.plan, self.runtime)
+            member.name, member.key = name, name if len(self.members) > 1 else ""
+            member.plan, member.runtime = self.plan, self.runtime
 
     def begin_fit(self, resumed: bool) -> None:
         """Begin a fit of all models, new or resumed."""
@@ -56,96 +58,86 @@ class Federation:
         """Open the round of every model that some client trains, and call the round callbacks."""
         units = self.cohorts.units(round_idx)
         for member in self.members.values():
-            own = _of(member, units)
+            own = [unit for unit in units if unit.model == member.key]
             if own or member.owner.algorithm.steps_without_clients:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
-                    callback.on_round_start(self.runtime.trainer, member.lightning_module, opened.opened)
+                    callback.on_round_start(self.runtime.trainer, cast(Any, member.owner), opened.opened)
 
     def play(self, share: Share) -> None:
         """Train this process's clients, one model after another."""
+        callbacks, trainer = self.runtime.round_callbacks(), self.runtime.trainer
         for member in self.members.values():
-            if own := _of(member, share.units):
-                self._play(member, own)
+            module: Any = member.owner
 
-    def _play(self, member: Member, units: Sequence[WorkUnit]) -> None:
-        callbacks, trainer, module = self.runtime.round_callbacks(), self.runtime.trainer, member.lightning_module
+            def start(turn: Turn, module: Any = module) -> None:
+                for callback in callbacks:
+                    callback.on_client_start(trainer, module, turn)
 
-        def start(turn: Turn) -> None:
-            for callback in callbacks:
-                callback.on_client_start(trainer, module, turn)
+            def end(turn: Turn, module: Any = module) -> None:
+                for callback in callbacks:
+                    callback.on_client_end(trainer, module, turn)
 
-        def end(turn: Turn) -> None:
-            for callback in callbacks:
-                callback.on_client_end(trainer, module, turn)
-
-        member.engine.round.play(self.runtime.until_stopped(units), start, end)
+            if units := [unit for unit in share.units if unit.model == member.key]:
+                member.engine.round.play(self.runtime.until_stopped(units), start, end)
 
     def finish_round(self) -> None:
         """Close the round, step the servers on their pseudo-gradients, step the schedules and log the round."""
-        opened = [member for member in self.members.values() if member.engine.round_is_open]
+        members, runtime = list(self.members.values()), self.runtime
+        opened = [member for member in members if member.engine.round_is_open]
         for member in opened:  # all of them, before anything at a server changes
             member.engine.gather_round()
         with postponing_interrupts():
             closed = {member.name: member.apply_round() for member in opened}
-            self.runtime.step([member.optimizers[0] for member in opened])
+            runtime.step([member.optimizers[0] for member in opened])
             for member in opened:
                 member.engine.settle()
-            for member in self.members.values():
+            for member in members:
                 member.owner.zero_grad()  # of every parameter, including those of no optimizer
-            self.last_stepped = self.runtime.round_idx
-            summaries = self._complete(closed)
-            for member, summary in zip(self.members.values(), summaries, strict=True):
-                member.schedules.note(summary)
+            self.last_stepped = runtime.round_idx
+            summaries = []
+            for index, member in enumerate(members):
+                untrained = RoundSummary(runtime.round_idx, (), {}, {}, {}, model=member.name)
+                summary = member.with_learning_rate(closed.get(member.name) or untrained)
+                summaries.append(self.cohorts.note(index, summary))
+                member.schedules.note(summaries[-1])
             # all of them, so that a checkpoint written after one has failed holds the whole round
-            call_all(self._announcements(summaries))
-
-    def _complete(self, closed: Mapping[str, RoundSummary]) -> list[RoundSummary]:
-        """The round's summaries of all models, even those that no client trained, with the sampler's diagnostics."""
-        summaries = []
-        for index, (name, member) in enumerate(self.members.items()):
-            summary = closed.get(name) or RoundSummary(self.runtime.round_idx, (), {}, {}, {}, model=name)
-            summaries.append(self.cohorts.note(index, member.with_learning_rate(summary)))
-        return summaries
-
-    def _announcements(self, summaries: Sequence[RoundSummary]) -> Iterator[Callable[[], None]]:
-        """What follows the servers' step: schedules, loggers and callbacks, in this order."""
-        for member in self.members.values():
-            yield partial(member.schedules.step, self.runtime.round_idx)
-        yield partial(self.runtime.log, summaries)
-        for callback in self.runtime.round_callbacks():
-            for member, summary in zip(self.members.values(), summaries, strict=True):
-                yield partial(callback.on_round_end, self.runtime.trainer, member.lightning_module, summary)
+            calls: list[Callable[[], None]] = [partial(m.schedules.step, runtime.round_idx) for m in members]
+            calls.append(partial(runtime.log, summaries))
+            for callback in runtime.round_callbacks():
+                for member, summary in zip(members, summaries, strict=True):
+                    calls.append(partial(callback.on_round_end, runtime.trainer, cast(Any, member.owner), summary))
+            _call_all(calls)
 
     def abandon_round(self) -> None:
         """End a round that failed; it has changed nothing at the server and can be repeated."""
         for member in self.members.values():
-            member.drop_round()
+            if member.engine_or_none is not None:
+                member.engine_or_none.abandon_round()
 
     def write(self, checkpoint: dict[str, Any]) -> None:
         """Write what lasts between rounds, besides weights, into a checkpoint; an entry without content is left out."""
-        members = self.members
-        reached = {name: member.first_rounds.unreached for name, member in members.items()}
-        sampled = self.cohorts.sampled
+        members, sampled = self.members.items(), self.cohorts.sampled
+        reached = {name: member.first_rounds.unreached for name, member in members}
         entries = {
-            "federation_state": {
-                n: state.state_dict() for n, m in members.items() if (state := m.owner.state) is not None
-            },
-            "federation_clients": {k: entry for m in members.values() for k, entry in m.store.state_dict().items()},
-            "federation_frozen": {name: found for name, m in members.items() if (found := m.frozen_base.state_dict())},
+            "federation_state": {n: state.state_dict() for n, m in members if (state := m.owner.state) is not None},
+            "federation_clients": {key: entry for _, m in members for key, entry in m.store.state_dict().items()},
+            "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
-            "federation_decisions": {name: dict(m.decisions) for name, m in members.items() if m.decisions},
+            "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
             "federation_sampler": {} if sampled is None else sampled.state_dict(),
         }
         checkpoint.update({name: entry for name, entry in entries.items() if entry})
-        checkpoint["federation_schedules"] = {name: m.schedules.state_dict() for name, m in members.items()}
+        checkpoint["federation_schedules"] = {name: m.schedules.state_dict() for name, m in members}
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore all that `write` wrote, except schedules, which exist only once optimizers do."""
         clients, frozen = checkpoint.get("federation_clients", {}), checkpoint.get("federation_frozen", {})
-        unreached, decisions = checkpoint.get("federation_unreached", {}), checkpoint.get("federation_decisions", {})
         for name, member in self.members.items():
-            member.restore(clients, frozen.get(name, {}), unreached.get(name), decisions.get(name, {}))
+            member.frozen_base = FrozenBase.from_state_dict(frozen.get(name, {}))
+            member.unreached = checkpoint.get("federation_unreached", {}).get(name)
+            member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
+            member.store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == member.key})
         if self.cohorts.sampled is not None:
             self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
 
@@ -165,12 +157,20 @@ class Federation:
             ) from error
 
 
-def _of(member: Member, units: Sequence[WorkUnit]) -> list[WorkUnit]:
-    return [unit for unit in units if unit.model == member.key]
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Call every function, even if an earlier one fails, and then raise the first error."""
+    errors: list[BaseException] = []
+    for each in calls:
+        try:
+            each()
+        except BaseException as error:  # Ctrl-C in one callback must not keep the round from the others
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Cohorts:
-    """The cohorts of a federation's fits, drawn uniformly or by a sampler.
+    """The cohorts of a federation's fits, drawn uniformly or by a sampler, and who trains them.
 
     Args:
         plan: Who takes part, and who could.
@@ -228,8 +228,8 @@ class Cohorts:
     def units(self, round_idx: int) -> list[WorkUnit]:
         """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
         for member in self._members.values():
-            if (engine := member.engine_or_none) is not None:  # with a sampler, cohorts can be drawn without a fit
-                engine.clients.begin_round(round_idx)
+            if member.engine_or_none is not None:  # with a sampler, cohorts can be drawn without a fit
+                member.engine_or_none.clients.begin_round(round_idx)
         if self._resumed[0] == round_idx:
             return self._resumed[1]
         if self.sampled is None:
@@ -237,7 +237,9 @@ class Cohorts:
                 return self._uniform(round_idx)[: self._most_units]
         if not self.sampled.has_drawn(round_idx):
             with self._runtime.profile("plan"):
-                self._measure(self.sampled, round_idx)
+                for index, member in enumerate(self._members.values()):
+                    if due := self.sampled.due(round_idx, index):  # clients whose figures are to be measured
+                        self.sampled.note_measured(index, member.engine.measure(round_idx, due))
                 is_cut = self.limit != 1.0 or isinstance(self.limit, int)  # only in a quick try
                 self.sampled.draw(round_idx, self._most_units if is_cut else None)
         return self.sampled.units
@@ -248,19 +250,11 @@ class Cohorts:
 
     def _uniform(self, round_idx: int) -> list[WorkUnit]:
         (member,) = self._members.values()
-        generator = derived_generator(self._plan.seed, "participation", round_idx)
-        participation = cast(UniformParticipation, self._plan.participation)
         clients = member.engine.clients
-        ids = participation.cohort(clients.num_clients, generator).tolist()
-        return [
-            WorkUnit(client_id, coefficient=size) for client_id, size in zip(ids, clients.sizes_of(ids), strict=True)
-        ]
-
-    def _measure(self, sampled: SampledCohorts, round_idx: int) -> None:
-        """Measure the figures that the sampler is based on, for those clients that are due to be measured."""
-        for index, member in enumerate(self._members.values()):
-            if units := sampled.due(round_idx, index):
-                sampled.note_measured(index, member.engine.measure(round_idx, units))
+        generator = derived_generator(self._plan.seed, "participation", round_idx)
+        cohort = cast(UniformParticipation, self._plan.participation).cohort(clients.num_clients, generator).tolist()
+        sizes = clients.sizes_of(cohort)
+        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(cohort, sizes, strict=True)]
 
     def note(self, index: int, summary: RoundSummary) -> RoundSummary:
         """Let the sampler learn from a round of one model, and add its diagnostics to the round's summary."""
@@ -273,32 +267,13 @@ class Cohorts:
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round, and those of the others."""
-        return self.share_of(round_idx, self.units(round_idx))
-
-    def share_of(self, round_idx: int, units: Sequence[WorkUnit]) -> Share:
-        """The units that this process takes of those of a round."""
-        processes = self._runtime.processes
-        work = self._work(units) if processes.size > 1 else []
+        units, processes = self.units(round_idx), self._runtime.processes
+        work = [self._work(unit) for unit in units] if processes.size > 1 else []
         return Share(round_idx, shares(units, work, processes.size), processes.rank)
 
-    def _work(self, units: Sequence[WorkUnit]) -> list[float]:
-        """Predicted time of each unit's turn; with several models, it takes their sizes into account."""
-        by_key = {member.key: member for member in self._members.values()}
-        return [self._work_of(by_key[unit.model], unit) for unit in units]
-
-    def _work_of(self, member: Member, unit: WorkUnit) -> float:
+    def _work(self, unit: WorkUnit) -> float:
+        """Predicted time of a unit's turn; with several models, it takes their sizes into account."""
+        member = next(member for member in self._members.values() if member.key == unit.model)
         clients = member.engine.clients
         work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
         return work if len(self._members) == 1 else work * sum(p.numel() for p in member.owner.module.parameters())
-
-
-def call_all(calls: Iterable[Callable[[], None]]) -> None:
-    """Call every function, even if an earlier one fails, and then raise the first error."""
-    errors: list[BaseException] = []
-    for each in calls:
-        try:
-            each()
-        except BaseException as error:  # Ctrl-C in one callback must not keep the round from the others
-            errors.append(error)
-    if errors:
-        raise errors[0]

@@ -6,19 +6,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_loop import call_with_accepted
-from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable, handle_whole_files
+from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
 from lightning_spectral.plugin.checkpoints import SavedRun
 from lightning_spectral.plugin.checks import (
     check_clipping,
@@ -89,6 +90,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     seed: int
     participation: UniformParticipation | Sampler | None
+    data_type: type[pl.LightningDataModule]
     federation: Federation
     _runtime: Runtime
     _saved: SavedRun
@@ -109,15 +111,10 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         """The `FederatedModule` of each model by name; the name is empty if there is only one."""
         return {name: member.owner for name, member in self.federation.members.items()}
 
-    def data_of(self, name: str) -> ServerData:
-        raise NotImplementedError
-
     def data_or_none(self, name: str) -> ServerData | None:
         """One model's data; ``None`` when evaluating with the user's own loader."""
-        raise NotImplementedError
-
-    def population(self) -> Population:
-        raise NotImplementedError
+        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
+        return self.data_of(name) if isinstance(datamodule, self.data_type) else None
 
     def available_for(self, name: str) -> Tensor | None:
         """Whether each client can train a model, if it has examples of it; ``None`` if all can."""
@@ -141,9 +138,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
         """What is known of one model's clients, with the capacities that an algorithm gives them."""
         data = self.data_of(name)
-        return data.client_directory(
-            algorithm.keep_ratios(data.num_clients, self.members[name].seed), self.available_for(name)
-        )
+        capacities = algorithm.keep_ratios(data.num_clients, self.members[name].seed)
+        return cast(ClientDirectory, data.client_directory(capacities, self.available_for(name)))
 
     # -- weights, under the names that users know
 
@@ -224,7 +220,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
-        handle_whole_files(self.trainer)  # before anything can fail
+        strategy = self.trainer.strategy
+        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # before anything can fail; a plugin of the user's stays
+            strategy.checkpoint_io = AtomicCheckpointIO()
         if self.trainer.state.fn == "fit":
             self._saved.begin()
         check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
@@ -312,7 +310,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def start_round(self, round_idx: int) -> None:
         self._runtime.note_shares(round_idx)
-        self._saved.progress.kept = None
+        self._saved.kept = {}
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> None:
@@ -350,14 +348,14 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             for member in self.federation.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
         show_epoch(self.trainer)
-        self._saved.progress.ended = self.current_epoch
-        self._saved.progress.logged.mark(self.trainer)
+        self._saved.ended = self.current_epoch
+        self._saved.logged.mark(self.trainer)
 
     def on_validation_epoch_end(self) -> None:
         self.call_users("on_validation_epoch_end")
         if self.trainer.state.fn == "fit" and not self.trainer.sanity_checking:
             self.log("fl/round", float(self.current_epoch), batch_size=1)
-            self._saved.progress.validated = self.current_epoch
+            self._saved.validated = self.current_epoch
 
     # -- checkpoints and loggers
 

@@ -76,17 +76,13 @@ class Trained(Protocol):
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the module."""
+    def device(self) -> torch.device: ...
 
-    def make_executor(self, engine: Engine) -> Executor:
-        """Create the executor that runs the device half of a run's rounds."""
+    def make_executor(self, engine: Engine) -> Executor: ...
 
-    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = ...) -> Executor:
-        """Create an executor that trains clients one after another, in this process."""
+    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = ...) -> Executor: ...
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the server's parameters."""
+    def zero_grad(self) -> None: ...
 
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers, which step the parameters of clients while these train."""

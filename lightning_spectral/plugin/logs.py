@@ -14,8 +14,6 @@ from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.records import LoggedValue, RoundSummary
 from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
 
-Log = Callable[..., None]
-
 
 def log_round(trainer: pl.Trainer, summaries: Sequence[RoundSummary]) -> None:
     """Log a round's own metrics and the means of what its clients logged, for all models.
@@ -102,11 +100,6 @@ def show_epoch(trainer: pl.Trainer) -> None:
         batches._batches_that_stepped += 1
 
 
-def redirect_logging(module: pl.LightningModule, log: Log, log_dict: Log) -> None:
-    """Let a module log with other functions than Lightning's, which take the same arguments."""
-    redirect(module, {"log": log, "log_dict": log_dict})
-
-
 def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:
     """Put other functions in the place of some of Lightning's methods, until the module is put back.
 
@@ -136,24 +129,20 @@ def forwarded_logging(module: pl.LightningModule, to: pl.LightningModule) -> Ite
     kind = type(module)
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-        _check_names([name])
+        _check_free("An evaluation hook", ALWAYS & {name})
         to.log(name, value, *args, **options)
 
     def log_dict(dictionary: Any, *args: Any, **options: Any) -> None:
-        _check_names(dictionary)
+        _check_free("An evaluation hook", ALWAYS.intersection(dictionary))
         to.log_dict(dictionary, *args, **options)
 
-    redirect_logging(module, log, log_dict)
+    redirect(module, {"log": log, "log_dict": log_dict})
     try:
         yield
     finally:
         target.__class__ = kind
         for name in vars(module).keys() & {"log", "log_dict"}:
             delattr(target, name)
-
-
-def _check_names(names: Iterable[str]) -> None:
-    _check_free("An evaluation hook", ALWAYS.intersection(names))
 
 
 def _check_free(by: str, taken: Iterable[str]) -> None:

@@ -7,10 +7,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
@@ -30,10 +29,10 @@ from lightning_spectral.client.local_optimizer import (
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.host import Host, Trained
 from lightning_spectral.plugin.rounds import Runtime
-from lightning_spectral.plugin.user_hooks import check_configures
+from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.cohort import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
@@ -58,6 +57,8 @@ class Member:
         frozen_base: Which clients have which frozen tensors.
         decisions: What the algorithm has decided from the initial weights.
         first_rounds: Watches the first rounds for mistakes.
+        unreached: The layers that no client had reached when a resumed run was saved; ``None`` if that is settled.
+        engine_or_none: The engine, if there is a fit.
     """
 
     plan: Host
@@ -71,75 +72,55 @@ class Member:
         self.store, self.frozen_base = ClientStore(), FrozenBase()
         self.decisions: Mapping[str, Any] = {}
         self.first_rounds = FirstRounds()
-        self._unreached: list[str] | None = None
-        self._engine: Engine | None = None
+        self.unreached: list[str] | None = None
+        self.engine_or_none: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the fit."""
-        return {**vars(self), "_engine": None, "optimizers": []}
-
-    def join(self, name: str, key: str, plan: Host, runtime: Runtime) -> None:
-        """Become part of a federation."""
-        self.name, self.key, self.plan, self.runtime = name, key, plan, runtime
-
-    @property
-    def lightning_module(self) -> pl.LightningModule:
-        """The owner as callbacks and loggers know it."""
-        return cast(pl.LightningModule, self.owner)
+        return {**vars(self), "engine_or_none": None, "optimizers": []}
 
     @property
     def engine(self) -> Engine:
         """The engine that runs its rounds; exists only while fitting."""
-        assert self._engine is not None, "the engine exists from `on_fit_start` on"
-        return self._engine
-
-    @property
-    def engine_or_none(self) -> Engine | None:
-        """The engine, if there is a fit."""
-        return self._engine
+        assert self.engine_or_none is not None, "the engine exists from `on_fit_start` on"
+        return self.engine_or_none
 
     @property
     def templates(self) -> list[Optimizer]:
         """The user's own optimizers, which step the parameters of clients while these train."""
         return self.optimizers[1:]
 
-    def make_optimizers(self) -> list[RoundScheduler]:
+    def make_optimizers(self) -> Sequence[RoundScheduler]:
         """Make the server optimizer, and the user's own; return the user's schedules."""
-        owner, module = self.owner, self.owner.module
-        check_configures(module)
+        owner, module, kind = self.owner, self.owner.module, type(self.owner.module).__name__
+        if not defines(module, "configure_optimizers"):
+            raise ValueError(
+                f"`{kind}.configure_optimizers` is missing; define it and return the optimizer that clients are to "
+                "use, e.g. torch.optim.SGD(self.parameters(), lr=0.1)."
+            )
         configured = module.configure_optimizers()
-        templates, schedulers = read_optimizers(
-            configured, type(module).__name__, several=not module.automatic_optimization
-        )
+        templates, schedulers = read_optimizers(configured, kind, several=not module.automatic_optimization)
         self.schedules = RoundSchedules(schedulers, self.name)
         for template in templates:
             check_optimizer(template)
             check_own_parameters(template, module, module.configure_optimizers)
             owner.algorithm.check_optimizer(template, module)
-        self.optimizers = [self._server_optimizer(templates), *templates]
-        self._name_optimizers()
-        return schedulers
-
-    def _server_optimizer(self, templates: Sequence[Optimizer]) -> Optimizer:
-        parameters, owner = trainable_parameters(templates), self.owner
-        if not parameters:
-            raise ValueError(
-                f"{type(owner.module).__name__} has no trainable parameter in its optimizer; unfreeze some."
-            )
+        if not (parameters := trainable_parameters(templates)):
+            raise ValueError(f"{kind} has no trainable parameter in its optimizer; unfreeze some.")
         parameters += [] if owner.state is None else [p for p in owner.state.parameters() if p.requires_grad]
         server = (owner.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
         owner.algorithm.check_server_optimizer(server)
-        return server
-
-    def _name_optimizers(self) -> None:
-        """Name the optimizers for ``LearningRateMonitor``; a schedule has a name of its own there."""
-        name_group(self.optimizers[0], f"{self.name}/server" if self.name else "server")
-        scheduled = [scheduler.scheduler.optimizer for scheduler in self.schedules.schedulers]
-        for template in self.templates:
+        self.optimizers = [server, *templates]
+        _name_group(server, f"{self.name}/server" if self.name else "server")
+        scheduled = [
+            schedule.scheduler.optimizer for schedule in schedulers
+        ]  # whose names are those of their schedules
+        for template in templates:
             if self.name and template not in scheduled:
-                name_group(template, self.name)
+                _name_group(template, self.name)
+        return schedulers
 
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
@@ -148,21 +129,17 @@ class Member:
         half = self._bind(owner.module, owner.algorithm, owner.state, self.decisions if resumed else None)
         if not resumed:
             self.frozen_base = FrozenBase()
-            self._initialize(half)
+            with suspecting_weights(owner.module, 0):
+                done = half.initialize(runtime.processes)
+            half.settle()
+            self._report(done.splitlines())
         self.decisions = half.decisions
         may_rest = half.averages_may_rest or runtime.averages_are_set
-        unreached = self._unreached if resumed else None
-        self.first_rounds = FirstRounds(runtime.processes.rank == 0, unreached, may_rest)
+        self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
         owner.zero_grad()  # of training before this fit: the server has only pseudo-gradients
-        self._engine = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
+        self.engine_or_none = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
 
-    def _initialize(self, half: ServerHalf) -> None:
-        with suspecting_weights(self.owner.module, 0):
-            done = half.initialize(self.runtime.processes)
-        half.settle()
-        self._say(done.splitlines())
-
-    def _say(self, lines: Sequence[str]) -> None:
+    def _report(self, lines: Sequence[str]) -> None:
         for line in lines:
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
@@ -190,8 +167,8 @@ class Member:
         frozen_base: FrozenBase,
     ) -> Engine:
         owner, sampler = self.owner, self.plan.participation
-        figure = sampler.figure if isinstance(sampler, Sampler) else ""
         store.to(owner.device)
+        figure = sampler.figure if isinstance(sampler, Sampler) else ""
         return Engine(
             algorithm,
             half,
@@ -202,7 +179,7 @@ class Member:
             absolute=isinstance(sampler, Sampler) and not sampler.normalize,
             model=self.name,
             figure=figure,
-            options=self._options,
+            options=lambda: tuple(options_of(template) for template in self.templates),
             faults=owner.faults,
             update_bound=owner.update_bound,
             conditions=conditions,
@@ -213,9 +190,6 @@ class Member:
             make_measuring=partial(owner.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,
         )
 
-    def _options(self) -> tuple[tuple[Options, ...], ...]:
-        return tuple(options_of(template) for template in self.templates)
-
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""
         for template in self.templates:  # again, because hooks can replace layers
@@ -223,7 +197,7 @@ class Member:
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(opened.opened, round_idx)
         if round_idx == 0:
-            self._say(opened.opened.advice(Moment.REMARK))
+            self._report(opened.opened.advice(Moment.REMARK))
         return opened
 
     def apply_round(self) -> RoundSummary:
@@ -237,30 +211,32 @@ class Member:
         rate = self.templates[0].param_groups[0].get("lr")
         return replace(summary, diagnostics={**summary.diagnostics, "lr": math.nan if rate is None else float(rate)})
 
-    def restore(
-        self,
-        clients: Mapping[tuple[int, str], Mapping[str, torch.Tensor]],
-        frozen: Mapping[str, Any],
-        unreached: list[str] | None,
-        decisions: Mapping[str, Any],
-    ) -> None:
-        """Restore this model's entries from a checkpoint."""
-        self.frozen_base = FrozenBase.from_state_dict(frozen)
-        self._unreached, self.decisions = unreached, decisions
-        self.store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == self.key})
-
-    def drop_round(self) -> None:
-        """End this model's part of a round that failed."""
-        if self._engine is not None:
-            self._engine.abandon_round()
-
     def end_fit(self) -> None:
         """Drop what exists only while fitting."""
-        self._engine, self.optimizers = None, []
+        self.engine_or_none, self.optimizers = None, []
+
+
+@dataclass(frozen=True)
+class RoundScheduler:
+    """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
+
+    Attributes:
+        scheduler: The user's scheduler, of the optimizer on which every client's is modelled.
+        name: Its name for ``LearningRateMonitor``.
+        frequency: Number of rounds from one step to the next.
+        monitor: Metric that a ``ReduceLROnPlateau`` monitors, after validation.
+        strict: Whether a missing metric is an error.
+    """
+
+    scheduler: Any
+    name: str | None = None
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
 
 
 class RoundSchedules:
-    """A model's schedules in one fit.
+    """A model's learning-rate schedules in one fit: they step at the end of a round, or on a metric that it logged.
 
     Lightning keeps the last value of every metric, so a schedule that waits for one could see an earlier round's value.
 
@@ -292,65 +268,36 @@ class RoundSchedules:
         self._logged, self._outdated = set(state_dict["logged"]), set(state_dict["outdated"])
         self._rests = state_dict["rests"]
 
+    def _due(self, round_idx: int, *, on_metric: bool) -> list[RoundScheduler]:
+        due = [each for each in self.schedulers if (round_idx + 1) % each.frequency == 0]
+        return [each for each in due if isinstance(each.scheduler, ReduceLROnPlateau) == on_metric]
+
     def step(self, round_idx: int) -> None:
         """Step at the end of a round, whether or not any client trained this model."""
-        for scheduler in self.schedulers:
-            if not scheduler.waits_for_metric:
-                scheduler.step(round_idx)
+        for each in self._due(round_idx, on_metric=False):
+            with warnings.catch_warnings():
+                # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                each.scheduler.step()
 
     def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
         """Step the schedules that wait for a metric, by the names under which the user's module logs.
 
         A schedule that waits for a training metric skips rounds in which no client is in the average.
+
+        Raises:
+            ValueError: If the metric of a strict schedule is missing.
         """
         new = {name: value for name, value in metrics.items() if name not in self._outdated}
         own = {name.removeprefix(self.prefix): value for name, value in new.items() if name.startswith(self.prefix)}
-        for scheduler in self.schedulers:
-            if scheduler.waits_for_metric and (scheduler.monitor in own or not self._rests):
-                scheduler.step_on(own, round_idx)
-
-
-@dataclass(frozen=True)
-class RoundScheduler:
-    """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
-
-    Attributes:
-        scheduler: The user's scheduler, of the optimizer on which every client's is modelled.
-        name: Its name for ``LearningRateMonitor``.
-        frequency: Number of rounds from one step to the next.
-        monitor: Metric that a ``ReduceLROnPlateau`` monitors.
-        strict: Whether a missing metric is an error.
-    """
-
-    scheduler: Any
-    name: str | None = None
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-
-    @property
-    def waits_for_metric(self) -> bool:
-        """Whether it steps after validation, on a metric."""
-        return isinstance(self.scheduler, ReduceLROnPlateau)
-
-    def step(self, round_idx: int) -> None:
-        if (round_idx + 1) % self.frequency == 0:
-            with warnings.catch_warnings():
-                # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                self.scheduler.step()
-
-    def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
-        """Step on the monitored metric; if it is missing, that is an error if ``strict`` is set."""
-        if (round_idx + 1) % self.frequency != 0:
-            return
-        if self.monitor is not None and self.monitor in metrics:
-            self.scheduler.step(metrics[self.monitor])
-        elif self.strict:
-            raise ValueError(
-                f"ReduceLROnPlateau monitors {self.monitor!r}, which was not logged in round {round_idx}; "
-                f"logged were: {', '.join(sorted(metrics))}. Log it, validate every round, or set 'strict': False."
-            )
+        for each in self._due(round_idx, on_metric=True):
+            if each.monitor in own:
+                each.scheduler.step(own[each.monitor])
+            elif each.strict and not self._rests:
+                raise ValueError(
+                    f"ReduceLROnPlateau monitors {each.monitor!r}, which was not logged in round {round_idx}; logged "
+                    f"were: {', '.join(sorted(own))}. Log it, validate every round, or set 'strict': False."
+                )
 
 
 def read_optimizers(
@@ -362,13 +309,6 @@ def read_optimizers(
         configured: What it returned.
         owner: Name of the user's class, for errors.
         several: Whether there may be more than one optimizer.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        >>> _, schedules = read_optimizers({"optimizer": optimizer, "lr_scheduler": None}, "LitModel")
-        >>> schedules
-        []
     """
     if configured is None:
         raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
@@ -381,19 +321,18 @@ def read_optimizers(
             f"{owner}.configure_optimizers must return {number}, got {len(optimizers)} "
             f"({', '.join(type(o).__name__ for o in optimizers)}){'' if several else more}."
         )
-    return optimizers, [_schedule(s, monitor) for s, monitor in schedulers if s is not None]
+    schedules = []
+    for scheduler, monitor in schedulers:
+        if isinstance(scheduler, Mapping):
+            given = {name: scheduler[name] for name in ("name", "frequency", "strict") if name in scheduler}
+            schedules.append(RoundScheduler(scheduler["scheduler"], monitor=scheduler.get("monitor", monitor), **given))
+        elif scheduler is not None:
+            schedules.append(RoundScheduler(scheduler, monitor=monitor))
+    return optimizers, schedules
 
 
-def name_group(optimizer: Optimizer, name: str) -> None:
-    """Name an optimizer's only parameter group for ``LearningRateMonitor``, unless it has a name.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-        >>> name_group(optimizer, "server")  # its rate is then logged as "lr-SGD/server"
-        >>> optimizer.param_groups[0]["name"]
-        'server'
-    """
+def _name_group(optimizer: Optimizer, name: str) -> None:
+    """Name an optimizer's only parameter group for ``LearningRateMonitor``, unless it has a name."""
     if len(optimizer.param_groups) == 1:
         optimizer.param_groups[0].setdefault("name", name)
 
@@ -413,15 +352,3 @@ def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:
         schedulers = configured[1] if isinstance(configured[1], Sequence) else [configured[1]]
         return list(configured[0]), [(scheduler, None) for scheduler in schedulers]
     return list(configured), []
-
-
-def _schedule(scheduler: Any, monitor: str | None) -> RoundScheduler:
-    if not isinstance(scheduler, Mapping):
-        return RoundScheduler(scheduler, monitor=monitor)
-    return RoundScheduler(
-        scheduler["scheduler"],
-        scheduler.get("name"),
-        scheduler.get("frequency", 1),
-        scheduler.get("monitor", monitor),
-        scheduler.get("strict", True),
-    )

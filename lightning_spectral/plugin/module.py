@@ -26,7 +26,7 @@ from lightning_spectral.plugin.host import ServerOptimizer, Trained, is_host
 from lightning_spectral.plugin.logs import forwarded_logging, redirect
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.settings import arguments_of, as_config, config_of, described, shown_hparams
-from lightning_spectral.plugin.trainer import placement_of
+from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import (
     adopt_batch_hooks,
     check_user_module,
@@ -84,6 +84,8 @@ class FederatedModule(FederatedHooks, Trained):
         FedAvg(buffers={})
     """
 
+    data_type = ServerData
+
     def __init__(
         self,
         module: pl.LightningModule,
@@ -101,17 +103,26 @@ class FederatedModule(FederatedHooks, Trained):
         clock: VirtualClock | None = None,
     ) -> None:
         super().__init__()
-        check_module(module)
-        check_settings(server_optimizer, local_hooks)
+        _check_module(module)
+        _check_server_optimizer(server_optimizer)
+        _check_local_hooks(local_hooks)
         self.local_epochs: int = Whole(at_least=0)("local_epochs", local_epochs)
         self.clients_per_round = replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round)
         self.seed: int = Whole()("seed", seed)
         check_user_module(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
-        check_algorithm(self.algorithm)
-        check_suits(self.algorithm, module)
-        self.participation = _participation(self.clients_per_round, participation)
+        _check_algorithm(self.algorithm, module)
+        self.participation: UniformParticipation | Sampler | None = participation
+        if participation is not None:
+            check_is("participation", participation, Sampler)
+            if clients_per_round is not None:
+                raise ValueError(
+                    f"`clients_per_round={clients_per_round}` and `participation={participation!r}` both say who takes "
+                    "part; leave one out."
+                )
+        elif self.clients_per_round is not None:  # otherwise a federation of several models decides
+            self.participation = UniformParticipation(self.clients_per_round)
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         self.faults = Faults() if faults is None else faults
@@ -161,10 +172,6 @@ class FederatedModule(FederatedHooks, Trained):
     def data_of(self, name: str) -> ServerData:
         return check_datamodule(self.trainer, ServerData)
 
-    def data_or_none(self, name: str) -> ServerData | None:
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return datamodule if isinstance(datamodule, ServerData) else None
-
     def population(self) -> Population:
         sizes = self.clients_of("", self.algorithm).sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
@@ -183,7 +190,8 @@ class FederatedModule(FederatedHooks, Trained):
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
         if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
             return cast(Executor, remote)
-        schedulers = only_or_all([_StepsOncePerRound(one.scheduler) for one in self.member.schedules.schedulers])
+        schedules = self.member.schedules.schedulers  # for clients to read: the rate is constant within a round
+        schedulers = only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": lambda: schedulers})
@@ -202,8 +210,7 @@ class FederatedModule(FederatedHooks, Trained):
         """All settings in plain nested dictionaries, as loggers show them."""
         return {
             **config_of(self, ("algorithm", "local_epochs", "local_hooks", "seed", "faults")),
-            **({} if self.update_bound is None else {"update_bound": as_config(self.update_bound)}),
-            **({} if self.participation is None else {"participation": as_config(self.participation)}),
+            **config_of(self, [n for n in ("update_bound", "participation") if getattr(self, n) is not None]),
             "server_optimizer": as_config(self.server_optimizer or AVERAGING),
             **config_of(self.conditions, ("dropout", "clock")),
         }
@@ -260,32 +267,7 @@ class FederatedModule(FederatedHooks, Trained):
             raise AttributeError(f"{error}; that of your {type(own).__name__} is `.module.{name}`.") from None
 
 
-class _StepsOncePerRound:
-    """The result of ``self.lr_schedulers()`` on a client: the user's scheduler to read; only the server steps it."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
-
-    def step(self, *args: Any, **kwargs: Any) -> None: ...  # the learning rate is constant within a round
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
-
-
-def _participation(clients_per_round: int | None, sampler: Sampler | None) -> UniformParticipation | Sampler | None:
-    """Who takes part in a round; ``None`` if a federation of several models decides that."""
-    if sampler is None:
-        return None if clients_per_round is None else UniformParticipation(clients_per_round)
-    check_is("participation", sampler, Sampler)
-    if clients_per_round is not None:
-        raise ValueError(
-            f"`clients_per_round={clients_per_round}` and `participation={sampler!r}` both say who takes part; leave "
-            "one out."
-        )
-    return sampler
-
-
-def check_module(module: Any) -> None:
+def _check_module(module: Any) -> None:
     """Raise ``TypeError`` unless ``module`` is a LightningModule of the package ``lightning``, not yet federated."""
     if isinstance(module, pl.LightningModule):
         if is_host(module):
@@ -312,9 +294,23 @@ def check_module(module: Any) -> None:
     raise TypeError(f"`module` must be a lightning.pytorch.LightningModule, got {type(module).__name__}: {remedy}.")
 
 
-def check_settings(server_optimizer: Any, local_hooks: Any) -> None:
-    """Check the arguments of a `FederatedModule` that are not numbers and can be checked on their own."""
-    _check_server_optimizer(server_optimizer)
+def _check_server_optimizer(server_optimizer: Any) -> None:
+    name = type(server_optimizer).__name__
+    if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
+        got = f"the class {server_optimizer.__name__}; write {server_optimizer.__name__}(...)"
+    elif isinstance(server_optimizer, Optimizer):
+        got = f"{name} of some parameters; write lambda parameters: torch.optim.{name}(parameters, lr=...)"
+    elif server_optimizer is None or callable(server_optimizer):
+        return
+    else:
+        got = (
+            f"{server_optimizer!r}; leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
+            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)"
+        )
+    raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
+
+
+def _check_local_hooks(local_hooks: Any) -> None:
     if isinstance(local_hooks, LocalHook):
         raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
     check_is("local_hooks", local_hooks, Sequence)
@@ -327,25 +323,8 @@ def check_settings(server_optimizer: Any, local_hooks: Any) -> None:
         check_is("local_hooks", hook, LocalHook)
 
 
-def _check_server_optimizer(server_optimizer: Any) -> None:
-    if isinstance(server_optimizer, type) and not issubclass(server_optimizer, Optimizer):
-        name = server_optimizer.__name__
-        got = f"the class {name}; write {name}(...)"
-    elif isinstance(server_optimizer, Optimizer):
-        name = type(server_optimizer).__name__
-        got = f"{name} of some parameters; write lambda parameters: torch.optim.{name}(parameters, lr=...)"
-    elif server_optimizer is None or callable(server_optimizer):
-        return
-    else:
-        got = (
-            f"{server_optimizer!r}; leave it out for plain averaging, or write FedAvgM(lr=1.0, momentum=0.9), or "
-            "lambda parameters: torch.optim.SGD(parameters, lr=1.0)"
-        )
-    raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
-
-
-def check_algorithm(algorithm: Any) -> None:
-    """Raise ``TypeError`` unless the argument is an algorithm; a strategy is only a part of one."""
+def _check_algorithm(algorithm: Any, module: pl.LightningModule) -> None:
+    """Raise ``TypeError`` unless there is an algorithm, and ``ValueError`` if it cannot train the module."""
     is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
     if is_class or isinstance(algorithm, ShardingStrategy):
         strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
@@ -354,10 +333,6 @@ def check_algorithm(algorithm: Any) -> None:
             f"SpectralSharding(strategy={strategy})."
         )
     check_is("algorithm", algorithm, Algorithm)
-
-
-def check_suits(algorithm: Algorithm, module: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if an algorithm cannot train a module, with a hint if its layers are not there yet."""
     try:
         algorithm.check(module)
     except ValueError as error:

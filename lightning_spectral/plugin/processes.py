@@ -127,8 +127,7 @@ class ClientParallelStrategy(DDPStrategy):
         """Whether nobody would come to a meeting, such as that in which a checkpoint is saved after an error."""
         if self._meetings is None:
             return False
-        module = self.lightning_module
-        has_failed = module is not None and module.trainer.interrupted
+        has_failed = self.lightning_module is not None and self.lightning_module.trainer.interrupted
         return self._meetings.is_broken or (has_failed and not _is_known_to_all(sys.exc_info()[1]))
 
     def _meeting(self) -> AbstractContextManager[None]:
@@ -185,9 +184,8 @@ class ClientParallelStrategy(DDPStrategy):
 
 def _is_known_to_all(exception: BaseException | None) -> bool:
     """Whether all processes end with this error."""
-    if isinstance(exception, LostProcessError):
-        return False
-    return isinstance(exception, ClientError | RoundError | SIGTERMException)
+    known = isinstance(exception, ClientError | RoundError | SIGTERMException)
+    return known and not isinstance(exception, LostProcessError)
 
 
 def processes_of(trainer: pl.Trainer) -> Processes:
@@ -202,8 +200,7 @@ def log_options(module: pl.LightningModule) -> dict[str, bool]:
     return {"sync_dist": True} if trainer is not None and isinstance(trainer.strategy, ClientParallelStrategy) else {}
 
 
-# From <malloc.h> of glibc.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # from <malloc.h> of glibc
 LARGEST = 2**31 - 1  # mallopt takes an int
 TOP_PAD = 64 * 2**20  # bytes asked for beyond each need: fewer, larger steps
 

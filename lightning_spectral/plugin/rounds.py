@@ -28,7 +28,7 @@ from lightning_spectral.plugin.checks import check_callbacks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, action_name, scaled_by
+from lightning_spectral.plugin.trainer import STAGE, RoundsAsSteps, RoundStages, unscaled
 from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.server.processes import Processes
 
@@ -59,12 +59,19 @@ class Runtime:
     @property
     def profile(self) -> Profile:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]
-        return nullcontext if _is_absent(profiler) else lambda stage: profiler.profile(action_name(stage))
+        return (
+            nullcontext if isinstance(profiler, PassThroughProfiler) else lambda stage: profiler.profile(STAGE(stage))
+        )
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=_place)
+        first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
+
+        def place(callback: RoundCallback) -> int:
+            return isinstance(callback, Aggregation) - isinstance(callback, first)
+
+        return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=place)
 
     def begin(self) -> None:
         self._is_stopping = False
@@ -99,28 +106,14 @@ class Runtime:
         That optimizer steps in every round; without a gradient, the step changes nothing.
         """
         first: Any = self._host.optimizers()[0]  # type: ignore[index]
-        with self.profile("apply"), scaled_by(None, self.trainer.precision_plugin):
+        with self.profile("apply"), unscaled(self.trainer.precision_plugin):
             first.step()
             for server in servers:
                 if server is not first.optimizer:
-                    self.trainer.strategy.optimizer_step(server, _nothing)
+                    self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist
 
     def log(self, summaries: Sequence[RoundSummary]) -> None:
         log_round(self.trainer, summaries)
-
-
-def _is_absent(profiler: object) -> bool:
-    return isinstance(profiler, PassThroughProfiler)
-
-
-def _place(callback: RoundCallback) -> int:
-    """Whether a callback comes first, in the middle or last among the round callbacks."""
-    first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
-    return isinstance(callback, Aggregation) - isinstance(callback, first)
-
-
-def _nothing() -> None:
-    """The closure for an optimizer whose gradients already exist."""
 
 
 def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
@@ -129,23 +122,13 @@ def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.state.fn == "fit":
         check_callbacks([*callbacks, *own])  # before Lightning refuses some of them with its own messages
-    reads = CommunicationLedger | RoundDashboard
-    history = [RoundHistory()] if any(isinstance(each, reads) for each in [*callbacks, *own]) else []
-    boundaries = [
-        *_watchers(trainer),
-        *history,
-        RoundLines(),
-        RoundsAsSteps(),
-        SVDRefresh(),
-        SubmodelSampling(),
-        Aggregation(),
-    ]
+    boundaries: list[pl.Callback] = []  # only those with something to do, since Lightning calls all
+    if not isinstance(trainer.profiler, PassThroughProfiler):  # type: ignore[attr-defined]
+        boundaries.append(RoundStages())
+    if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+        boundaries.append(WandbRounds())
+    if any(isinstance(each, CommunicationLedger | RoundDashboard) for each in [*callbacks, *own]):
+        boundaries.append(RoundHistory())
+    boundaries += [RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
     present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in callbacks))
     return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
-
-
-def _watchers(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Callbacks for this Trainer's profiler and loggers: only those with something to do, since Lightning calls all."""
-    profiled = not _is_absent(trainer.profiler)  # type: ignore[attr-defined]
-    at_wandb = any(isinstance(logger, WandbLogger) for logger in trainer.loggers)
-    return [*([RoundStages()] if profiled else []), *([WandbRounds()] if at_wandb else [])]

@@ -36,12 +36,7 @@ class FixedArguments:
 
 
 def arguments_of(init: Callable[..., None]) -> list[str]:
-    """Names of the arguments of an ``__init__``.
-
-    Example:
-        >>> arguments_of(lambda self, module, *, seed=0: None)
-        ['module', 'seed']
-    """
+    """Names of the arguments of an ``__init__``."""
     return list(inspect.signature(init).parameters)[1:]
 
 
@@ -90,23 +85,14 @@ def as_config(value: Any) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: as_config(entry) for key, entry in value.items()}
     if isinstance(value, Sequence) and len(value) <= MAX_ITEMS:
-        return _short_sequence([as_config(entry) for entry in value])
-    return _as_text(value)
-
-
-def _short_sequence(entries: list[Any]) -> list[Any] | dict[str, Any]:
-    """A list if the values are plain; otherwise a dictionary, since loggers do not flatten lists."""
-    if any(isinstance(entry, dict) for entry in entries):
-        return {str(position): entry for position, entry in enumerate(entries)}
-    return entries
-
-
-def _as_text(value: object) -> str:
-    """The name of a class or function, the class of an object without a ``repr`` of its own, or the ``repr``."""
+        entries = [as_config(entry) for entry in value]
+        is_plain = not any(isinstance(entry, dict) for entry in entries)  # loggers do not flatten lists
+        return entries if is_plain else {str(position): entry for position, entry in enumerate(entries)}
     if isinstance(value, type) or hasattr(value, "__qualname__"):
         return str(getattr(value, "__qualname__", value))
-    if type(value).__repr__ is object.__repr__:  # contains an address, which differs from run to run
-        return type(value).__qualname__
+    kind: Any = type(value)
+    if kind.__repr__ is object.__repr__:  # contains an address, which differs from run to run
+        return str(kind.__qualname__)
     text = repr(value)
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
 

@@ -70,6 +70,8 @@ class MultiModelModule(FederatedHooks):
         ['words', 'images']
     """
 
+    data_type = MultiModelDataModule
+
     def __init__(
         self,
         models: Mapping[str, FederatedModule],
@@ -80,12 +82,12 @@ class MultiModelModule(FederatedHooks):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        check_models(models)
+        _check_models(models)
         check_is("participation", participation, Sampler)
         self.models = nn.ModuleDict(models)
         self.participation = participation
         self.processors = check_per_client("processors", processors, PROCESSORS)
-        self.unavailable = plain_unavailable({} if unavailable is None else unavailable, models)
+        self.unavailable = _plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
         self._create_federation({name: model.member for name, model in models.items()})
         hparams = {name: shown_hparams(member.module) for name, member in self.members.items()}
@@ -129,31 +131,18 @@ class MultiModelModule(FederatedHooks):
         return {**own, "models": {name: m.settings() for name, m in self.members.items()}}
 
     def configuration(self) -> dict[str, str | int]:
-        own: dict[str, str | int] = {
-            "participation": repr(self.participation),
-            "processors": repr(self.processors),
-            "unavailable": repr(self.unavailable),
-            "seed": self.seed,
-        }
+        names = ("participation", "processors", "unavailable")
+        own: dict[str, str | int] = {**{name: repr(getattr(self, name)) for name in names}, "seed": self.seed}
         parts = {name: member.configuration() for name, member in self.members.items()}
         return own | {f"{name}: {key}": value for name, part in parts.items() for key, value in part.items()}
 
-    def data_or_none(self, name: str) -> ServerData | None:
-        datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
-        return self.data_of(name) if isinstance(datamodule, MultiModelDataModule) else None
-
-    def prepare_data(self) -> None:
+    def configure_callbacks(self) -> list[pl.Callback]:
         """Attach the Trainer to the models too: Lightning does so for direct children only."""
-        for member in self.members.values():
-            member.trainer = self.trainer
-        super().prepare_data()
-
-    def setup(self, stage: str) -> None:
-        if stage == "predict":
+        if self.trainer.state.fn == "predict":
             self.predict_step()  # refuses, here before Lightning looks for data
         for member in self.members.values():
             member.trainer = self.trainer
-        super().setup(stage)
+        return super().configure_callbacks()
 
     def predict_step(self, *args: Any) -> Any:
         """Raise ``NotImplementedError``: Lightning does not say which model is meant."""
@@ -187,14 +176,11 @@ class MultiModelModule(FederatedHooks):
                     f"`{type(whole).__name__}.{hook}` would not be told which model a batch is for; define it in the "
                     "FederatedDataModule of each model that needs it."
                 )
-            own = {name: owner for name in self.members for owner in self._moving(name) if is_overridden(owner, hook)}
+            own = {name: member.module for name, member in self.members.items() if is_overridden(member.module, hook)}
+            data = {name: self.data_or_none(name) for name in self.members}
+            own |= {name: one for name, one in data.items() if one is not None and is_overridden(one, hook)}
             if own:
                 setattr(self, hook, partial(self._move, hook, own))
-
-    def _moving(self, name: str) -> list[Any]:
-        """What may have batch hooks for a model; the last that has them moves its batches."""
-        data = self.data_or_none(name)
-        return [self.members[name].module, *([] if data is None else [data])]
 
     def _move(self, hook: str, own: Mapping[str, Any], batch: Any, *args: Any) -> Any:
         """Call one model's batch hook, or Lightning's own if it has none; clients move batches while they train."""
@@ -209,7 +195,7 @@ class MultiModelModule(FederatedHooks):
 PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
 
 
-def check_models(models: Any) -> None:
+def _check_models(models: Any) -> None:
     """Check the models of a federation: their types, names and participation, and that they share no weights."""
     check_is("models", models, Mapping)
     taken = {*vars(nn.ModuleDict()), *dir(nn.ModuleDict), "fl"}
@@ -226,10 +212,6 @@ def check_models(models: Any) -> None:
                 f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "
                 "leave out its `clients_per_round` and `participation`."
             )
-    _check_nothing_is_shared(models)
-
-
-def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
     owner: dict[int, str] = {}
     for name, model in models.items():
         for tensor in {*model.module.parameters(), *model.module.buffers()}:
@@ -241,7 +223,7 @@ def _check_nothing_is_shared(models: Mapping[str, FederatedModule]) -> None:
                 )
 
 
-def plain_unavailable(
+def _plain_unavailable(
     unavailable: Mapping[int, Sequence[str]], models: Mapping[str, Any]
 ) -> dict[int, tuple[str, ...]]:
     """Check which models clients cannot train, by client, and return them."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +14,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch.amp.grad_scaler import GradScaler
 
 from lightning_spectral.client.local_loop import Placement
 from lightning_spectral.plugin.host import Host
@@ -23,12 +21,7 @@ from lightning_spectral.plugin.user_hooks import is_overridden
 
 
 def num_rounds(trainer: pl.Trainer) -> int | None:
-    """Number of rounds of a fit, from the first to the last; ``None`` if it continues until it is stopped.
-
-    Example:
-        >>> num_rounds(pl.Trainer(max_epochs=20, max_steps=15, accelerator="cpu", logger=False))
-        15
-    """
+    """Number of rounds of a fit, from the first to the last; ``None`` if it continues until it is stopped."""
     epochs, steps = trainer.max_epochs, trainer.max_steps
     if epochs is None:
         epochs = 1000 if steps == -1 else -1  # as Lightning decides when it fits
@@ -66,54 +59,40 @@ class RoundsAsSteps(pl.Callback):
 
     def _apply(self, to: object, settings: dict[str, Any]) -> None:
         self._own.append((to, {name: getattr(to, name) for name in settings}))
-        _set(to, settings)
+        for name, value in settings.items():
+            setattr(to, name, value)
 
     def on_train_batch_end(  # type: ignore[override]
         self, trainer: pl.Trainer, pl_module: Host, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        as_automatic: Any = _Automatic(pl_module)
+        as_automatic: Any = Instead(pl_module, automatic_optimization=True)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._restore()
-
     def on_exception(self, trainer: pl.Trainer, pl_module: Host, exception: BaseException) -> None:  # type: ignore[override]
         pl_module.abandon_round()
-        self._restore()  # after an error Lightning does not call `teardown`
+        self.teardown(trainer, pl_module, "fit")  # after an error Lightning does not call it
 
-    def _restore(self) -> None:
+    def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         for owner, settings in self._own:
-            _set(owner, settings)
+            for name, value in settings.items():
+                setattr(owner, name, value)
         self._own = []
 
 
-class _Automatic:
-    """A module for a callback to look at, as if its optimisation were automatic."""
+class Instead:
+    """An object to look at, with some attributes replaced."""
 
-    automatic_optimization = True
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self, of: Any, **attributes: Any) -> None:
+        self._of = of
+        vars(self).update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return getattr(self._of, name)
 
 
-def _set(owner: object, settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        setattr(owner, name, value)
-
-
-def action_name(stage: str) -> str:
-    """The name of a stage in the profiler.
-
-    Example:
-        >>> action_name("train")
-        '[Federated]train'
-    """
-    return f"[Federated]{stage}"
+STAGE = "[Federated]{}".format  # the name of a stage of a round in Lightning's profiler
 
 
 class RoundStages(pl.Callback):
@@ -124,12 +103,12 @@ class RoundStages(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.profiler.start(action_name("validate"))  # type: ignore[attr-defined]
+            trainer.profiler.start(STAGE("validate"))  # type: ignore[attr-defined]
             self._is_open = True
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_open:
-            trainer.profiler.stop(action_name("validate"))  # type: ignore[attr-defined]
+            trainer.profiler.stop(STAGE("validate"))  # type: ignore[attr-defined]
             self._is_open = False
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -166,54 +145,27 @@ def full_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def scaled_by(scaler: GradScaler | None, precision_plugin: Any) -> Iterator[None]:
-    """Give Lightning's precision plugin another gradient scaler within the block, if it scales gradients at all.
-
-    Clients scale their gradients with scalers of their own. The server's pseudo-gradient is not scaled, so Lightning
-    must not divide it by a scale when the server steps; the scaler is then ``None``.
-    """
-    own = getattr(precision_plugin, "scaler", None)
-    if own is None:
+def unscaled(precision_plugin: Any) -> Iterator[None]:
+    """Keep Lightning from dividing the server's pseudo-gradient by a scale: only clients scale, with their own."""
+    if (scaler := getattr(precision_plugin, "scaler", None)) is None:
         yield
         return
-    precision_plugin.scaler = scaler
+    precision_plugin.scaler = None
     try:
         yield
     finally:
-        precision_plugin.scaler = own
+        precision_plugin.scaler = scaler
 
 
 def placement_of(trainer: pl.Trainer, device: torch.device, *hooked: Any) -> Placement:
-    """The placement of clients in a Trainer's precision.
-
-    Args:
-        trainer: The Trainer.
-        device: Device of the sub-models.
-        *hooked: The module, and perhaps the data module, whose batch hooks act.
-    """
+    """The placement of clients in a Trainer's precision; ``hooked`` are the module, and data, whose batch hooks act."""
     precision: Any = trainer.precision_plugin
     own = any(is_overridden(module, "transfer_batch_to_device") for module in hooked)
-    scaler = getattr(precision, "scaler", None)
-    return Placement(device, precision.convert_input, _forward_context(precision), own or device.type != "cpu", scaler)
-
-
-def _forward_context(precision: Precision) -> Callable[[], AbstractContextManager[Any]]:
-    """The context of a client's forward pass; none in full precision, since entering one takes time in every step."""
     names = ("train_step_context", "forward_context")
     is_plain = all(getattr(type(precision), name) is getattr(Precision, name) for name in names)
-    return nullcontext if is_plain else precision.train_step_context
-
-
-def quiet_trainer(like: Trainer, **settings: Any) -> Trainer:
-    """Make a silent Trainer, with some settings, that has the device and precision of another."""
-    own = {
-        "strategy": _StaysOnDevice(like.strategy.root_device, like.accelerator, precision_plugin=like.precision_plugin),
-        "num_sanity_val_steps": 0,
-        "use_distributed_sampler": False,
-        "detect_anomaly": torch.is_anomaly_enabled(),
-        "default_root_dir": like.default_root_dir,
-    }
-    return silent_trainer(**{**own, **settings})
+    context = nullcontext if is_plain else precision.train_step_context  # entering one takes time in every step
+    scaler = getattr(precision, "scaler", None)
+    return Placement(device, precision.convert_input, context, own or device.type != "cpu", scaler)
 
 
 def silent_trainer(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
@@ -226,13 +178,7 @@ def silent_trainer(kind: type[Trainer] = Trainer, **settings: Any) -> Trainer:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Make Lightning log only errors within the block, and restore the levels of its loggers afterwards.
-
-    Example:
-        >>> with silence():
-        ...     logging.getLogger("lightning.pytorch").level == logging.ERROR
-        True
-    """
+    """Make Lightning log only errors within the block, and restore the levels of its loggers afterwards."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -242,9 +188,3 @@ def silence() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-class _StaysOnDevice(SingleDeviceStrategy):
-    """Leaves module and optimizers where they are when a fit ends, since the device is the other Trainer's."""
-
-    def teardown(self) -> None: ...  # Lightning's own would move the module to the CPU and empty the device's cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -53,15 +53,6 @@ def check_user_module(module: pl.LightningModule) -> None:
         raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
 
 
-def check_configures(module: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if the user's module has no ``configure_optimizers``."""
-    if not defines(module, "configure_optimizers"):
-        raise ValueError(
-            f"`{type(module).__name__}.configure_optimizers` is missing; define it and return the optimizer that "
-            "clients are to use, e.g. torch.optim.SGD(self.parameters(), lr=0.1)."
-        )
-
-
 def is_overridden(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:
     """Whether the class of a module, or of a data module for one of `BATCH_HOOKS`, defines a hook itself.
 
@@ -93,14 +84,10 @@ def for_evaluation_only(module: pl.LightningModule | pl.LightningDataModule, of:
     """Let the batch hooks of an object act on evaluation batches only: Lightning moves a round's batch too."""
     for hook in BATCH_HOOKS:
         if is_overridden(of, hook):
-            setattr(module, hook, _for_evaluation(getattr(type(of), hook).__get__(of)))
-
-
-def _for_evaluation(batch_hook: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(batch: Any, *args: Any) -> Any:
-        return batch if isinstance(batch, Share) else batch_hook(batch, *args)
-
-    return hook
+            own = getattr(type(of), hook).__get__(of)
+            setattr(
+                module, hook, lambda batch, *args, own=own: batch if isinstance(batch, Share) else own(batch, *args)
+            )
 
 
 def only_or_all(found: list[T]) -> T | list[T] | None:

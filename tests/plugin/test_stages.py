@@ -7,7 +7,7 @@ from federation import Fit, same_state
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
 import lightning_spectral as ls
-from lightning_spectral.plugin.trainer import action_name
+from lightning_spectral.plugin.trainer import STAGE
 from lightning_spectral.protocol.records import STAGES
 
 ROUNDS, COHORT = 3, 4
@@ -23,7 +23,7 @@ def fit(fit: Fit) -> Fit:
 def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> None:
     profiler = SimpleProfiler()
     history = fit(lit, data, trainer={"profiler": profiler, "num_sanity_val_steps": 2}).history
-    durations = {stage: profiler.recorded_durations[action_name(stage)] for stage in PROFILED}
+    durations = {stage: profiler.recorded_durations[STAGE(stage)] for stage in PROFILED}
     calls = {stage: len(of_stage) for stage, of_stage in durations.items() if stage != "plan"}
     assert calls == {
         "refresh": ROUNDS,
@@ -42,7 +42,7 @@ def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> 
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_profilers_by_name(profiler: str, lit: Any, data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
     fit(lit, data, trainer={"profiler": profiler})
-    assert [stage for stage in PROFILED if action_name(stage) not in caplog.text] == []
+    assert [stage for stage in PROFILED if STAGE(stage) not in caplog.text] == []
 
 
 def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -54,7 +54,7 @@ def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: An
     with pytest.raises(KeyError, match="no such metric"):
         fit(Failing(), data, trainer={"profiler": profiler})
     fit(lit_mlp(), data, trainer={"profiler": profiler})
-    assert len(profiler.recorded_durations[action_name("validate")]) == 1 + ROUNDS
+    assert len(profiler.recorded_durations[STAGE("validate")]) == 1 + ROUNDS
 
 
 @pytest.mark.filterwarnings("ignore:.*[pP]rofiler")

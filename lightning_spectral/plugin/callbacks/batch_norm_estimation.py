@@ -17,7 +17,7 @@ from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained, as_host
-from lightning_spectral.plugin.logs import redirect_logging
+from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.processes import processes_of
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, defines
@@ -144,7 +144,7 @@ def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: 
     where = f"Round {round_idx}, BatchNorm estimation"
     with trying(module):
         recorder = Recorder(module)
-        redirect_logging(module, recorder.log, recorder.log_dict)
+        redirect(module, {"log": recorder.log, "log_dict": recorder.log_dict})
         isolate_metrics(recorder.metrics)
         adopt_batch_hooks(module, model.data)
         layers = {name: layer for name, layer in _tracked(module).items() if layer.training}

@@ -23,7 +23,7 @@ from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained, as_host, is_trained
-from lightning_spectral.plugin.logs import log_values, redirect_logging
+from lightning_spectral.plugin.logs import log_values, redirect
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
@@ -70,7 +70,7 @@ class ValidatedBeside:
             own = named_state(self.module)
             for name, tensor in self._tensors.items():
                 own[name].data = tensor
-            redirect_logging(self.module, self._log, self._log_dict)
+            redirect(self.module, {"log": self._log, "log_dict": self._log_dict})
             isolate_metrics(self._recorder.metrics)
             if not self._states:
                 self.start()

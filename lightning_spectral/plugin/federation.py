@@ -16,8 +16,8 @@ from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.cohorts import SampledCohorts
+from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 

@@ -62,19 +62,16 @@ class Number:
             got = repr(value) if "\n" not in repr(value) else f"a {type(value).__name__}"  # a message is one line
             raise TypeError(f"`{argument}` must be {self.kind}{or_none}, got {got}{self._instead(value) or hint}.")
         number = int(value) if isinstance(value, Integral) else float(value)
-        if not self._holds(number):
+        if (
+            number != number  # NaN
+            or (self.finite and abs(number) == math.inf)
+            or (self.above is not None and number <= self.above)
+            or (self.at_least is not None and number < self.at_least)
+            or (self.below is not None and number >= self.below)
+            or (self.at_most is not None and number > self.at_most)
+        ):
             raise ValueError(f"`{argument}` must be {self._range()}{or_none}, got {value!r}{hint}.")
         return number
-
-    def _holds(self, number: float) -> bool:
-        return (
-            number == number  # not NaN
-            and not (self.finite and abs(number) == math.inf)
-            and (self.above is None or number > self.above)
-            and (self.at_least is None or number >= self.at_least)
-            and (self.below is None or number < self.below)
-            and (self.at_most is None or number <= self.at_most)
-        )
 
     def _range(self) -> str:
         low = self.above if self.at_least is None else self.at_least
@@ -82,13 +79,9 @@ class Number:
         if low is not None and high is not None:
             return f"in {'(' if self.at_least is None else '['}{low:g}, {high:g}{')' if self.at_most is None else ']'}"
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
-        words = [
-            "positive" if self.above == 0 else f"{name} {bound:g}"
-            for name, bound in bounds.items()
-            if bound is not None
-        ]
-        is_said = self.finite and self.numeric is Real
-        return " and ".join(words + ["finite"] * is_said)
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        words = ["positive" if self.above == 0 else f"{name} {bound:g}" for name, bound in given.items()]
+        return " and ".join(words + ["finite"] * (self.finite and self.numeric is Real))
 
     def _instead(self, value: Any) -> str:
         """What to write instead of a number in another form, such as a string, a tensor or a whole float."""
@@ -172,16 +165,10 @@ def each(argument: str, values: Any, rule: Rule) -> list[Any]:
 
 def as_patterns(argument: str, patterns: object) -> tuple[str, ...]:
     """Patterns as a tuple: a list of the same patterns is the same choice, and YAML has only lists."""
-    if isinstance(patterns, str):
-        raise ValueError(
-            f"`{argument}` must be a sequence of patterns, got {patterns!r}; write {argument}=({patterns!r},)."
-        )
-    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(
-            f"`{argument}` must be a sequence of patterns, got {patterns!r}; write strings, such as "
-            f"{argument}=('head', '*.proj')."
-        )
-    return tuple(patterns)
+    if isinstance(patterns, Sequence) and not isinstance(patterns, str) and all(isinstance(p, str) for p in patterns):
+        return tuple(patterns)
+    remedy = f"{argument}=({patterns!r},)" if isinstance(patterns, str) else f"strings: {argument}=('head', '*.proj')"
+    raise ValueError(f"`{argument}` must be a sequence of patterns, got {patterns!r}; write {remedy}.")
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:

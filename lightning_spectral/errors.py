@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "SpectralWarning"]
 
@@ -30,8 +31,8 @@ class ReportError(ValueError):
     """A report cannot be made of these runs; the message names the file and what to do."""
 
 
-def check_is(argument: str, value: object, expected: type) -> None:
-    """Raise ``TypeError`` unless ``value`` is an instance of ``expected``, with a hint if it is a class or a name.
+def check_is(argument: str, value: object, expected: type) -> Any:
+    """Return ``value``; ``TypeError`` unless it is an instance of ``expected``, with a hint if it is a class or a name.
 
     Example:
         >>> check_is("error", ValueError, Exception)
@@ -39,7 +40,7 @@ def check_is(argument: str, value: object, expected: type) -> None:
         TypeError: `error` must be an instance of Exception, got the class ValueError; write ValueError(...).
     """
     if isinstance(value, expected):
-        return
+        return value
     got = repr(value) if "\n" not in repr(value) else f"a {type(value).__name__}"  # a message is one line
     if isinstance(value, type):
         got = f"the class {value.__name__}; write {value.__name__}(...)"

@@ -6,7 +6,7 @@ Both are decided before training, so that no client trains in vain, and without 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -49,11 +49,6 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         speed = Number(above=0, finite=False)
         check_fields(self, downlink=speed, uplink=speed, macs_per_second=speed)
-
-
-def _profile(argument: str, value: Any) -> DeviceProfile:
-    check_is(argument, value, DeviceProfile)
-    return cast(DeviceProfile, value)
 
 
 def _macs(argument: str, value: Any) -> Mapping[float, float] | Callable[[float], float] | None:
@@ -124,7 +119,7 @@ class VirtualClock:
     def __post_init__(self) -> None:
         check_fields(
             self,
-            profiles=partial(check_per_client, rule=_profile),
+            profiles=partial(check_per_client, rule=partial(check_is, expected=DeviceProfile)),
             deadline=Number(above=0, finite=False, hint="it is in seconds"),
             keep_first=Whole(at_least=1, optional=True),
             macs=_macs,
@@ -139,24 +134,19 @@ class VirtualClock:
                 "it, or raise `clients_per_round`."
             )
 
-    def assign(self, num_clients: int, seed: int) -> Assigned[DeviceProfile]:
-        """Each client's device, the same in every round."""
-        return assign(self.profiles, num_clients, seed, "device profile")
-
     def seconds(self, profile: DeviceProfile, task: SimulatedTask) -> float:
         """Duration of a task on a device in seconds, from the server's first byte to the device's last."""
-        macs = PASSES * self._forward_macs(task) * task.num_examples * task.local_epochs
+        forward: float = task.num_parameters
+        if callable(self.macs):
+            forward = self.macs(task.keep_ratio)
+        elif self.macs is not None:
+            if task.keep_ratio not in self.macs:
+                known = sorted(self.macs)
+                raise ValueError(f"`macs` has no entry for keep ratio {task.keep_ratio}, only {known}; add it.")
+            forward = self.macs[task.keep_ratio]
+        macs = PASSES * forward * task.num_examples * task.local_epochs
         down, up = task.downlink_bytes / profile.downlink, task.uplink_bytes / profile.uplink
         return down + macs / profile.macs_per_second + up
-
-    def _forward_macs(self, task: SimulatedTask) -> float:
-        if self.macs is None:
-            return task.num_parameters
-        if callable(self.macs):
-            return self.macs(task.keep_ratio)
-        if task.keep_ratio not in self.macs:
-            raise ValueError(f"`macs` has no entry for keep ratio {task.keep_ratio}, only {sorted(self.macs)}; add it.")
-        return self.macs[task.keep_ratio]
 
 
 @dataclass(frozen=True)
@@ -181,10 +171,6 @@ class ClientDropout:
     def __post_init__(self) -> None:
         check_fields(self, probability=partial(check_per_client, rule=Number(at_least=0, at_most=1)))
 
-    def check(self, num_clients: int) -> None:
-        """Raise ``ValueError`` if probabilities are listed for another number of clients."""
-        check_num_entries("probability", self.probability, num_clients)
-
     def assign(self, num_clients: int, seed: int) -> Assigned[float]:
         """Each client's probability, the same in every round."""
         return assign(self.probability, num_clients, seed, "dropout probability")
@@ -199,9 +185,6 @@ def drops_out(probability: float, seed: int, round_idx: int, unit: WorkUnit) -> 
     """
     # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
     return derived_seed(seed, "client dropout", round_idx, *unit.ids) < probability * 2**63
-
-
-Key = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -226,7 +209,7 @@ class SimulatedRound:
         seconds: Duration of the round by the virtual clock; NaN without one.
     """
 
-    outcomes: Mapping[Key, SimulatedOutcome] = field(default_factory=dict)
+    outcomes: Mapping[tuple[int, str], SimulatedOutcome] = field(default_factory=dict)
     seconds: float = math.nan
 
 
@@ -255,12 +238,21 @@ class Simulation:
         outcomes = {unit.key: self._outcome_alone(round_idx, unit, task) for unit, task in tasks.items()}
         if self.clock is None:
             return SimulatedRound(outcomes)
-        if self.clock.keep_first is not None:
-            finished = [unit for unit in tasks if outcomes[unit.key].left_out is None]
-            finished.sort(key=lambda unit: (outcomes[unit.key].seconds, self._tie_break(round_idx, unit)))
-            for unit in finished[self.clock.keep_first :]:
-                outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)
-        return SimulatedRound(outcomes, _round_seconds(self.clock, outcomes.values()))
+
+        def finish(unit: WorkUnit) -> tuple[float, int]:
+            # among devices that finish together the order is drawn, so that it does not depend on client ids
+            return outcomes[unit.key].seconds, derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
+
+        finished = sorted((unit for unit in tasks if outcomes[unit.key].left_out is None), key=finish)
+        kept = finished[: self.clock.keep_first]
+        for unit in finished[len(kept) :]:
+            outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)
+        # the server stops waiting when it has all or enough, or when the deadline has passed
+        is_enough = self.clock.keep_first is not None and len(kept) >= self.clock.keep_first
+        is_missed = any(outcome.left_out in ("dropped_out", "late") for outcome in outcomes.values())
+        if is_missed and not is_enough and self.clock.deadline < math.inf:
+            return SimulatedRound(outcomes, self.clock.deadline)
+        return SimulatedRound(outcomes, max((outcomes[unit.key].seconds for unit in kept), default=0.0))
 
     def _outcome_alone(self, round_idx: int, unit: WorkUnit, task: SimulatedTask) -> SimulatedOutcome:
         """The outcome as far as it depends on this unit alone: everything but being surplus."""
@@ -273,20 +265,6 @@ class Simulation:
             return SimulatedOutcome()
         seconds = self.clock.seconds(self.profiles.of(unit.client_id), task)
         return SimulatedOutcome("late" if seconds > self.clock.deadline else None, seconds)
-
-    def _tie_break(self, round_idx: int, unit: WorkUnit) -> int:
-        """Order among devices that finish at the same time: drawn, so that it does not depend on client ids."""
-        return derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
-
-
-def _round_seconds(clock: VirtualClock, outcomes: Collection[SimulatedOutcome]) -> float:
-    """When the server stops waiting: it has all or enough, or the deadline has passed."""
-    kept = [outcome.seconds for outcome in outcomes if outcome.left_out is None]
-    is_enough = clock.keep_first is not None and len(kept) >= clock.keep_first
-    is_missed = any(outcome.left_out in ("dropped_out", "late") for outcome in outcomes)
-    if is_missed and not is_enough and clock.deadline < math.inf:
-        return clock.deadline
-    return max(kept, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -302,30 +280,32 @@ class Conditions:
     clock: VirtualClock | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in {"dropout": ClientDropout, "clock": VirtualClock}.items():
-            if getattr(self, name) is not None:
-                check_is(name, getattr(self, name), kind)
+        if self.dropout is not None:
+            check_is("dropout", self.dropout, ClientDropout)
+        if self.clock is not None:
+            check_is("clock", self.clock, VirtualClock)
 
     def check(self, num_clients: int, clients_per_round: int) -> None:
         """Raise ``ValueError`` if the conditions do not fit the federation."""
         if self.dropout is not None:
-            self.dropout.check(num_clients)
+            check_num_entries("probability", self.dropout.probability, num_clients)
         if self.clock is not None:
             self.clock.check(num_clients, clients_per_round)
 
     @property
     def exclusion_reasons(self) -> tuple[ExclusionReason, ...]:
         """The reasons for which clients may be left out under these conditions."""
-        possible: dict[ExclusionReason, bool] = {
-            "dropped_out": self.dropout is not None,
-            "late": self.clock is not None and self.clock.deadline < math.inf,
-            "surplus": self.clock is not None and self.clock.keep_first is not None,
-        }
-        return tuple(reason for reason, is_possible in possible.items() if is_possible)
+        reasons: list[ExclusionReason] = ["dropped_out"] if self.dropout is not None else []
+        if self.clock is not None and self.clock.deadline < math.inf:
+            reasons.append("late")
+        if self.clock is not None and self.clock.keep_first is not None:
+            reasons.append("surplus")
+        return tuple(reasons)
 
     def prepare(self, num_clients: int, seed: int) -> Simulation:
         """Assign probabilities and devices to clients, once for all rounds."""
         probabilities = None if self.dropout is None else self.dropout.assign(num_clients, seed)
         if self.clock is None:
             return Simulation(seed, probabilities)
-        return Simulation(seed, probabilities, self.clock, self.clock.assign(num_clients, seed))
+        profiles = assign(self.clock.profiles, num_clients, seed, "device profile")
+        return Simulation(seed, probabilities, self.clock, profiles)

@@ -5,8 +5,6 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Whole
 
-__all__ = ["standardize_images"]
-
 
 def standardize_images(images: Tensor, image_dims: int = 3) -> Tensor:
     r"""Give each image mean 0 and standard deviation 1, over all its pixels and channels.
@@ -31,14 +29,6 @@ def standardize_images(images: Tensor, image_dims: int = 3) -> Tensor:
         tensor([-1.,  1.,  1., -1.])
     """
     image_dims = Whole(at_least=1)("image_dims", image_dims)
-    values = _as_floats(images, image_dims)
-    dims = tuple(range(-image_dims, 0))
-    size = values.shape[-image_dims:].numel()
-    std, mean = torch.std_mean(values, dims, correction=0, keepdim=True)
-    return (values - mean) / std.clamp(min=size**-0.5)
-
-
-def _as_floats(images: Tensor, image_dims: int) -> Tensor:
     if not isinstance(images, Tensor):
         raise TypeError(f"`images` must be a tensor, got a {type(images).__name__}; convert with torch.from_numpy.")
     if images.ndim < image_dims or not images.shape[-image_dims:].numel() or images.is_complex():
@@ -46,4 +36,6 @@ def _as_floats(images: Tensor, image_dims: int) -> Tensor:
             f"`images` must be real, with at least one pixel in the last {image_dims} dimensions, got {images.dtype} "
             f"of shape {tuple(images.shape)}; grey images without a channel need image_dims=2."
         )
-    return images if images.is_floating_point() else images.to(torch.get_default_dtype())
+    values = images if images.is_floating_point() else images.to(torch.get_default_dtype())
+    std, mean = torch.std_mean(values, tuple(range(-image_dims, 0)), correction=0, keepdim=True)
+    return (values - mean) / std.clamp(min=values.shape[-image_dims:].numel() ** -0.5)

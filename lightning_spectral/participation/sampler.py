@@ -54,9 +54,6 @@ class Population:
         _check_field("processors", self.processors, shape[:1], torch.int64)
         if self.available is not None:
             _check_field("available", self.available, shape, torch.bool)
-        self._check_counts()
-
-    def _check_counts(self) -> None:
         if (self.num_examples < 0).any():
             client, model = (self.num_examples < 0).nonzero()[0].tolist()
             number = int(self.num_examples[client, model])
@@ -145,19 +142,19 @@ def outcome_to_assignment(
     drawn = (choice >= 0).nonzero()[:, 0] if order is None else order
     models, owners = choice[drawn], population.owner[drawn]
     assert bool((probs[drawn, models] > 0).all()), "a processor drew a model of probability zero"
-    weights = _example_counts(population, probs.double()) if normalize else population.weights / probs.double()
+    p = probs.double()
+    if normalize:
+        # the quotient first: equal probabilities and one processor make it exactly one
+        relative = p.amax(0) / (population.processors[population.owner, None] * p)
+        weights = population.num_examples[population.owner] * relative
+    else:
+        weights = population.weights / p
     coefficients = weights[drawn, models]
     pairs: dict[tuple[int, int], float] = {}
     for client, model, coefficient in zip(owners.tolist(), models.tolist(), coefficients.tolist(), strict=True):
         pairs[client, model] = pairs.get((client, model), 0.0) + coefficient
     active = models.bincount(minlength=probs.shape[1])
     return Assignment(probs, [c for c, _ in pairs], [m for _, m in pairs], list(pairs.values()), active)
-
-
-def _example_counts(population: Population, probs: Tensor) -> Tensor:
-    # the quotient first: equal probabilities and one processor make it exactly one
-    relative = probs.amax(0) / (population.processors[population.owner, None] * probs)
-    return population.num_examples[population.owner] * relative
 
 
 def _check_field(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -257,7 +254,13 @@ class Sampler(ABC):
             The assignment, which may be empty if processors draw independently.
         """
         scores = self.scores(population, figures)
-        probs = _checked(self.probs(scores, round_idx), population.can, self)
+        probs, can = self.probs(scores, round_idx), population.can
+        valid = probs.shape == can.shape and bool((probs >= 0).all() and (probs.sum(1) <= 1 + 1e-9).all())
+        if not valid or bool((probs[~can] > 0).any()):
+            raise ValueError(
+                f"{self}.probs must return non-negative numbers of shape {tuple(can.shape)}, with rows that sum to at "
+                f"most one and zeros where a processor cannot train a model, got {probs}."
+            )
         choice, order = draw_choices(probs, self.design, generator)
         coefficient_probs = self.long_run_probs(scores, probs)
         return outcome_to_assignment(population, coefficient_probs, choice, order, normalize=self.normalize)
@@ -279,16 +282,6 @@ class Sampler(ABC):
                 f"`active` must be at most {able}, the number of processors that can train something, "
                 f"got {self.active}; lower it or add clients."
             )
-
-
-def _checked(probs: Tensor, can: Tensor, sampler: Sampler) -> Tensor:
-    valid = probs.shape == can.shape and bool((probs >= 0).all() and (probs.sum(1) <= 1 + 1e-9).all())
-    if not valid or bool((probs[~can] > 0).any()):
-        raise ValueError(
-            f"{sampler}.probs must return non-negative numbers of shape {tuple(can.shape)}, with rows that sum to at "
-            f"most one and zeros where a processor cannot train a model, got {probs}."
-        )
-    return probs
 
 
 def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
@@ -354,34 +347,26 @@ def draw_choices(probs: Tensor, design: Design | None, generator: torch.Generato
     """
     cumulative = probs.double().cumsum(1)
     if design is None:
-        choice = _independent(cumulative, generator)
+        sums = cumulative[:, -1:]
+        cumulative = torch.where(sums > 1 - ROUNDING, cumulative / sums, cumulative)  # certain despite rounding
+        choice = (cumulative <= _uniforms(len(probs), generator)).sum(1)
+        choice = torch.where(choice < probs.shape[1], choice, -1)
         return choice, (choice >= 0).nonzero()[:, 0]
-    order = _active(cumulative[:, -1].clamp(max=1.0), design, generator)
-    choice = torch.full((len(probs),), -1)
-    choice[order] = _picks(cumulative[order], generator)
+    rows = cumulative[:, -1].clamp(max=1.0)
+    able = rows.nonzero()[:, 0]
+    if _all_equal(rows[able]):
+        order = able[UniformParticipation(round(float(rows.sum()))).cohort(len(able), generator)]
+    else:
+        order = design.sample(rows, 1, generator)[0]
+    choice, chances = torch.full((len(probs),), -1), cumulative[order]
+    choice[order] = 0
+    if probs.shape[1] > 1:
+        choice[order] = (chances / chances[:, -1:] <= _uniforms(len(order), generator)).sum(1)
     return choice, order
 
 
-def _independent(cumulative: Tensor, generator: torch.Generator) -> Tensor:
-    rows = cumulative[:, -1:]
-    cumulative = torch.where(rows > 1 - ROUNDING, cumulative / rows, cumulative)  # certain despite rounding
-    uniforms = torch.rand(len(cumulative), 1, dtype=torch.float64, generator=generator)
-    choice = (cumulative <= uniforms).sum(1)
-    return torch.where(choice < cumulative.shape[1], choice, -1)
-
-
-def _active(rows: Tensor, design: Design, generator: torch.Generator) -> Tensor:
-    able = rows.nonzero()[:, 0]
-    if _all_equal(rows[able]):
-        return able[UniformParticipation(round(float(rows.sum()))).cohort(len(able), generator)]
-    return design.sample(rows, 1, generator)[0]
-
-
-def _picks(cumulative: Tensor, generator: torch.Generator) -> Tensor:
-    if cumulative.shape[1] == 1:
-        return torch.zeros(len(cumulative), dtype=torch.int64)
-    uniforms = torch.rand(len(cumulative), 1, dtype=torch.float64, generator=generator)
-    return (cumulative / cumulative[:, -1:] <= uniforms).sum(1)
+def _uniforms(number: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(number, 1, dtype=torch.float64, generator=generator)
 
 
 def processor_joint_probs(probs: Tensor, design: Design) -> Tensor:

@@ -11,8 +11,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from lightning_spectral.partition.partition import check_one_per_example
 
-__all__ = ["Labels", "class_indices", "dataset_labels", "labels_in_examples"]
-
 Labels = Tensor | Sequence[int | str] | npt.NDArray[np.generic]
 
 _REMEDY = "pass labels=... with one class index per example."

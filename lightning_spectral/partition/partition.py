@@ -101,8 +101,7 @@ class Partition:
             [3, 2]
         """
         ids = torch.as_tensor(client_ids, dtype=torch.int64)
-        sizes: list[int] = (self.offsets[ids + 1] - self.offsets[ids]).tolist()
-        return sizes
+        return (self.offsets[ids + 1] - self.offsets[ids]).tolist()
 
     def fingerprint(self) -> str:
         """Hash of 16 hexadecimal digits that identifies the split in a checkpoint, the same on every platform."""
@@ -160,20 +159,14 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
     if fraction == 0:
         return partition, Partition(partition.indices[:0], _offsets(torch.zeros_like(sizes)))
     counts = (sizes.double() * fraction).round().long().clamp(min=1).minimum((sizes - 1).clamp(min=0))
-    is_held_out = _chosen(partition, counts, generator)
-    training = Partition(partition.indices[~is_held_out], _offsets(sizes - counts))
-    return training, Partition(partition.indices[is_held_out], _offsets(counts))
-
-
-def _chosen(partition: Partition, counts: Tensor, generator: torch.Generator) -> Tensor:
-    """Whether each of the partition's entries is among those drawn from its client, shape ``(num_assigned,)``."""
-    owner = torch.arange(partition.num_clients).repeat_interleave(partition.sizes)
+    owner = torch.arange(partition.num_clients).repeat_interleave(sizes)
     shuffled = torch.randperm(partition.num_assigned, generator=generator)
     by_client = shuffled[torch.argsort(owner[shuffled], stable=True)]  # each client's entries in random order
     place = torch.arange(partition.num_assigned) - partition.offsets[owner]
-    is_chosen = torch.empty(partition.num_assigned, dtype=torch.bool)
-    is_chosen[by_client] = place < counts[owner]
-    return is_chosen
+    is_held_out = torch.empty(partition.num_assigned, dtype=torch.bool)
+    is_held_out[by_client] = place < counts[owner]
+    training = Partition(partition.indices[~is_held_out], _offsets(sizes - counts))
+    return training, Partition(partition.indices[is_held_out], _offsets(counts))
 
 
 class Partitioner(ABC):
@@ -219,10 +212,14 @@ class Partitioner(ABC):
                 f"{name}(num_clients={self.num_clients}) needs at least one example per client, "
                 f"got {num_examples} examples; lower num_clients or add data."
             )
-        if labels is not None:
-            _check_labels(labels, num_examples)
-        elif self.needs_labels:
+        if labels is None and self.needs_labels:
             raise ValueError(f"{name} splits by class; pass labels=... with one class index per example.")
+        if labels is not None and labels.shape != (num_examples,):
+            raise ValueError(
+                f"`labels` must hold one class index per example, shape ({num_examples},), got {tuple(labels.shape)}."
+            )
+        if labels is not None and (labels.is_floating_point() or labels.is_complex()):
+            raise ValueError(f"`labels` must be integers, got {labels.dtype}; pass class indices.")
         return self.split(num_examples, labels, generator)
 
     @abstractmethod
@@ -243,15 +240,6 @@ def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator
     share, remainder = divmod(num_examples, num_clients)
     order = torch.randperm(num_clients, generator=generator)
     return order, share + (torch.arange(num_clients) < remainder).long()
-
-
-def _check_labels(labels: Tensor, num_examples: int) -> None:
-    if labels.shape != (num_examples,):
-        raise ValueError(
-            f"`labels` must hold one class index per example, shape ({num_examples},), got {tuple(labels.shape)}."
-        )
-    if labels.is_floating_point() or labels.is_complex():
-        raise ValueError(f"`labels` must be integers, got {labels.dtype}; pass class indices.")
 
 
 def check_one_per_example(argument: str, entries: Any) -> None:

@@ -15,7 +15,6 @@ from lightning_spectral.tables import as_html
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["PartitionReport", "report"]
 
 _ROWS = 10
 _BARS = 100
@@ -68,8 +67,10 @@ class PartitionReport:
             figure.savefig(path_or_ax)
             return axes
         axes, shown = path_or_ax, self.counts[:_BARS]
-        bottom = torch.zeros_like(shown)
-        for label, column in self._columns():
+        bottom, columns = torch.zeros_like(shown), [("examples", self.counts)]
+        if self.histogram is not None and self.classes is not None:
+            columns = list(zip(map(str, self.classes.tolist()), self.histogram.T, strict=True))
+        for label, column in columns:
             axes.bar(range(len(shown)), column[:_BARS].numpy(), bottom=bottom.numpy(), width=1.0, label=label)
             bottom = bottom + column[:_BARS]
         axes.set(xlabel="client", ylabel="examples", xlim=(-0.5, len(shown) - 0.5))
@@ -77,28 +78,17 @@ class PartitionReport:
             axes.legend(title="class", fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
         return axes
 
-    def _columns(self) -> list[tuple[str, Tensor]]:
-        if self.histogram is None or self.classes is None:
-            return [("examples", self.counts)]
-        return list(zip(map(str, self.classes.tolist()), self.histogram.T, strict=True))
-
     def __str__(self) -> str:
-        lines = self._summary()
-        lines += ["client  examples  classes" if self.histogram is not None else "client  examples"]
-        lines += [self._row(client) for client in range(min(_ROWS, len(self.counts)))]
-        return "\n".join([*lines, *self._hidden()])
+        summary, rows, hidden = self._blocks()
+        lines = [f"{client:>6}  {size:>8}  {'  '.join(classes)}".rstrip() for client, size, *classes in rows]
+        return "\n".join([summary, *lines, *hidden])
 
     def _repr_html_(self) -> str:
-        head = ("client", "examples", *(["classes"] if self.histogram is not None else []))
-        shown = range(min(_ROWS, len(self.counts)))
-        rows = [(str(i), str(int(self.counts[i])), *[self._mixture(i)] * (len(head) - 2)) for i in shown]
-        return as_html(["\n".join(self._summary()), [head, *rows], *self._hidden()])
+        summary, rows, hidden = self._blocks()
+        return as_html([summary, rows, *hidden])
 
-    def _hidden(self) -> list[str]:
-        hidden = len(self.counts) - _ROWS
-        return [f"... and {hidden} more clients"] if hidden > 0 else []
-
-    def _summary(self) -> list[str]:
+    def _blocks(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        """A summary, a table with its head, and how many clients it does not show."""
         sizes = self.counts.double()
         low, middle, high = sizes.min(), sizes.quantile(0.5), sizes.max()
         lines = [
@@ -110,17 +100,19 @@ class PartitionReport:
                 f"of {self.histogram.shape[1]} classes, a client has {self.mean_classes():.1f} on average, "
                 f"{self.mean_classes(0.05):.1f} above a 5 % share"
             )
-        return lines
+        rows: list[tuple[str, ...]] = [("client", "examples", *["classes"] * (self.histogram is not None))]
+        for client, size in enumerate(self.counts[:_ROWS].tolist()):
+            rows.append((str(client), str(size), *self._mixture(client)))
+        hidden = len(self.counts) - _ROWS
+        return "\n".join(lines), rows, [f"... and {hidden} more clients"] * (hidden > 0)
 
-    def _row(self, client: int) -> str:
-        return f"{client:6d}  {int(self.counts[client]):8d}  {self._mixture(client)}".rstrip()
-
-    def _mixture(self, client: int) -> str:
+    def _mixture(self, client: int) -> list[str]:
+        """The client's classes in one entry, the most frequent first; none without labels."""
         if self.histogram is None or self.classes is None:
-            return ""
+            return []
         counts, columns = self.histogram[client].sort(descending=True, stable=True)
         present = [f"{self.classes[k]}: {n}" for n, k in zip(counts.tolist(), columns, strict=True) if n]
-        return ", ".join(present[:6]) + (", ..." if len(present) > 6 else "")
+        return [", ".join(present[:6]) + (", ..." if len(present) > 6 else "")]
 
 
 def report(partition: Partition, labels: Tensor | None = None) -> PartitionReport:

@@ -11,8 +11,6 @@ from torch import Tensor
 from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.partition.partition import Partition, Partitioner, check_one_per_example, equal_shares
 
-__all__ = ["IIDPartitioner", "NaturalPartitioner"]
-
 Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 
 

@@ -306,8 +306,14 @@ class Collective(ShardingStrategy):
         joint = _with_joint_multipliers([self(singular_values, n, total) for n in num_terms], weights)
         if self.cohort == "joint":
             return joint
-        recipes = [apart, joint, _with_joint_multipliers(apart, weights)]
-        return min(recipes, key=lambda groups: _discrepancy(singular_values, groups, weights))
+        flat = torch.tensor([weight for own in weights for weight in own], dtype=torch.float64)
+
+        def discrepancy(groups: Sequence[tuple[Tensor, Tensor]]) -> float:
+            rows = [group for group, own in zip(groups, weights, strict=True) for _ in own]
+            probs, multipliers = (torch.stack(column) for column in zip(*rows, strict=True))
+            return float(cohort_discrepancy(singular_values, probs, multipliers, flat / flat.sum()))
+
+        return min([apart, joint, _with_joint_multipliers(apart, weights)], key=discrepancy)
 
 
 def _with_joint_multipliers(
@@ -316,15 +322,6 @@ def _with_joint_multipliers(
     probs = torch.stack([group for group, _ in groups])
     sizes, shares = torch.tensor([[kish_size(own), sum(own)] for own in weights], dtype=torch.float64).T
     return list(zip(probs, joint_multipliers(probs, sizes, shares), strict=True))
-
-
-def _discrepancy(
-    singular_values: Tensor, groups: Sequence[tuple[Tensor, Tensor]], weights: Sequence[Sequence[float]]
-) -> float:
-    rows = [group for group, own in zip(groups, weights, strict=True) for _ in own]
-    probs, multipliers = (torch.stack(column) for column in zip(*rows, strict=True))
-    flat = torch.tensor([weight for own in weights for weight in own], dtype=torch.float64)
-    return float(cohort_discrepancy(singular_values, probs, multipliers, flat / flat.sum()))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The working probabilities differ from :math:`\pi`: they are fitted once per desi
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,10 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
         certain, is_open, missing = open_masks(target, num_terms)
         fitted.append(certain.double())
         if missing and is_open.any():
-            undecided[len(target), num_terms].append(_Undecided(target, certain, is_open, missing, fitted[-1]))
+            # centred, as rounding may leave the sum of the target a little off n
+            goal = torch.zeros_like(target)
+            goal[is_open] = centred_logits(torch.logit(target[is_open]), missing)
+            undecided[len(target), num_terms].append(_Undecided(goal, certain, is_open, missing, fitted[-1]))
     for (size, _), rows in undecided.items():
         count = max(1, MOST_OPEN // size)
         for first in range(0, len(rows), count):
@@ -92,21 +95,14 @@ def fit_conditional_poissons(inclusion_probs: Sequence[Tensor]) -> list[Tensor]:
     return fitted
 
 
-@dataclass
-class _Undecided:
+class _Undecided(NamedTuple):
     """A vector with terms left to chance, and where its working probabilities go; all shapes are ``(N,)``."""
 
-    target: Tensor
+    goal: Tensor  # logits of the open terms, zero for the others
     certain: Tensor
     is_open: Tensor
     missing: int
     working: Tensor
-
-    @property
-    def goal(self) -> Tensor:
-        """Logits of the target, zero except for open terms; centred, as rounding may leave its sum a little off n."""
-        logits = torch.logit(self.target[self.is_open])
-        return torch.zeros_like(self.target).masked_scatter(self.is_open, centred_logits(logits, self.missing))
 
 
 def _fit_open(rows: Sequence[_Undecided]) -> None:
@@ -212,20 +208,15 @@ def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Genera
     check_num_samples(num_samples)
     if parts.num_terms == 0:
         return parts.samples(torch.empty(num_samples, 0, dtype=torch.int64, device=generator.device))
-    rows = _rejective_rows(parts.probs, parts.num_terms, num_samples, generator)
-    return parts.samples(rows.nonzero()[:, 1].view(num_samples, parts.num_terms))
-
-
-def _rejective_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
-    rows_per_hit = 1 + 2.5 * float((probs * (1 - probs)).sum()) ** 0.5
-    probs = probs.to(generator.device)
+    rows_per_hit = 1 + 2.5 * float((parts.probs * (1 - parts.probs)).sum()) ** 0.5
+    probs = parts.probs.to(generator.device)
     kept: list[Tensor] = []
     while (missing := num_samples - sum(map(len, kept))) > 0:
         size = (min(int(1.2 * missing * rows_per_hit) + 8, max(1, CHUNK // len(probs))), len(probs))
         # float64: in float32, terms with probabilities below 2^-24 would be drawn never or far too often.
         rows = torch.rand(size, generator=generator, device=generator.device, dtype=torch.float64) < probs
-        kept.append(rows[rows.sum(1) == num_terms][:missing])
-    return torch.cat(kept)
+        kept.append(rows[rows.sum(1) == parts.num_terms][:missing])
+    return parts.samples(torch.cat(kept).nonzero()[:, 1].view(num_samples, parts.num_terms))
 
 
 def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Tensor:

@@ -123,9 +123,8 @@ def _competing_probs(log_rates: Tensor, num_terms: int) -> Tensor:
     start, nodes = quadrature(log_rates, num_terms)
     log_times, weights = torch.tensor(nodes, dtype=torch.float64).T
     expected = torch.exp((log_rates + log_times[:, None]).clamp_max(50.0))
-    in_time = _at_times(
-        lambda probs: leave_one_out_probabilities(probs, (0, num_terms - 1)).squeeze(-2), log_rates, log_times
-    )
+    events = 0, num_terms - 1
+    in_time = _at_times(lambda p: leave_one_out_probabilities(p, events).squeeze(-2), log_rates, log_times)
     # a term that arrives before the window is among the first n
     probs: Tensor = arrived(log_rates, start) + weights @ (expected * torch.exp(-expected) * in_time)
     return probs.clamp_max(1.0)
@@ -238,15 +237,15 @@ def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generat
     """
     certain, competing = (mask.nonzero()[:, 0] for mask in certain_and_competing(log_sizes, num_terms))
     rates = log_sizes.detach()[competing].double().to(generator.device)
-    winners = in_chunks(lambda size: _race(rates, num_terms - len(certain), size, generator), num_samples, len(rates))
+
+    def race(num_races: int) -> Tensor:
+        waits = torch.empty(num_races, len(rates), dtype=torch.float64, device=generator.device)
+        log_times = waits.exponential_(generator=generator).log() - rates
+        return log_times.topk(num_terms - len(certain), dim=1, largest=False).indices
+
+    winners = in_chunks(race, num_samples, len(rates))
     always = certain.to(generator.device).expand(num_samples, -1)
     return torch.cat([always, competing.to(generator.device)[winners]], dim=1).sort(dim=1).values
-
-
-def _race(log_rates: Tensor, num_winners: int, num_races: int, generator: torch.Generator) -> Tensor:
-    waits = torch.empty(num_races, len(log_rates), dtype=torch.float64, device=generator.device)
-    log_times = waits.exponential_(generator=generator).log() - log_rates
-    return log_times.topk(num_winners, dim=1, largest=False).indices
 
 
 def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
@@ -268,18 +267,18 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
         >>> manly_inclusion_probs(torch.tensor([2.0, 1.0, 1.0]).log(), num_terms=2)
         tensor([0.8284, 0.5858, 0.5858], dtype=torch.float64)
     """
-    return for_competing(log_sizes, num_terms, _manly)
 
+    def manly(log_rates: Tensor, left: int) -> Tensor:
+        even = math.log(-math.log1p(-left / len(log_rates)))  # log t if all sizes were one
+        low, high = even - float(log_rates.max()), even - float(log_rates.min())
 
-def _manly(log_rates: Tensor, num_terms: int) -> Tensor:
-    even = math.log(-math.log1p(-num_terms / len(log_rates)))  # log t if all sizes were one
-    low, high = even - float(log_rates.max()), even - float(log_rates.min())
+        def arrivals(log_time: float) -> tuple[Tensor, Tensor]:
+            expected = torch.exp((log_rates + log_time).clamp_max(50.0))
+            return arrived(log_rates, log_time), expected * torch.exp(-expected)
 
-    def arrivals(log_time: float) -> tuple[Tensor, Tensor]:
-        expected = torch.exp((log_rates + log_time).clamp_max(50.0))
-        return arrived(log_rates, log_time), expected * torch.exp(-expected)
+        return arrived(log_rates, increasing_root(arrivals, low, low, high, left))
 
-    return arrived(log_rates, increasing_root(arrivals, low, low, high, num_terms))
+    return for_competing(log_sizes, num_terms, manly)
 
 
 def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:

@@ -55,26 +55,23 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
 def draw_one_by_one(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
     """Draw like :func:`draw_brewer`, from terms that are already prepared."""
     probs = parts.probs.to(generator.device)
-    return parts.samples(
-        in_chunks(lambda size: _draw_rows(probs, parts.num_terms, size, generator), num_samples, len(probs))
-    )
-
-
-def _draw_rows(probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
     complement = 1 - probs
-    available = probs.expand(num_samples, -1).clone()
-    drawn_complement = probs.new_zeros(num_samples, 1)
-    drawn = torch.empty(num_samples, num_terms, dtype=torch.int64, device=probs.device)
-    for k in range(num_terms):
-        left = num_terms - k
-        weights = brewer_weights(complement, drawn_complement, left).mul_(available)
-        ends = weights.cumsum(1)
-        point = torch.rand(num_samples, 1, generator=generator, device=probs.device, dtype=torch.float64)
-        chosen = torch.searchsorted(ends, point * ends[:, -1:], right=True)
-        drawn[:, k] = chosen[:, 0]
-        available.scatter_(1, chosen, 0.0)
-        drawn_complement += complement[chosen]
-    return drawn
+
+    def draw(size: int) -> Tensor:
+        available = probs.expand(size, -1).clone()
+        drawn_complement = probs.new_zeros(size, 1)
+        drawn = torch.empty(size, parts.num_terms, dtype=torch.int64, device=probs.device)
+        for k in range(parts.num_terms):
+            weights = brewer_weights(complement, drawn_complement, parts.num_terms - k).mul_(available)
+            ends = weights.cumsum(1)
+            point = torch.rand(size, 1, generator=generator, device=probs.device, dtype=torch.float64)
+            chosen = torch.searchsorted(ends, point * ends[:, -1:], right=True)
+            drawn[:, k] = chosen[:, 0]
+            available.scatter_(1, chosen, 0.0)
+            drawn_complement += complement[chosen]
+        return drawn
+
+    return parts.samples(in_chunks(draw, num_samples, len(probs)))
 
 
 def brewer_weights(complement: Tensor, drawn_complement: Tensor, left: int) -> Tensor:
@@ -169,27 +166,22 @@ def minimum_support(inclusion_probs: Tensor) -> Support:
     parts = open_terms(inclusion_probs)
     if parts.num_terms == 0:
         return Support(parts.certain[None], torch.tensor([ONE]))
-    samples, units = _split(whole_units(parts), parts.num_terms)
-    return Support(parts.samples(torch.stack(samples)), torch.tensor(units))
-
-
-def _split(needed: Tensor, num_terms: int) -> tuple[list[Tensor], list[int]]:
     # Of the probability `left` that is not assigned yet, each term needs `needed` and can do without `spare`. Both are
     # integers, so that both stopping conditions are exact.
-    spare = ONE - needed
-    order = torch.arange(len(needed))
+    needed = whole_units(parts)
+    spare, order = ONE - needed, torch.arange(len(needed))
     samples, units, left = [], [], ONE
     while left > 0:
         # Two sorted runs, one of them lowered by a constant: a stable sort is fast on these.
         order = order[needed[order].argsort(descending=True, stable=True)]
-        chosen, others = order[:num_terms], order[num_terms:]
+        chosen, others = order[: parts.num_terms], order[parts.num_terms :]
         share = min(int(needed[chosen[-1]]), int(spare[others].min()))
         needed[chosen] -= share
         spare[others] -= share
         samples.append(chosen)
         units.append(share)
         left -= share
-    return samples, units
+    return Support(parts.samples(torch.stack(samples)), torch.tensor(units))
 
 
 def systematic_support(inclusion_probs: Tensor) -> Support:
@@ -249,20 +241,17 @@ def draw_along(
     parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
 ) -> Tensor:
     """Draw like :func:`draw_systematic`, from terms that are already prepared and their `whole_units`."""
-    lengths = units.to(generator.device)
-    if not shuffled:
-        check_num_samples(num_samples)
-        return parts.samples(_pick(lengths.cumsum(0), _starts(num_samples, generator), parts.num_terms))
-    return parts.samples(
-        in_chunks(lambda size: _pick_shuffled(lengths, parts.num_terms, size, generator), num_samples, len(lengths))
-    )
+    lengths, device = units.to(generator.device), generator.device
 
+    def pick(ends: Tensor, size: int) -> Tensor:
+        return _pick(ends, torch.randint(ONE, (size,), generator=generator, device=device), parts.num_terms)
 
-def _starts(num_samples: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(ONE, (num_samples,), generator=generator, device=generator.device)
+    def pick_shuffled(size: int) -> Tensor:
+        keys = torch.rand(size, len(lengths), generator=generator, device=device, dtype=torch.float64)
+        order = keys.argsort(dim=1)
+        return order.gather(1, pick(lengths[order].cumsum(1), size))
 
-
-def _pick_shuffled(lengths: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
-    keys = torch.rand(num_samples, len(lengths), generator=generator, device=generator.device, dtype=torch.float64)
-    order = keys.argsort(dim=1)
-    return order.gather(1, _pick(lengths[order].cumsum(1), _starts(num_samples, generator), num_terms))
+    if shuffled:
+        return parts.samples(in_chunks(pick_shuffled, num_samples, len(lengths)))
+    check_num_samples(num_samples)
+    return parts.samples(pick(lengths.cumsum(0), num_samples))

@@ -1,17 +1,18 @@
-"""The partition record, the two simple partitioners, and the contract of all partitioners."""
+"""Partitions, held-out examples, the simple partitioners, the contract of all, and reports."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import FrozenInstanceError, dataclass
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Generator, Tensor
 
 from lightning_spectral.partition import (
     DirichletPartitioner,
@@ -20,6 +21,8 @@ from lightning_spectral.partition import (
     PachinkoPartitioner,
     Partition,
     Partitioner,
+    hold_out,
+    report,
 )
 from lightning_spectral.testing import check_partitioner
 
@@ -130,9 +133,7 @@ def concentrations() -> st.SearchStrategy[float]:
     ),
     seed=st.integers(0, 2**31),
 )
-def test_every_example_is_used_once_and_sizes_differ_by_at_most_one(
-    labels: list[int], share: float, make: Callable[[int], Partitioner], seed: int
-) -> None:
+def test_every_example_is_used_once_and_sizes_differ_by_at_most_one(labels, share, make, seed):
     n = len(labels)
     num_clients = 1 + int(share * (n - 1))
     partition = make(num_clients)(n, torch.tensor(labels), torch.Generator().manual_seed(seed))
@@ -245,3 +246,167 @@ def test_wrong_labels_are_refused(labels: Tensor, rule: str) -> None:
 def test_no_clients_are_refused(make: Callable[[int], Partitioner]) -> None:
     with pytest.raises(ValueError, match="`num_clients` must be at least 1, got 0"):
         make(0)
+
+
+def seeded(seed: int = 0) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def whole() -> Partition:
+    """Clients with 0 to 60 examples whose ids are scattered."""
+    sizes = [0, 1, 2, 3, 10, 25, 60]
+    return Partition.from_lists(list(torch.randperm(sum(sizes), generator=seeded()).split(sizes)))
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.1, [0, 0, 1, 1, 1, 2, 6]), (0.9, [0, 0, 1, 2, 9, 22, 54])])
+def test_every_example_is_trained_on_or_held_out(fraction: float, expected: list[int], whole: Partition) -> None:
+    training, held_out = hold_out(whole, fraction, seeded())
+    assert held_out.sizes.tolist() == expected
+    for mine, kept, out in zip(whole, training, held_out, strict=True):
+        assert sorted([*kept.tolist(), *out.tolist()]) == sorted(mine.tolist())
+        places = [mine.tolist().index(example) for example in kept.tolist()]
+        assert places == sorted(places)  # in their original order
+
+
+def test_every_example_of_a_client_is_as_likely_to_be_held_out(whole: Partition) -> None:
+    generator, draws = seeded(), 500
+    counts = torch.zeros(whole.num_assigned)
+    for _ in range(draws):
+        counts[hold_out(whole, 0.2, generator)[1].indices] += 1
+    for examples, expected in zip(whole, (0, 0, 1 / 2, 1 / 3, 2 / 10, 5 / 25, 12 / 60), strict=True):
+        five_sigma = 5 * (expected * (1 - expected) / draws) ** 0.5
+        assert ((counts[examples] / draws - expected).abs() <= five_sigma).all()
+
+
+def test_nothing_held_out_leaves_the_partition_and_the_generator_as_they_are(whole: Partition) -> None:
+    generator = seeded()
+    training, held_out = hold_out(whole, 0.0, generator)
+    assert training is whole
+    assert held_out.sizes.tolist() == [0] * 7
+    assert torch.equal(generator.get_state(), seeded().get_state())
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
+def test_a_share_that_leaves_nothing_is_refused(fraction: float, whole: Partition) -> None:
+    with pytest.raises(ValueError, match=r"must be in \[0, 1\), got"):
+        hold_out(whole, fraction, seeded())
+
+
+MIXED = ["b", ("a", 1), "b", None, 3, ("a", 1)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (MIXED, ("b", ("a", 1), None, 3)),
+        (torch.tensor([7, 5, 7]), (7, 5)),
+        (np.array(["x", "y", "x"]), ("x", "y")),
+        (np.array([2.5, 1.0]), (2.5, 1.0)),
+    ],
+)
+def test_clients_are_named_in_order_of_first_appearance(keys: Any, names: tuple[Hashable, ...]) -> None:
+    partitioner = NaturalPartitioner(keys)
+    assert partitioner.client_names == names
+    assert partitioner.num_clients == len(names)
+    assert repr(partitioner) == f"NaturalPartitioner(num_clients={len(names)})"
+
+
+@given(keys=st.lists(st.integers(0, 5), min_size=1, max_size=40))
+def test_each_client_owns_exactly_the_examples_of_its_key(keys: list[int]) -> None:
+    partitioner = NaturalPartitioner(keys)
+    partition = partitioner(len(keys), None, torch.Generator())
+    for name, examples in zip(partitioner.client_names, partition, strict=True):
+        assert examples.tolist() == [i for i, key in enumerate(keys) if key == name]
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ([], "at least one key"),
+        (torch.zeros(2, 2), r"one-dimensional, got shape \(2, 2\)"),
+        (list(torch.tensor([1, 1])), r"hashable by value, got tensor\(1\)"),
+        (np.array([1.0, np.nan]), "hashable by value, got nan"),
+    ],
+)
+def test_unusable_keys_are_refused(keys: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        NaturalPartitioner(keys)
+
+
+def test_keys_of_another_data_set_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one key per example \(5\), got 3"):
+        NaturalPartitioner(["a", "b", "a"])(5, None, torch.Generator())
+
+
+def test_several_data_sets_can_have_the_same_clients() -> None:
+    names = ("romeo", "juliet", "nurse")
+    one, two = (NaturalPartitioner(keys, names=names) for keys in (["nurse", "romeo", "nurse"], ["juliet"] * 3))
+    assert one.client_names == two.client_names == names
+    assert [part.tolist() for part in one(3, None, torch.Generator())] == [[1], [], [0, 2]]
+    assert [part.tolist() for part in two(3, None, torch.Generator())] == [[], [0, 1, 2], []]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"), [(["romeo"], "'juliet'"), (["romeo", "juliet", "romeo"], "'romeo' twice")]
+)
+def test_wrong_names_are_named(names: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NaturalPartitioner(["romeo", "juliet"], names=names)
+
+
+SEVENS = torch.tensor([3, 3, 7, 3, 9, 7])
+PARTITION = Partition.from_lists([[0, 1, 2], [4], [], [5, 3]])
+
+
+def test_histogram_counts_each_client_and_class() -> None:
+    seen = report(PARTITION, SEVENS)
+    assert seen.classes is not None
+    assert seen.histogram is not None
+    assert seen.classes.tolist() == [3, 7, 9]
+    assert seen.histogram.tolist() == [[2, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 0]]
+    assert seen.counts.tolist() == [3, 1, 0, 2]
+
+
+def test_mean_classes_counts_shares_above_the_threshold() -> None:
+    seen = report(PARTITION, SEVENS)
+    assert seen.mean_classes() == (2 + 1 + 0 + 2) / 4
+    assert seen.mean_classes(0.4) == (1 + 1 + 0 + 2) / 4
+    assert seen.mean_classes(0.5) == (1 + 1 + 0 + 0) / 4
+
+
+def test_long_tables_are_cut() -> None:
+    text = str(report(IIDPartitioner(40)(400, None, torch.Generator().manual_seed(0)), torch.arange(400) % 9))
+    assert text.startswith("40 clients, 400 examples; 10 / 10 / 10 examples per client")
+    assert text.endswith("... and 30 more clients")
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_report_without_labels_has_sizes_only() -> None:
+    seen = report(PARTITION)
+    assert (seen.histogram, seen.classes) == (None, None)
+    assert "classes" not in str(seen)
+    with pytest.raises(ValueError, match="made without labels"):
+        seen.mean_classes()
+
+
+def test_too_few_labels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"at least 6\), got shape \(5,\)"):
+        report(PARTITION, SEVENS[:5])
+
+
+@pytest.mark.parametrize("labels", [SEVENS, None])
+def test_bars_stack_to_the_sizes(labels: torch.Tensor | None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    seen = report(PARTITION, labels)
+    axes = seen.plot(tmp_path / "split.png")
+    assert (tmp_path / "split.png").stat().st_size > 0
+    tops = [max(bar.get_y() + bar.get_height() for bar in column) for column in zip(*axes.containers, strict=True)]
+    assert tops == seen.counts.tolist()
+
+
+def test_plot_draws_on_the_axes_it_is_given() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots()
+    assert report(PARTITION, SEVENS).plot(axes) is axes
+    assert len(axes.patches) == 3 * 4

@@ -28,13 +28,9 @@ def rows(per_group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 
 def enumerated_error(s: torch.Tensor, probs: torch.Tensor, omega: torch.Tensor, weights: torch.Tensor) -> float:
     """E sum_i s_i^2 (1 - sum_c a_c omega_ci z_ci)^2 over all outcomes of independent indicators z."""
-    total = 0.0
-    for i in range(len(s)):
-        for z in itertools.product([0, 1], repeat=len(probs)):
-            chance = np.prod([probs[c, i] if held else 1 - probs[c, i] for c, held in enumerate(z)])
-            average = sum(weights[c] * omega[c, i] * held for c, held in enumerate(z))
-            total += float(chance * s[i] ** 2 * (1 - average) ** 2)
-    return total
+    z = torch.tensor(list(itertools.product([0.0, 1.0], repeat=len(probs)))).double()[:, :, None]
+    chances = (z * probs + (1 - z) * (1 - probs)).prod(1)
+    return float((chances * (1 - (z * weights[:, None] * omega).sum(1)) ** 2 @ s**2).sum())
 
 
 @pytest.fixture
@@ -154,9 +150,7 @@ def fixed_size_probs(weights: list[float], share: float) -> torch.Tensor:
     cohort_size=st.integers(1, 12),
     seed=st.integers(0, 2**31),
 )
-def test_coordinated_clients_get_exact_sizes_and_even_counts(
-    weights: list[float], share: float, cohort_size: int, seed: int
-) -> None:
+def test_coordinated_clients_get_exact_sizes_and_even_counts(weights, share, cohort_size, seed):
     pi = fixed_size_probs(weights, share)
     dealt = draw_coordinated(pi, cohort_size, torch.Generator().manual_seed(seed))
     n = round(float(pi.sum()))

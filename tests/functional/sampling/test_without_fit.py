@@ -1,8 +1,10 @@
-"""Systematic and minimum support sampling against exact rational arithmetic."""
+"""Draws: Brewer's, systematic and minimum support against exact laws; what all draws share; and numbers made with R."""
 
 import itertools
+from collections.abc import Callable
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,10 @@ from sampling_laws import spectra
 from torch import Tensor
 
 from lightning_spectral.functional import (
+    draw_brewer,
+    draw_conditional_poisson,
     draw_from_support,
+    draw_successive,
     draw_systematic,
     minimum_support,
     proportional_inclusion_probs,
@@ -20,6 +25,88 @@ from lightning_spectral.functional import (
 )
 from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.without_fit import ONE, whole_units
+
+PROBS = {
+    "steep": [0.9, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05, 0.05],
+    "nearly certain": [0.999, 0.99, 0.9, 0.5, 0.4, 0.2, 0.01, 0.001],
+    "ties": [0.5] * 10,
+    "half, twelve": [0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.4, 0.3, 0.2, 0.15, 0.1, 0.05],
+    "one of five": [0.5, 0.3, 0.1, 0.06, 0.04],
+    "all but one": [0.99, 0.9, 0.7, 0.41],
+}
+
+
+def law_by_enumeration(pi: np.ndarray, n: int) -> dict[frozenset[int], float]:
+    """Set by set, adding one term at a time with the formula as published: pi (R - pi) / (R - r pi)."""
+    law = {frozenset(): 1.0}
+    for left in range(n, 0, -1):
+        longer: dict[frozenset[int], float] = {}
+        for drawn, probability in law.items():
+            others = [i for i in range(len(pi)) if i not in drawn]
+            rest = n - sum(pi[i] for i in drawn)
+            weights = np.array([pi[i] * (rest - pi[i]) / (rest - pi[i] * left) for i in others])
+            for i, share in zip(others, weights / weights.sum(), strict=True):
+                longer[drawn | {i}] = longer.get(drawn | {i}, 0.0) + probability * share
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_the_published_formula_has_the_given_inclusion_probabilities(name):
+    pi = np.array(PROBS[name])
+    law = law_by_enumeration(pi, round(pi.sum()))
+    marginals = sum(p * np.isin(range(len(pi)), list(terms)) for terms, p in law.items())
+    np.testing.assert_allclose(marginals, pi, atol=1e-13, rtol=0)
+
+
+def deviations(draws: torch.Tensor, law: dict[frozenset[int], float]) -> float:
+    """Largest deviation of a subset's frequency in units of what chance allows."""
+    size = len(draws)
+    keys, counts = np.unique((2**draws).sum(1).numpy(), return_counts=True)
+    frequency = dict(zip(keys.tolist(), (counts / size).tolist(), strict=True))
+    return max(
+        abs(frequency.get(sum(2**i for i in terms), 0.0) - p) / (5 * np.sqrt(p * (1 - p) / size) + 1 / size)
+        for terms, p in law.items()
+    )
+
+
+@pytest.mark.parametrize("name", PROBS)
+def test_draws_have_the_enumerated_joint_law(name):
+    pi = np.array(PROBS[name])
+    draws = draw_brewer(torch.tensor(pi), 40_000, torch.Generator().manual_seed(0))
+    assert deviations(draws, law_by_enumeration(pi, round(pi.sum()))) <= 1
+
+
+def test_draws_without_the_correction_are_detected():
+    """The negative control: draws one by one in proportion to the inclusion probabilities."""
+    pi = np.array(PROBS["steep"])
+    draws = torch.tensor(pi).expand(40_000, -1).multinomial(3, generator=torch.Generator().manual_seed(0))
+    assert deviations(draws, law_by_enumeration(pi, 3)) > 1
+
+
+def test_certain_and_impossible_terms_do_not_affect_the_other_terms():
+    pi = torch.tensor([1.0, 0.9, 0.0, 0.7, 0.4, 1.0], dtype=torch.float64)
+    with_them = draw_brewer(pi, 100, torch.Generator().manual_seed(0))
+    without = draw_brewer(pi[[1, 3, 4]], 100, torch.Generator().manual_seed(0))
+    assert (with_them[:, [0, -1]] == torch.tensor([0, 5])).all()
+    assert torch.equal(with_them[:, 1:-1], torch.tensor([1, 3, 4])[without])
+
+
+def test_entries_a_trillionth_from_zero_and_one_keep_full_precision():
+    """Weights of all terms at every first and second draw, against exact rational numbers."""
+    from fractions import Fraction
+
+    from lightning_spectral.functional.sampling.without_fit import brewer_weights
+
+    pi = torch.tensor([1 - 1e-12, 1 - 1e-12, 1e-12, 1e-12, 0.5, 0.5], dtype=torch.float64)
+    exact = [Fraction(x) for x in pi.tolist()]
+    for drawn in [(), (0,), (4,), (0, 1), (0, 4)]:
+        left, e = 3 - len(drawn), sum((1 - exact[i] for i in drawn), Fraction(0))
+        actual = brewer_weights(1 - pi, torch.tensor([[float(e)]], dtype=torch.float64), left)[0]
+        for i in set(range(6)) - set(drawn):
+            expected = (left - 1 + e + 1 - exact[i]) / (e + left * (1 - exact[i]))
+            assert float(actual[i]) == pytest.approx(float(expected), rel=1e-15)
+
 
 Law = dict[tuple[int, ...], Fraction]
 
@@ -153,3 +240,33 @@ def test_whole_units_spread_the_rounding_error_of_the_sum():
 def test_too_many_terms_for_whole_units_are_named():
     with pytest.raises(ValueError, match="at most 8191 open terms, got 8200; use ConditionalPoisson"):
         systematic_support(torch.full((16_400,), 0.5))
+
+
+PI = torch.full((10,), 0.4)
+CHUNKED: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "conditional Poisson": lambda size, generator: draw_conditional_poisson(PI, 4, size, generator),
+    "successive": lambda size, generator: draw_successive(torch.zeros(10), 4, size, generator),
+    "Brewer": lambda size, generator: draw_brewer(PI, size, generator),
+    "shuffled systematic": lambda size, generator: draw_systematic(PI, size, generator, shuffled=True),
+}
+OTHERS = {
+    "systematic": lambda size, generator: draw_systematic(PI, size, generator),
+    "from a list": lambda size, generator: draw_from_support(minimum_support(PI), size, generator),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 25])
+@pytest.mark.parametrize("draw", CHUNKED.values(), ids=CHUNKED)
+def test_draws_in_chunks_are_complete(draw, chunk, monkeypatch):
+    for module in ("open_terms", "conditional_poisson"):
+        monkeypatch.setattr(f"lightning_spectral.functional.sampling.{module}.CHUNK", chunk)
+    draws = draw(7, torch.Generator().manual_seed(0))
+    assert draws.shape == (7, 4)
+    assert (draws.diff(dim=1) > 0).all()
+    assert len(set(map(tuple, draws.tolist()))) > 1
+
+
+@pytest.mark.parametrize("draw", [*CHUNKED.values(), *OTHERS.values()], ids=[*CHUNKED, *OTHERS])
+def test_no_samples_is_an_error(draw):
+    with pytest.raises(ValueError, match="`num_samples` must be at least 1, got 0"):
+        draw(0, torch.Generator())

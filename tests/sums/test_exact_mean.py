@@ -1,7 +1,10 @@
-"""The oracle is exact rational arithmetic, written from the docstrings."""
+"""Exact weights, sums and means: the oracle is rational arithmetic, written from the docstrings."""
 
+import functools
 import itertools
 import math
+import operator
+from collections.abc import Iterable
 from fractions import Fraction
 
 import pytest
@@ -12,11 +15,130 @@ from peers import in_processes, merge
 from torch import Tensor
 
 from lightning_spectral.protocol.records import Upload, WorkUnit
-from lightning_spectral.sums import MeanChange
-from lightning_spectral.sums.exact_mean import LARGEST, MOST_TERMS
+from lightning_spectral.sums import MeanBits
+from lightning_spectral.sums.exact_mean import (
+    COARSE_BITS,
+    FINE,
+    LARGEST,
+    MOST_TERMS,
+    NEAR,
+    ONE,
+    MeanChange,
+    Weights,
+    cut,
+    join,
+    largest_magnitudes,
+)
+
+
+def total_of(weights: list[float], total: float) -> Weights:
+    added = Weights(total)
+    for weight in weights:
+        added.add(weight)
+    return added
+
+
+def test_sum_of_weights_does_not_depend_on_order_where_a_plain_sum_does() -> None:
+    orders = list(itertools.permutations((0.1, 0.2, 0.3, 0.7)))
+    plain = {functools.reduce(operator.add, order) for order in orders}  # Python's `sum` compensates since 3.12
+    assert len(plain) > 1  # or the test would show nothing
+    assert len({total_of(list(order), 1.3).value for order in orders}) == 1
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=20))
+def test_numbers_of_examples_stay_exact(sizes: list[int]) -> None:
+    weights = total_of([float(size) for size in sizes], sum(sizes))
+    assert weights.value == sum(sizes)
+    assert weights.sum == Fraction(sum(sizes)) * Fraction(weights.one)
+
+
+@given(st.lists(st.floats(0, 1e12), min_size=1, max_size=20))
+def test_a_weight_is_rounded_by_at_most_2_to_the_minus_52_of_the_total(coefficients: list[float]) -> None:
+    total = math.fsum(coefficients)
+    weights = Weights(total)
+    scale = Fraction(2) ** math.frexp(total)[1] / Fraction(ONE)
+    for coefficient in coefficients:
+        assert abs(weights.add(coefficient) * scale - Fraction(coefficient)) <= Fraction(total) / 2**52
+
+
+@pytest.mark.parametrize("order", [sorted, lambda values: sorted(values, reverse=True)])
+def test_a_total_that_was_itself_rounded_is_large_enough(order: object) -> None:
+    assert callable(order)
+    coefficients = [0.1 + i / 7 for i in range(MOST_TERMS)]
+    assert total_of(coefficients, sum(order(coefficients))).num_terms == MOST_TERMS
+
+
+def test_more_weight_than_was_announced_is_refused() -> None:
+    with pytest.raises(ValueError, match="sum to more than `total_weight`=10; give the sum of all"):
+        total_of([6, 6], 10)
+    for weight in (-1.0, 11.0, math.nan):
+        with pytest.raises(ValueError, match="must be between 0 and the total of 10, got"):
+            Weights(10).add(weight)
+    for total in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="`total_weight` must be finite and at least 0, got"):
+            Weights(total)
+
+
+def test_more_clients_than_there_is_room_for_are_refused() -> None:
+    weights = total_of([0.0] * MOST_TERMS, 0)
+    with pytest.raises(OverflowError, match="room for 8192 terms; ask fewer clients"):
+        weights.add(0.0)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+COARSE = 2**COARSE_BITS
+
+
+@given(st.floats(-(2.0**91), 2.0**91))
+def test_cut_splits_a_number_without_loss_into_whole_coarse_steps_and_less_than_one(steps: float) -> None:
+    rest = torch.tensor([steps], dtype=torch.float64)
+    coarse = cut(rest)
+    assert float(coarse) == round(Fraction(steps) / COARSE)
+    assert Fraction(float(coarse)) * COARSE + Fraction(float(rest)) == Fraction(steps)
+    assert abs(float(rest)) <= COARSE / 2
+
+
+def test_both_sums_have_room_for_the_worst_round() -> None:
+    """Weights sum to 1, plus a step of 2^-52 for each; the coarse sum must also be exact in float64."""
+    weights = 1 + Fraction(MOST_TERMS, 2**52)
+    near, rests, rounding = Fraction(NEAR * FINE), Fraction(COARSE, 2) * MOST_TERMS, Fraction(1, 2) * MOST_TERMS
+    assert weights * near + rests + rounding < 2**63
+    assert weights * Fraction(2 * LARGEST * FINE) / COARSE + rounding + Fraction(2**63, COARSE) <= 2**53
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**52), 2**52))
+def test_sums_are_joined_with_one_rounding(steps: int, coarse: int) -> None:
+    joined = join(torch.tensor([steps]), torch.tensor([coarse]))
+    assert joined.tolist() == [float(steps + coarse * COARSE)]
+    assert join(torch.tensor([steps])).tolist() == [float(steps)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 2 * LARGEST])
+def test_what_cannot_be_summed_is_refused_by_rule_and_value(value: float) -> None:
+    one = {"w": torch.ones(1)}
+    with pytest.raises(OverflowError, match=r"at most 1\.09951e\+12 in magnitude; 'w' has .* after local training"):
+        MeanChange(one, 1).add({"w": torch.tensor([value])}, 1)
+    with pytest.raises(OverflowError, match=r"'w' has .* before local training"):
+        MeanChange({"w": torch.tensor([value])}, 1).add(one, 1)
+    MeanChange({"w": torch.tensor([LARGEST])}, 1).add({"w": torch.tensor([LARGEST])}, 1)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.int8, torch.bool])
+def test_largest_magnitude_of_every_type_is_exact(dtype: torch.dtype) -> None:
+    tensors = {"a": torch.tensor([[0, -1], [1, 1]]).to(dtype), "none": torch.zeros(0, 3, dtype=dtype)}
+    tensors["scalar"] = torch.tensor(1).to(dtype)
+    others = {"large": torch.tensor(-70_000), "fine": torch.tensor([1 + 2**-50], dtype=torch.float64)}
+    expected = {"a": 1.0, "none": 0.0, "scalar": 1.0, "large": 70_000.0, "fine": 1 + 2**-50}
+    assert largest_magnitudes({**tensors, **others}) == expected
+
+
+def test_largest_magnitude_of_not_a_number_is_not_a_number() -> None:
+    found = largest_magnitudes({"bad": torch.tensor([1.0, float("nan"), 2.0]), "good": torch.tensor([-2.0])})
+    assert str(found) == "{'bad': nan, 'good': 2.0}"
+    assert largest_magnitudes({}) == {}
+
 
 Client = tuple[dict[str, Tensor], float]
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mean_of(before: dict[str, Tensor], clients: list[Client], total: float, absolute: bool = False) -> MeanChange:
@@ -97,9 +219,7 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[Client], float]:
 
 @settings(max_examples=40, deadline=None)
 @given(rounds(), st.booleans())
-def test_mean_is_the_exact_one_of_cut_values_rounded_twice(
-    case: tuple[dict[str, Tensor], list[Client], float], absolute: bool
-) -> None:
+def test_mean_is_the_exact_one_of_cut_values_rounded_twice(case, absolute):
     before, clients, total = case
     for name, mean in mean_of(before, clients, total, absolute).finish():
         exact = exact_mean(before[name], [(after[name], weight) for after, weight in clients], total, absolute)
@@ -128,9 +248,7 @@ def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor]
 
 @settings(max_examples=40, deadline=None)
 @given(rounds(), st.randoms(use_true_random=False), st.booleans())
-def test_bits_depend_neither_on_order_nor_on_grouping(
-    case: tuple[dict[str, Tensor], list[Client], float], random: object, absolute: bool
-) -> None:
+def test_bits_depend_neither_on_order_nor_on_grouping(case, random, absolute):
     before, clients, total = case
     expected = bits(mean_of(before, clients, total, absolute))
     shuffled = list(clients)
@@ -153,9 +271,7 @@ BLOCK = 2**16
 
 @pytest.mark.parametrize("shape", [(0, 2), (), (BLOCK,), (BLOCK + 1,), (300, 500), (2, BLOCK, 2)])
 @pytest.mark.parametrize("is_transposed", [(False, False), (True, False), (False, True), (True, True)])
-def test_large_tensors_come_in_blocks_whatever_their_order_in_memory(
-    shape: tuple[int, ...], is_transposed: tuple[bool, bool]
-) -> None:
+def test_large_tensors_come_in_blocks_whatever_their_order_in_memory(shape, is_transposed):
     generator = torch.Generator().manual_seed(0)
     before, after = (
         torch.randn(shape[::-1], generator=generator).permute(list(range(len(shape)))[::-1])
@@ -455,3 +571,83 @@ def test_a_given_change_is_that_of_the_values_and_too_large_a_one_is_refused() -
     assert {n: t.tolist() for n, t in ours.finish()} == {n: t.tolist() for n, t in theirs.finish()}
     with pytest.raises(OverflowError, match="'weight' has 2e"):
         ours.add_change({**change, "weight": torch.tensor([2e12, 0.0])}, weight=1)
+
+
+N = 37
+
+
+def random_bits(weights: Iterable[float]) -> list[tuple[Tensor, float]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.rand(N, generator=generator) < 0.5, weight) for weight in weights]
+
+
+def bits_of(added: Iterable[tuple[Tensor, float]], total: float) -> MeanBits:
+    mean = MeanBits(N, total)
+    for bits, weight in added:
+        mean.add(bits, weight)
+    return mean
+
+
+def test_the_mean_does_not_depend_on_the_order_where_a_plain_sum_does() -> None:
+    weights, total = (0.1, 0.2, 0.3, 0.7), 1.3
+    orders = list(itertools.permutations(random_bits(weights)))
+    means = [bits_of(order, total).finish() for order in orders]
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    plain = {tuple(sum(w * bits.double() for bits, w in order).tolist()) for order in orders}
+    assert len(plain) > 1  # or the test would show nothing
+
+
+def test_it_does_not_depend_on_how_clients_are_split_over_processes() -> None:
+    added = random_bits((0.1, 0.2, 0.3, 0.7, 0.0))
+    whole = bits_of(added, 1.3)
+    for split in range(len(added) + 1):
+        mine, theirs = bits_of(added[:split], 1.3), bits_of(added[split:], 1.3)
+        merge(mine, theirs)
+        assert torch.equal(mine.finish(), whole.finish())
+        assert torch.equal(mine.finish(prior=1.0), whole.finish(prior=1.0))
+        assert (mine.weights.sum, mine.weights.num_terms) == (whole.weights.sum, whole.weights.num_terms)
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 1, 1), (3, 0, 5, 11), (2**40, 1, 2**52 - 2**41, 7), (0, 0)], ids=str)
+def test_the_mean_of_whole_weights_is_the_nearest_number_to_the_fraction(weights: tuple[int, ...]) -> None:
+    added = random_bits(map(float, weights))
+    expected = []
+    for i in range(N):
+        ones = sum((w for (bits, _), w in zip(added, weights, strict=True) if bits[i]), start=0)
+        expected.append(float(Fraction(ones, max(1, sum(weights)))))
+    assert bits_of(added, float(sum(weights))).finish().tolist() == expected
+
+
+@pytest.mark.parametrize("prior", [0.5, 1.0, 10.0])
+def test_smoothing_adds_pseudo_counts_of_both_outcomes(prior: float) -> None:
+    added = random_bits([1.0] * 6)
+    added = [(bits.index_fill(0, torch.tensor([0]), True), weight) for bits, weight in added]
+    mean = bits_of(added, 6.0)
+    counts = [sum(int(bits[i]) for bits, _ in added) for i in range(N)]
+    assert mean.finish().tolist() == [count / 6 for count in counts]
+    assert mean.finish(prior).tolist() == pytest.approx([(count + prior) / (6 + 2 * prior) for count in counts])
+    assert mean.finish()[0] == 1.0
+    assert (mean.finish(prior) < 1).all()
+    # unequal weights: K times the weighted mean takes the place of the count
+    weighted = bits_of(random_bits([1.0, 2.0, 5.0]), 8.0)
+    expected = [(3 * z + prior) / (3 + 2 * prior) for z in weighted.finish().tolist()]
+    assert weighted.finish(prior).tolist() == pytest.approx(expected)
+
+
+def test_without_clients_the_mean_is_0_and_the_smoothed_one_a_half() -> None:
+    assert MeanBits(2, total_weight=3.0).finish().tolist() == [0.0, 0.0]
+    assert MeanBits(2, total_weight=3.0).finish(prior=1.0).tolist() == [0.5, 0.5]
+
+
+def test_nothing_is_rounded_so_only_the_counts_travel_between_processes() -> None:
+    mean = bits_of(random_bits([1.0, 3.0]), 4.0)
+    assert not mean.coarse
+    (total,) = mean.totals(())
+    assert total.dtype == torch.int64
+    assert total is mean.totals(())[0]  # added up in place
+    assert (total / mean.weights.sum).tolist() == mean.finish().tolist()
+
+
+def test_one_bit_is_not_taken_for_all() -> None:
+    with pytest.raises(ValueError, match=r"Bits of shape \(3,\) are averaged, got \(1,\)"):
+        MeanBits(3, total_weight=1).add(torch.tensor([True]), weight=1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_spectral.testing.choices import check_rows
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -34,6 +33,7 @@ from lightning_spectral.functional import (
 )
 from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design
+from lightning_spectral.testing.choices import check_rows
 
 DESIGNS = [
     ConditionalPoisson(),

@@ -9,9 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_spectral.public_names import NAMES as _NAMES
-from lightning_spectral.public_names import PLACES as _PLACES
-from lightning_spectral.strategy_names import register_strategies
+from lightning_spectral.front_door import PLACES as _PLACES
+from lightning_spectral.front_door import register_strategies
 
 if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral import algorithms as algorithms
@@ -101,15 +100,8 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
 
 __version__ = "0.1.0"
 
-_ROOMS = {
-    "client",
-    "functional",
-    "models",
-    "network",
-    "report",
-    "server",
-    "testing",
-    *(place.split(".")[0] for place in _NAMES),
+_ROOMS = {place.partition(".")[0] for place in _PLACES.values()} | {
+    *("client", "functional", "models", "network", "report", "server", "testing")
 }
 
 __all__ = sorted(_PLACES)

@@ -9,14 +9,16 @@ import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
+from typing import Any
 
-from lightning_spectral.errors import ReportError, from_extra
+from lightning_spectral.errors import ReportError
 from lightning_spectral.report.compared import group_runs, groups_table, in_order
 from lightning_spectral.report.measures import choose_metric
+from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import printable, read_runs
 from lightning_spectral.sweep.plan import PlannedRun, SweepError, planned_runs
 from lightning_spectral.sweep.run import FINISHED, OUTPUT, begin, resolved
@@ -56,12 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None) -> int:
-    able = _begun(runs, folder, given)
-    waiting = [run for run, place in able.items() if not (place / FINISHED).is_file()]
+    mistakes: dict[str, list[PlannedRun]] = defaultdict(list)
+    able = {}
+    for run in runs:
+        try:
+            begin(folder / run.folder, resolved(given, run))
+            able[run] = folder / run.folder
+        except SweepError as error:
+            mistakes[str(error)].append(run)
+    for mistake, of in mistakes.items():  # each is told once
+        _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
+    if not able:
+        raise SweepError("no run can be trained")
+    waiting = {run: place for run, place in able.items() if not (place / FINISHED).is_file()}
     before = len(able) - len(waiting)
     if before:
         print(f"{before} of {len(runs)} runs are finished already")
-    for number, (run, failure) in enumerate(_train_all(waiting, able, jobs), start=before + 1):
+    for number, (run, failure) in enumerate(_train_all(waiting, jobs), start=before + 1):
         if failure:
             _complain(f"{run.name}: {failure} (see {able[run] / OUTPUT})")
         else:
@@ -71,34 +84,18 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
     return int(len(finished) < len(runs) or not written)
 
 
-def _begun(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str]) -> dict[PlannedRun, Path]:
-    """The folders of the runs that can be trained, each with its config; each mistake is told once."""
-    mistakes: dict[str, list[PlannedRun]] = defaultdict(list)
-    able = {}
-    for run in runs:
-        place = folder / run.folder
-        try:
-            begin(place, resolved(given, run))
-            able[run] = place
-        except SweepError as error:
-            mistakes[str(error)].append(run)
-    for mistake, of in mistakes.items():
-        _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
-    if not able:
-        raise SweepError("no run can be trained")
-    return able
-
-
-def _train_all(
-    runs: Sequence[PlannedRun], places: dict[PlannedRun, Path], jobs: int
-) -> Iterator[tuple[PlannedRun, str]]:
+def _train_all(places: Mapping[PlannedRun, Path], jobs: int) -> Iterator[tuple[PlannedRun, str]]:
     """Train runs, each in a process; yield each with why it failed, empty if it did not, as soon as it ends."""
-    waiting, working = deque(runs), dict[PlannedRun, Popen[bytes]]()
+    waiting, working = deque(places), dict[PlannedRun, Popen[bytes]]()
     try:
         while waiting or working:
             while waiting and len(working) < jobs:
                 run = waiting.popleft()
-                working[run] = _start(run, places[run])
+                command = [sys.executable, "-m", "lightning_spectral.sweep.run", str(places[run])]
+                with (places[run] / OUTPUT).open("ab") as output:
+                    # a session of its own: Ctrl-C reaches the sweep alone
+                    streams: dict[str, Any] = {"stdin": PIPE, "stdout": output, "stderr": STDOUT}
+                    working[run] = Popen([*command, json.dumps(run.settings)], **streams, start_new_session=True)
             for run, process in list(working.items()):
                 if process.poll() is not None:
                     process.communicate()
@@ -108,14 +105,6 @@ def _train_all(
     finally:
         for process in working.values():
             process.communicate()  # closes the pipe, which ends it
-
-
-def _start(run: PlannedRun, place: Path) -> Popen[bytes]:
-    settings = {**dict(run.choices), **({} if run.seed is None else {"seed": run.seed})}
-    command = [sys.executable, "-m", "lightning_spectral.sweep.run", str(place), json.dumps(settings)]
-    with (place / OUTPUT).open("ab") as output:
-        # a session of its own: Ctrl-C reaches the sweep alone
-        return Popen(command, stdin=PIPE, stdout=output, stderr=STDOUT, start_new_session=True)
 
 
 def _failure(status: int, place: Path) -> str:
@@ -136,8 +125,6 @@ def _compare(finished: Sequence[Path], page: Path, target: float | None) -> bool
         metric, runs, _ = choose_metric(read_runs(finished)[0])
         table = groups_table(in_order(group_runs(runs)[0], metric), metric)
         print("", as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]]), "", sep="\n")
-        with from_extra("report"):
-            from lightning_spectral.report.page import write_report
         (written, *_) = write_report(finished, page, target=target)
     except (ModuleNotFoundError, ReportError) as error:
         _complain(str(error))
@@ -168,13 +155,10 @@ def _complain(text: str) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ArgumentTypeError(f"expected whole numbers such as 0,1,2, got {text!r}") from None
-    if min(found) < 0:
-        raise ArgumentTypeError(f"seeds must be at least 0, got {min(found)}")
-    return found
+    parts = text.replace(" ", "").split(",")
+    if not all(map(str.isdecimal, parts)):
+        raise ArgumentTypeError(f"expected whole numbers of at least 0 such as 0,1,2, got {text!r}")
+    return list(map(int, parts))
 
 
 def _jobs(text: str) -> int:
@@ -184,12 +168,8 @@ def _jobs(text: str) -> int:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        "python -m lightning_spectral sweep",
-        description=DESCRIPTION,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    name, layout = "python -m lightning_spectral sweep", RawDescriptionHelpFormatter
+    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout, allow_abbrev=False)
     add = parser.add_argument
     add("-c", "--config", action="append", required=True, help="the config of the runs, as for fit")
     add(

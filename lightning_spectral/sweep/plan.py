@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lightning_spectral.public_names import NAMES
+from lightning_spectral.front_door import NAMES
 
 BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
@@ -42,14 +42,14 @@ class PlannedRun:
     seed: int | None = None  # None: that of the config
 
     @property
-    def combination(self) -> str:
-        """What it has in common with its repetitions, for readers."""
-        return ", ".join(f"{name}={value}" for name, value in self.choices)
+    def settings(self) -> dict[str, Any]:
+        """What distinguishes it from all other runs, by name."""
+        return {**dict(self.choices), **({} if self.seed is None else {SEED: self.seed})}
 
     @property
     def name(self) -> str:
-        """What distinguishes it from all other runs, for readers."""
-        return ", ".join(filter(None, (self.combination, "" if self.seed is None else f"{SEED}={self.seed}")))
+        """The settings, for readers."""
+        return ", ".join(f"{name}={value}" for name, value in self.settings.items())
 
     @property
     def folder(self) -> Path:
@@ -68,65 +68,36 @@ def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun
         >>> print(runs[1].folder)
         algorithm=FedAvg,alpha=10/seed=0
     """
-    settings = _settings(varied)
+    settings: dict[str, list[str]] = {}  # the values of each, by its key
+    for text in varied:
+        key, equals, listed = text.partition("=")
+        key = key.strip().removeprefix("--")
+        if not key or not equals:
+            raise SweepError(f"`--vary {text}`: expected key=value,value, as in `data.partitioner.alpha=0.3,10`")
+        values = [_with_capitals(key, value) for value in split_values(listed)]
+        if not values:
+            raise SweepError(f"`--vary {text}` names no value, so there is nothing to run; name some, or leave it out")
+        if key in settings:
+            raise SweepError(f"`{key}` is varied twice; put all its values into one `--vary`")
+        if repeated := _repeated(values):
+            raise SweepError(f"`--vary {key}` has {repeated} twice; leave one out")
+        settings[key] = values
     if not settings and not seeds:
         raise SweepError("nothing is varied: name settings, as in `--vary data.partitioner.alpha=0.3,10`, or `--seeds`")
     if repeated := _repeated(seeds):
         raise SweepError(f"`--seeds` has {repeated} twice; leave one out")
     short = short_names(list(settings))
     runs = []
-    for values in itertools.product(*settings.values()):
-        chosen = dict(zip(settings, values, strict=True))
-        choices = tuple((short[key], in_few_letters(value)) for key, value in chosen.items())
-        arguments = tuple(f"--{key}={value}" for key, value in chosen.items())
+    for combination in itertools.product(*settings.values()):
+        chosen = list(zip(settings, combination, strict=True))
+        choices = tuple((short[key], in_few_letters(value)) for key, value in chosen)
+        arguments = tuple(f"--{key}={value}" for key, value in chosen)
         runs += [PlannedRun(choices, arguments, seed) for seed in seeds or (None,)]
     return runs
 
 
-def _settings(varied: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each setting, by its key."""
-    found: dict[str, list[str]] = {}
-    for text in varied:
-        key, equals, listed = text.partition("=")
-        key = key.strip().removeprefix("--")
-        values = [_with_capitals(key, value) for value in split_values(listed)]
-        if not key or not equals:
-            raise SweepError(f"`--vary {text}`: expected key=value,value, as in `data.partitioner.alpha=0.3,10`")
-        if not values:
-            raise SweepError(f"`--vary {text}` names no value, so there is nothing to run; name some, or leave it out")
-        if key in found:
-            raise SweepError(f"`{key}` is varied twice; put all its values into one `--vary`")
-        if repeated := _repeated(values):
-            raise SweepError(f"`--vary {key}` has {repeated} twice; leave one out")
-        found[key] = values
-    return found
-
-
-def classes_meant(key: str, word: str) -> list[str]:
-    """The package's classes that a word in lower case may name, whole or by how they begin.
-
-    Args:
-        key: Dotted key of a setting, whose last part says which classes it takes.
-        word: Its value, as typed.
-
-    Returns:
-        Their names; none if the setting takes no classes, or if the word is something else.
-
-    Example:
-        >>> classes_meant("model.algorithm", "spectral"), classes_meant("model.algorithm.strategy", "topn")
-        (['SpectralSharding'], ['TopN'])
-        >>> classes_meant("model.algorithm", "fed"), classes_meant("model.algorithm", "FedAvg")
-        (['FedAvg'], [])
-    """
-    if not word.isalnum() or word != word.lower():
-        return []
-    names = NAMES.get(ROOMS.get(key.rpartition(".")[2], ""), ())
-    whole = [name for name in names if name.lower() == word]
-    return whole or [name for name in names if name.lower().startswith(word)]
-
-
 def _with_capitals(key: str, value: str) -> str:
-    """The class that a value in lower case names, whole or by how it begins; other values as they are."""
+    """The class of the package that a value in lower case names, whole or by how it begins; others as they are."""
     if not value.isalnum() or value != value.lower():
         return value
     names = NAMES.get(ROOMS.get(key.rpartition(".")[2], ""), ())
@@ -197,15 +168,14 @@ def in_few_letters(text: str) -> str:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
-    return _as_call(value) if isinstance(value, Mapping) and "class_path" in value else text
+    return _as_call(value, text)
 
 
-def _as_call(value: Any) -> str:
+def _as_call(value: Any, otherwise: str) -> str:
     if not isinstance(value, Mapping) or "class_path" not in value:
-        return str(value)
-    arguments = value.get("init_args") or {}
-    own = str(value["class_path"]).rpartition(".")[2]
-    return f"{own}({', '.join(f'{name}={_as_call(inner)}' for name, inner in arguments.items())})"
+        return otherwise
+    arguments = [f"{name}={_as_call(inner, str(inner))}" for name, inner in (value.get("init_args") or {}).items()]
+    return f"{str(value['class_path']).rpartition('.')[2]}({', '.join(arguments)})"
 
 
 def _in_a_path(text: str) -> str:

@@ -73,8 +73,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 class _ConfigOnly(FederatedCLI):
     """A command line that is only parsed."""
 
-    def instantiate_classes(self) -> None:
-        """Build nothing."""
+    def instantiate_classes(self) -> None: ...
 
 
 def resolved(given: Sequence[str], run: PlannedRun) -> str:
@@ -83,26 +82,23 @@ def resolved(given: Sequence[str], run: PlannedRun) -> str:
     Raises:
         SweepError: If the arguments cannot be parsed.
     """
-    arguments = [*given, *run.arguments, *([] if run.seed is None else [f"--seed_everything={run.seed}"])]
+    seed = [] if run.seed is None else [f"--seed_everything={run.seed}"]
+    options: dict[str, Any] = {"run": False, "save_config_callback": None, "parser_kwargs": {"exit_on_error": False}}
     try:
         with silence(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", OWN_ARGUMENTS)
-            cli = _ConfigOnly(arguments, run=False, save_config_callback=None, parser_kwargs={"exit_on_error": False})
+            cli = _ConfigOnly([*given, *run.arguments, *seed], **options)
     except Exception as error:
         of_parser = isinstance(error, ArgumentError)
         raise SweepError(one_line(str(error)) if of_parser else f"{type(error).__name__}: {error}") from error
     if run.seed is not None and not any(text.startswith("--model.seed=") for text in run.arguments):
-        set_seed(cli.config.model.init_args, run.seed)
+        model = cli.config.model.init_args
+        models = model.get("models") or {}
+        for part in (model, *(vars(models) if isinstance(models, Namespace) else models).values()):
+            arguments = part.get("init_args", part)
+            if SEED in arguments:  # of a federation's own draws, and of each of its models
+                arguments[SEED] = run.seed
     return str(cli.parser.dump(cli.config, skip_none=False))
-
-
-def set_seed(model: Namespace, seed: int) -> None:
-    """Set the seed of a federation's own draws, and of each of its models, where they take one."""
-    models = model.get("models") or {}
-    for part in (model, *(vars(models) if isinstance(models, Namespace) else models).values()):
-        arguments = part.get("init_args", part)
-        if SEED in arguments:
-            arguments[SEED] = seed
 
 
 class LastCheckpoint(ModelCheckpoint):

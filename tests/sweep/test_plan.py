@@ -16,8 +16,8 @@ SHARDING = "{class_path: SpectralSharding, init_args: {keep_ratio: 0.2, strategy
 def test_every_combination_has_every_seed_and_a_folder_of_its_own() -> None:
     runs = planned_runs([f"model.algorithm=FedAvg,{SHARDING}", "data.partitioner.alpha=0.3,10"], [0, 1, 2])
     assert len({run.folder for run in runs}) == len({run.name for run in runs}) == len(runs) == 2 * 2 * 3
-    assert [run.combination for run in runs[::3]] == [
-        f"algorithm={algorithm}, alpha={alpha}"
+    assert [run.name for run in runs[::3]] == [
+        f"algorithm={algorithm}, alpha={alpha}, seed=0"
         for algorithm in ("FedAvg", "SpectralSharding(keep_ratio=0.2, strategy=TopN)")
         for alpha in ("0.3", "10")
     ]

@@ -1,0 +1,76 @@
+"""What is found by name before it is imported: the top level of the package, and ``strategy="client_parallel"``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import MappingProxyType, ModuleType
+
+_NAMES = {
+    "algorithms": """
+        Algorithm AlternatingFactors FIARSE FedAvg FrozenA LoRA PaddedFactors SampledTerms Scaffold SpectralSharding
+        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table largest_that_fits
+    """,
+    "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
+    "errors": "ClientError SpectralWarning",
+    "nn": """
+        EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
+        SpectralShardedLinear replace_layers validate
+    """,
+    "participation": """
+        FullParticipation LossVarianceReduced RoundRobin StaleUpdateVarianceReduced Uniform UpdateVarianceReduced
+    """,
+    "partition": "DirichletPartitioner IIDPartitioner NaturalPartitioner PachinkoPartitioner",
+    "plugin": "FederatedDataModule FederatedModule MultiModelDataModule MultiModelModule latest_checkpoint",
+    "plugin.callbacks": """
+        Aggregation ClientEvaluation CommunicationLedger RoundCallback RoundDashboard RoundHistory RoundProgressBar
+        SVDRefresh SubmodelSampling
+    """,
+    "protocol": "Schedule",
+    "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
+    "simulation": "ClientDropout VirtualClock",
+}
+NAMES = MappingProxyType({place: tuple(names.split()) for place, names in _NAMES.items()})  # by place
+PLACES = MappingProxyType({name: place for place, names in NAMES.items() for name in names})
+STRATEGIES = "lightning.pytorch.strategies"
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+def register_strategies() -> None:
+    """Register the strategies with Lightning now, or when it is imported, which this package leaves to whoever must."""
+    if STRATEGIES in sys.modules:
+        _register(sys.modules[STRATEGIES])
+    else:
+        sys.meta_path.insert(0, _AwaitsLightning())
+
+
+class _AwaitsLightning(MetaPathFinder):
+    """Finds Lightning's strategies as Python does, registers the names once they are imported, and withdraws."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname == STRATEGIES else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                sys.meta_path.remove(self)
+                _register(module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def _register(strategies: ModuleType) -> None:
+    for suffix, start_method in START_METHODS.items():
+        strategies.StrategyRegistry.register(
+            f"client_parallel{suffix}",
+            lambda **options: import_module("lightning_spectral.plugin").ClientParallelStrategy(**options),
+            description=f"Clients of a round spread over processes, started by '{start_method}'",
+            start_method=start_method,
+        )

@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spectral.arguments import Number
 from lightning_spectral.errors import from_extra
-from lightning_spectral.nn.layers.sequences import sequence_values
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.tables import Block, as_html, as_text
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEMORY = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")  # counted only with an optimizer
-Storages = dict[int, torch.UntypedStorage]
 
 
 @dataclass(frozen=True)
@@ -211,30 +211,29 @@ class CostTable:
     capacity: str = "keep ratio"
 
     def __str__(self) -> str:
-        return as_text(self._blocks())
+        return as_text(self._tables())
 
     def _repr_html_(self) -> str:
-        return as_html(self._blocks())
+        return as_html(self._tables())
 
-    def _blocks(self) -> list[Block]:
+    def _tables(self) -> list[Block]:
         """The cells of the costs and, if a step was counted, of the memory of training, with their titles."""
-        columns = [COLUMNS, MEMORY_COLUMNS] if self.full.memory_bytes else [COLUMNS]
-        return [self._cells(self._shown(each)) for each in columns]
-
-    def _shown(self, columns: Mapping[str, Column]) -> Mapping[str, Column]:
         costs = (self.full, *self.at.values())
-        hidden = {name for name in RARE if not any(getattr(cost, name) for cost in costs)}
-        return {name: column for name, column in columns.items() if name not in hidden}
-
-    def _cells(self, columns: Mapping[str, Column]) -> list[Sequence[str]]:
-        rows = [("full", *(show(getattr(self.full, name)) for name, (_, show) in columns.items()))]
-        for capacity, cost in self.at.items():
-            rows.append((f"{capacity:g}", *(self._cell(name, show, cost) for name, (_, show) in columns.items())))
-        return [(self.capacity, *(title for title, _ in columns.values())), *rows]
-
-    def _cell(self, name: str, show: Callable[[float], str], cost: Cost) -> str:
-        shown = show(getattr(cost, name))
-        return f"{shown} ({_percent(self.share(name, cost))})" if getattr(self.full, name) else shown
+        tables: list[Block] = []
+        for columns in [COLUMNS, MEMORY_COLUMNS] if self.full.memory_bytes else [COLUMNS]:
+            hidden = {name for name in RARE if not any(getattr(cost, name) for cost in costs)}
+            shown = {name: column for name, column in columns.items() if name not in hidden}
+            rows: list[Sequence[str]] = [(self.capacity, *(title for title, _ in shown.values()))]
+            rows.append(("full", *(show(getattr(self.full, name)) for name, (_, show) in shown.items())))
+            for capacity, cost in self.at.items():
+                cells = []
+                for name, (_, show) in shown.items():
+                    share, cell = self.share(name, cost), show(getattr(cost, name))
+                    percent = f"{share:.0%}" if share >= 0.01 or share == 0.0 else f"{100 * share:.1g}%"
+                    cells.append(f"{cell} ({percent})" if getattr(self.full, name) else cell)
+                rows.append((f"{capacity:g}", *cells))
+            tables.append(rows)
+        return tables
 
     def share(self, name: str, cost: Cost) -> float:
         """One field of a cost as a share of the whole model's."""
@@ -242,14 +241,13 @@ class CostTable:
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Map ``"full"`` and the capacities to the fields of their costs."""
-        named = {"full": self.full, **{f"{capacity:g}": cost for capacity, cost in self.at.items()}}
-        return {name: self._numbers(cost) for name, cost in named.items()}
-
-    def _numbers(self, cost: Cost) -> dict[str, int]:
-        numbers = asdict(cost)
-        if self.full.memory_bytes:
-            return {**numbers, "memory_bytes": cost.memory_bytes}
-        return {name: number for name, number in numbers.items() if name not in MEMORY}
+        rows = {}
+        for name, cost in {"full": self.full, **{f"{capacity:g}": cost for capacity, cost in self.at.items()}}.items():
+            if self.full.memory_bytes:
+                rows[name] = {**asdict(cost), "memory_bytes": cost.memory_bytes}
+            else:
+                rows[name] = {field: number for field, number in asdict(cost).items() if field not in MEMORY}
+        return rows
 
     def log(self, logger: Any) -> None:
         """Log every number as a metric such as ``cost/0.2/macs``; a `WandbLogger` gets the table too."""
@@ -276,10 +274,6 @@ class CostTable:
         return figure
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 or share == 0.0 else f"{100 * share:.1g}%"
-
-
 def count_pass(module: nn.Module, example_input: Example) -> Cost:
     """Run one forward pass of a module with gradients, in the modes that its layers are in, and count.
 
@@ -294,25 +288,43 @@ def count_pass(module: nn.Module, example_input: Example) -> Cost:
         (1920, 160)
     """
     example_input = as_input(module, example_input)
-    kept = _Kept([*module.parameters(), *module.buffers(), *_inputs(example_input)])
+    leaves = (leaf if isinstance(leaf, PackedSequence) else (leaf,) for leaf in tree_leaves(example_input))
+    others = _storages([*module.parameters(), *module.buffers(), *chain.from_iterable(leaves)])
+    saved: dict[int, torch.UntypedStorage] = {}  # held, so that their memory is not used again during the pass
+    kept_values = kept_bytes = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal kept_values, kept_bytes
+        for address, storage in _storages([tensor]).items():
+            if address not in others and address not in saved:
+                saved[address] = storage
+                kept_bytes += storage.nbytes()
+                kept_values += storage.nbytes() // tensor.element_size()
+        return tensor
+
     counter = FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH))
     counter.mod_tracker = _WholePass()  # type: ignore[assignment]
-    record = _Record(counter)
+    entered: list[int] = []  # operations before each recurrent layer, whose kernels torch's counter only partly knows
+    unknown = 0
+
+    def macs() -> int:
+        return int(counter.get_total_flops()) // 2 + unknown
+
+    def leave(layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        nonlocal unknown
+        given = args[0] if args else kwargs["input"]
+        num_positions = (given.data if isinstance(given, PackedSequence) else given).shape[:-1].numel()
+        unknown += entered.pop() + recurrent_macs(layer, num_positions) - macs()
+
     with ExitStack() as stack:
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase):
-                stack.enter_context(layer.register_forward_pre_hook(record.enter))
-                stack.enter_context(layer.register_forward_hook(record.leave, with_kwargs=True))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor))
-        stack.enter_context(record.counter)
+                stack.enter_context(layer.register_forward_pre_hook(lambda *_: entered.append(macs())))
+                stack.enter_context(layer.register_forward_hook(leave, with_kwargs=True))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(counter)
         run_example(module, example_input)
-    return Cost(macs=record.macs, kept_values=kept.num_values, kept_bytes=kept.num_bytes)
-
-
-def _inputs(example_input: Example) -> Iterator[Any]:
-    """The tensors of an example, including those of packed sequences, which torch treats as leaves."""
-    for leaf in tree_leaves(example_input):
-        yield from leaf if isinstance(leaf, PackedSequence) else (leaf,)
+    return Cost(macs=macs(), kept_values=kept_values, kept_bytes=kept_bytes)
 
 
 class _WholePass:
@@ -323,43 +335,6 @@ class _WholePass:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
-
-
-class _Kept:
-    """The distinct storages of saved tensors; holding them keeps their memory from being reused during the pass."""
-
-    def __init__(self, others: Iterable[Any]) -> None:
-        self._others = _storages(others)
-        self._saved: Storages = {}
-        self.num_values = self.num_bytes = 0
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        for address, storage in _storages([tensor]).items():
-            if address not in self._others and address not in self._saved:
-                self._saved[address] = storage
-                self.num_bytes += storage.nbytes()
-                self.num_values += storage.nbytes() // tensor.element_size()
-        return tensor
-
-
-class _Record:
-    """Multiplications so far, with hooks around recurrent layers, whose kernels torch's counter only partly knows."""
-
-    def __init__(self, counter: FlopCounterMode) -> None:
-        self.counter = counter
-        self._entered: list[int] = []
-        self._unknown = 0
-
-    @property
-    def macs(self) -> int:
-        return int(self.counter.get_total_flops()) // 2 + self._unknown
-
-    def enter(self, *_: Any) -> None:
-        self._entered.append(self.macs)
-
-    def leave(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
-        num_positions = sequence_values(*args, **kwargs).shape[:-1].numel()
-        self._unknown += self._entered.pop() + recurrent_macs(layer, num_positions) - self.macs
 
 
 def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
@@ -376,7 +351,7 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     return int(num_positions * (dense + sum(sizes)) + rebuilt)
 
 
-def _storages(tensors: Iterable[Any]) -> Storages:
+def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 
@@ -418,20 +393,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _strided_storages((args, kwargs))}
         for storage in _strided_storages(result):
-            if storage._cdata not in given and storage._cdata not in self._alive:
-                self._add(storage)
+            key = storage._cdata
+            if key not in given and key not in self._alive:
+                # torch keeps the object for as long as the memory
+                self._alive[key] = weakref.ref(storage, partial(self._free, key, storage.nbytes()))
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def free(_: object) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, free)  # torch keeps the object for as long as the memory
-        self.now += size
-        self.most = max(self.most, self.now)
+    def _free(self, key: int, size: int, _: object) -> None:
+        del self._alive[key]
+        self.now -= size
 
 
 def _strided_storages(tree: Any) -> Iterator[torch.UntypedStorage]:

@@ -59,7 +59,9 @@ class LocalWeights(SampledWeights):
             self._draw = int(self.num_draws)
         self._made = (self.scores, *wanted)
         drawn = self.sampled and self.training
-        with torch.inference_mode(False), torch.set_grad_enabled(graph), _kept_as_they_are():
+        # what is saved for the backward pass stays out of a checkpointed segment in which the weights are made
+        kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with torch.inference_mode(False), torch.set_grad_enabled(graph), kept:
             z = draw_bits(self.probs, derived_generator(self.seed, "local bits", self._draw)) if drawn else self.probs
             parts = self.combine(z)
         if graph:
@@ -119,11 +121,6 @@ class LocalWeights(SampledWeights):
         """
         self._give_up()
         return {**self.__dict__, "_held": False}
-
-
-def _kept_as_they_are() -> saved_tensors_hooks:
-    """Hooks that keep tensors saved for the backward pass out of a checkpointed segment in which they are made."""
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -65,12 +64,12 @@ class EffectiveLRClip:
         Parameters that this optimizer does not step are left unchanged: another one may step them, with its own hook.
         """
         layers, stepped = sharded_layers(module).values(), _stepped(optimizer)
-        return optimizer.register_step_pre_hook(
-            lambda *_: _scale_gradients(chain.from_iterable(map(self._factors, layers)), stepped)
-        )
 
-    def _factors(self, layer: SingularTerms) -> Factors:
-        return _of_both_vectors(layer, effective_lr_factors(layer.omega, self.tau))
+        def act(*_: Any) -> None:
+            for layer in layers:
+                _scale_gradients(_of_both_vectors(layer, effective_lr_factors(layer.omega, self.tau)), stepped)
+
+        return optimizer.register_step_pre_hook(act)
 
 
 @dataclass(frozen=True)
@@ -110,22 +109,23 @@ class FrobeniusDecay:
         layers = sharded_layers(module)
         named = [(name, layers[name]) for name in self.coefficients]
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        return lambda: self._decay(named, group_of)
 
-    @torch.no_grad()
-    def _decay(self, named: list[tuple[str, SingularTerms]], group_of: Mapping[int, dict[str, Any]]) -> None:
-        for name, layer in named:
-            if (decay := self.coefficients[name]) == 0.0:
-                continue
-            penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
-            for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
-                group = group_of.get(id(factor))
-                if factor.grad is None or group is None:
+        @torch.no_grad()
+        def act() -> None:
+            for name, layer in named:
+                if (decay := self.coefficients[name]) == 0.0:
                     continue
-                if self.decoupled:
-                    factor.sub_(penalty * (decay * group["lr"]))
-                else:  # an optimizer that maximises reverses the sign of gradients
-                    factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
+                penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
+                for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
+                    group = group_of.get(id(factor))
+                    if factor.grad is None or group is None:
+                        continue
+                    if self.decoupled:
+                        factor.sub_(penalty * (decay * group["lr"]))
+                    else:  # an optimizer that maximises reverses the sign of gradients
+                        factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
+
+        return act
 
 
 class TermRates:
@@ -145,16 +145,16 @@ class TermRates:
     @torch.no_grad()
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now."""
-        factors = [(layer, self._factors(layer)) for layer in self._layers]
-        clipped = [_of_both_vectors(layer, own) for layer, own in factors if bool((own < 1.0).any())]
-        self._scaled = [each for of_layer in clipped for each in of_layer]
-
-    def _factors(self, layer: SingularTerms) -> Tensor:
-        of_vectors = effective_lr_factors(layer.omega, self.clip_tau)
-        # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose norm
-        # would allow too long a step.
-        u = layer.u if layer.has_all_rows else layer.v.T
-        return torch.minimum(of_vectors, weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr))
+        factors = []
+        for layer in self._layers:
+            # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose
+            # norm would allow too long a step.
+            u = layer.u if layer.has_all_rows else layer.v.T
+            of_weight = weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr)
+            factors.append(torch.minimum(effective_lr_factors(layer.omega, self.clip_tau), of_weight))
+        clipped = [bool((own < 1.0).any()) for own in factors]
+        layers = zip(self._layers, factors, clipped, strict=True)
+        self._scaled = [each for layer, own, is_scaled in layers if is_scaled for each in _of_both_vectors(layer, own)]
 
     def acting(self, optimizer: Optimizer) -> Callable[[], None]:
         """What to do before each step; parameters that this optimizer does not step are left unchanged."""

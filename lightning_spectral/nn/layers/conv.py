@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,7 @@ from lightning_spectral.nn.layers.terms import (
     row_blocks,
 )
 
-PADDING_MODE = OneOf(("zeros", "reflect", "replicate", "circular"))
-
+PADDING, PADDING_MODE = OneOf(("valid", "same")), OneOf(("zeros", "reflect", "replicate", "circular"))
 ConvT = TypeVar("ConvT", bound="SpectralShardedConv")
 
 
@@ -69,7 +68,11 @@ class SpectralShardedConv(SpectralShardedLayer):
         self.out_channels = out_channels
         self.kernel_size = kernel_size
         self.stride = ones if stride is None else _per_dimension("stride", stride, num_dims, SIZE)
-        self.padding = _padding(padding, num_dims)
+        self.padding: str | tuple[int, ...] = (
+            PADDING("padding", padding)
+            if isinstance(padding, str)
+            else _per_dimension("padding", padding, num_dims, Whole(at_least=0))
+        )
         self.dilation = ones if dilation is None else _per_dimension("dilation", dilation, num_dims, SIZE)
         self.groups = 1
         self.padding_mode = PADDING_MODE("padding_mode", padding_mode)
@@ -128,12 +131,6 @@ def _per_dimension(argument: str, value: Any, num_dims: int, rule: Rule) -> tupl
     return tuple(rule(argument, one) for one in value)
 
 
-def _padding(padding: Any, num_dims: int) -> str | tuple[int, ...]:
-    if isinstance(padding, str):
-        return cast(str, OneOf(("valid", "same"))("padding", padding))
-    return _per_dimension("padding", padding, num_dims, Whole(at_least=0))
-
-
 class SpectralShardedConv1d(SpectralShardedConv):
     """``nn.Conv1d`` with one group, held as n singular terms; see `SpectralShardedConv`."""
 
@@ -174,9 +171,8 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         if len(set(num_terms)) != 1:
             raise ValueError(f"Every group of a convolution must hold the same number of terms, got {num_terms}.")
         self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
-        self.weight_shape = tuple(dense.weight.shape)
-        self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
-        self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
+        self.weight_shape, self.kernel_size, self.stride = tuple(dense.weight.shape), dense.kernel_size, dense.stride
+        self.padding, self.dilation, self.padding_mode = dense.padding, dense.dilation, dense.padding_mode
         where = dense.weight.device, dense.weight.dtype
         shape = self.blocks_of(dense)[0].shape
         self.blocks = nn.ModuleDict({str(i): SingularTerms(shape, n, *where) for i, n in enumerate(num_terms)})
@@ -196,10 +192,8 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        return self.computed("weight", self._dense)
-
-    def _dense(self) -> Tensor:
-        return torch.cat([group.matrix() for group in self.held_terms()]).view(self.weight_shape)
+        groups = self.held_terms()
+        return self.computed("weight", lambda: torch.cat([g.matrix() for g in groups]).view(self.weight_shape))
 
     def extra_repr(self) -> str:
         return f"weight_shape={self.weight_shape}, groups={self.groups}, stride={self.stride}, padding={self.padding}"
@@ -249,10 +243,9 @@ class SpectralShardedSpatialConv2d(ShardedLayer, SingularTerms):
 
     def __init__(self, dense: nn.Conv2d, num_terms: int) -> None:
         super().__init__(self.blocks_of(dense)[0].shape, num_terms, dense.weight.device, dense.weight.dtype)
-        self.weight_shape = tuple(dense.weight.shape)
-        self.stride, self.padding, self.dilation = dense.stride, dense.padding, dense.dilation
-        self.kernel_size, self.padding_mode = dense.kernel_size, dense.padding_mode
         self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
+        self.weight_shape, self.kernel_size, self.stride = tuple(dense.weight.shape), dense.kernel_size, dense.stride
+        self.padding, self.dilation, self.padding_mode = dense.padding, dense.dilation, dense.padding_mode
         self.register_parameter("bias", None if dense.bias is None else nn.Parameter(torch.zeros_like(dense.bias)))
 
     @classmethod
@@ -288,25 +281,14 @@ def padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
     """The input of a convolution, padded unless that is with zeros, and the padding that is left to torch."""
     if layer.padding_mode == "zeros":
         return input, layer.padding
-    sides = explicit_padding(layer.padding, layer.kernel_size, layer.dilation)
+    if layer.padding == "valid":
+        return input, "valid"
+    totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
+    if layer.padding == "same":  # an odd number puts one more at the end, as in torch
+        sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+    else:
+        sides = [size for size in reversed(layer.padding) for _ in range(2)]
     return F.pad(input, sides, mode=layer.padding_mode), "valid"
-
-
-def explicit_padding(
-    padding: str | tuple[int, ...], kernel_size: tuple[int, ...], dilation: tuple[int, ...]
-) -> list[int]:
-    """Padding as ``F.pad`` takes it: before and after the last dimension, then the one before it.
-
-    Example:
-        >>> explicit_padding("same", (3, 4), (1, 1))  # an odd number puts one more at the end, as in torch
-        [1, 2, 1, 1]
-    """
-    if padding == "valid":
-        return [0] * 2 * len(kernel_size)
-    if isinstance(padding, str):  # "same"
-        totals = [d * (k - 1) for d, k in zip(dilation, kernel_size, strict=True)]
-        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return [size for size in reversed(padding) for _ in range(2)]
 
 
 def pointwise(

@@ -42,13 +42,21 @@ class LeadingChannels(Tensor):
         x = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(x, cls):
-                if func in _OF_SHAPE:
-                    return func(_shape_of(x), *args[1:], **kwargs)
+                if func in _OF_SHAPE:  # asked of a tensor of the whole shape that takes the memory of one value
+                    shape = list(x.held.shape)
+                    shape[x.channel_dim] = x.num_channels
+                    return func(x.held.new_empty(()).expand(shape), *args[1:], **kwargs)
                 if func in _OF_HELD:
                     return func(x.held, *args[1:], **kwargs)
                 if func in _NARROW and (result := _NARROW[func](x, *args[1:], **kwargs)) is not None:
                     return leading_channels(result, x.num_channels, x.channel_dim)
-                _check_not_written(func)
+                name = getattr(func, "__name__", "")  # a write would go to a whole tensor that is about to be made
+                if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+                    raise RuntimeError(
+                        f"`{name}` writes into the output of a layer that a client holds in part, by `output_ratio`: "
+                        "its other channels are zero and take no memory. Compute a new tensor, or name the layer in "
+                        "`exclude`."
+                    )
             return func(*_whole(args), **{name: _whole(value) for name, value in kwargs.items()})
 
 
@@ -91,23 +99,6 @@ def _whole(value: Any) -> Any:
     return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
-def _shape_of(x: LeadingChannels) -> Tensor:
-    """A tensor of the whole shape that takes the memory of one value."""
-    shape = list(x.held.shape)
-    shape[x.channel_dim] = x.num_channels
-    return x.held.new_empty(()).expand(shape)
-
-
-def _check_not_written(func: Any) -> None:
-    """Refuse to write to a whole tensor that is about to be made: the value would be lost."""
-    name = getattr(func, "__name__", "")
-    if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
-        raise RuntimeError(
-            f"`{name}` writes into the output of a layer that a client holds in part, by `output_ratio`: its other "
-            "channels are zero and take no memory. Compute a new tensor, or name the layer in `exclude`."
-        )
-
-
 def _elementwise(func: Callable[..., Tensor]) -> Narrow:
     def narrow(x: LeadingChannels, *args: Any, **kwargs: Any) -> Tensor | None:
         if any(isinstance(value, Tensor) for value in [*args, *kwargs.values()]):
@@ -142,9 +133,10 @@ def _batch_norm(
     **named_options: Any,
 ) -> Tensor | None:
     """Running statistics are updated in place; those of absent channels do not change."""
-    if not _channels_are_second(x):
+    if x.held.dim() + x.channel_dim != 1:  # channels are not second
         return None
-    mean, var, weight, bias = (_leading(tensor, x) for tensor in (running_mean, running_var, weight, bias))
+    given, num_held = (running_mean, running_var, weight, bias), x.held.shape[1]
+    mean, var, weight, bias = (None if tensor is None else tensor[:num_held] for tensor in given)
     return F.batch_norm(x.held, mean, var, weight, bias, *options, **named_options)
 
 
@@ -152,28 +144,17 @@ def _group_norm(
     x: LeadingChannels, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor | None:
     """Normalise whole groups, then the part of the next group that is held."""
-    if not _channels_are_second(x):
+    if x.held.dim() + x.channel_dim != 1:  # channels are not second
         return None
-    weight, bias, size = _leading(weight, x), _leading(bias, x), x.num_channels // num_groups
-    num_held = x.held.shape[1]
+    num_held, size = x.held.shape[1], x.num_channels // num_groups
     whole = num_held - num_held % size
     parts = [(slice(0, whole), whole // size), (slice(whole, num_held), 1)]
-    normed = [
-        F.group_norm(
-            x.held[:, part], groups, None if weight is None else weight[part], None if bias is None else bias[part], eps
-        )
-        for part, groups in parts
-        if part.stop > part.start
-    ]
+    normed = []
+    for part, groups in parts:
+        if part.stop > part.start:
+            scale, shift = (None if tensor is None else tensor[part] for tensor in (weight, bias))
+            normed.append(F.group_norm(x.held[:, part], groups, scale, shift, eps))
     return torch.cat(normed, dim=1) if len(normed) > 1 else normed[0]
-
-
-def _channels_are_second(x: LeadingChannels) -> bool:
-    return x.held.dim() + x.channel_dim == 1
-
-
-def _leading(of_channels: Tensor | None, x: LeadingChannels) -> Tensor | None:
-    return None if of_channels is None else of_channels[: x.held.shape[1]]
 
 
 _OF_SHAPE = frozenset(

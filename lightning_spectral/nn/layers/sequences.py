@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, row_blocks
@@ -81,10 +80,30 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         if is_causal and attn_mask is None:
             raise ValueError("`is_causal=True` says that `attn_mask` is causal; give the mask too, as torch asks.")
-        batched = query.dim() == 3
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        q, k, v = (self._heads(*item) for item in zip(ROLES, (query, key, value), biases, strict=True))
-        mask = self._merged_mask(attn_mask, key_padding_mask, q, k)
+        heads = []  # of shape (batch, heads, positions, head_dim); reordered after projecting, so no input is copied
+        for role, x, bias in zip(ROLES, (query, key, value), biases, strict=True):
+            projected = self._block(role).linear(x, bias)
+            split = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
+            if x.dim() == 2:  # without a batch
+                split = split.unsqueeze(0)
+            elif not self.batch_first:
+                split = split.transpose(0, 1)
+            heads.append(split.transpose(1, 2))
+        q, k, v = heads
+        mask = None  # both masks as numbers to add to the scores
+        for given, is_padding in ((attn_mask, False), (key_padding_mask, True)):
+            if given is None:
+                continue
+            if given.dtype == torch.bool:
+                added = torch.zeros_like(given, dtype=q.dtype).masked_fill_(given, float("-inf"))
+            else:
+                added = given.to(q.dtype)
+            if is_padding:
+                added = added.view(-1, 1, 1, k.shape[-2])
+            elif added.dim() != 2:
+                added = added.view(q.shape[0], -1, *added.shape[1:])
+            mask = added if mask is None else mask + added
         if need_weights:
             scores = (q * self.head_dim**-0.5) @ k.transpose(-2, -1)
             attention = (scores if mask is None else scores + mask).softmax(dim=-1)
@@ -94,6 +113,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
             attention = None
             mixed = F.scaled_dot_product_attention(q, k, v, mask, self.dropout if self.training else 0.0)
         out: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
+        batched = query.dim() == 3
         out = out if self.batch_first or not batched else out.transpose(0, 1)
         if attention is not None and average_attn_weights:
             attention = attention.mean(dim=1)
@@ -105,33 +125,6 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         block = self.blocks[role]
         assert isinstance(block, SingularTerms)
         return block
-
-    def _heads(self, role: str, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Project, then reorder, so that no input is copied. Shape (batch, heads, positions, head_dim)."""
-        projected = self._block(role).linear(x, bias)
-        heads = projected.view(*projected.shape[:-1], self.num_heads, self.head_dim)
-        if x.dim() == 2:  # without a batch
-            heads = heads.unsqueeze(0)
-        elif not self.batch_first:
-            heads = heads.transpose(0, 1)
-        return heads.transpose(1, 2)
-
-    def _merged_mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """Both masks as numbers to add to the scores, broadcastable to (batch, heads, targets, sources)."""
-        masks = []
-        if attn_mask is not None:
-            mask = _additive(attn_mask, q)
-            masks.append(mask if mask.dim() == 2 else mask.view(q.shape[0], -1, *mask.shape[1:]))
-        if padding is not None:
-            masks.append(_additive(padding, q).view(-1, 1, 1, k.shape[-2]))
-        return sum(masks[1:], masks[0]) if masks else None
-
-
-def _additive(mask: Tensor, like: Tensor) -> Tensor:
-    """A mask as numbers to add to the scores: minus infinity where a boolean mask is ``True``."""
-    if mask.dtype != torch.bool:
-        return mask.to(like.dtype)
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
 
 
 class SpectralShardedRecurrent(ShardedLayer, _Base):
@@ -169,44 +162,36 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
             options["proj_size"] = dense.proj_size
         first = dense.weight_hh_l0
         layer = cls(**options, device="meta", dtype=first.dtype)  # "meta": weights that are never allocated
-        layer._swap_weights(dense, counts(num_terms), first.device)
+        for name, parameter in dense.named_parameters(recurse=False):
+            del layer._parameters[name]
+            if not name.startswith("weight"):
+                layer.register_parameter(name, nn.Parameter(torch.zeros_like(parameter)))
+        blocks = zip(cls.blocks_of(dense), counts(num_terms), strict=True)
+        terms = {
+            b.name.removeprefix("blocks."): SingularTerms(b.shape, n, first.device, first.dtype) for b, n in blocks
+        }
+        layer.blocks, layer._flat_weights = nn.ModuleDict(terms), []
         return layer.train(dense.training)
 
-    def _swap_weights(self, dense: Any, num_terms: tuple[int, ...], device: torch.device) -> None:
-        blocks, dtype = self.blocks_of(dense), dense.weight_hh_l0.dtype
-        self._dense_shapes = {name: tuple(p.shape) for name, p in dense.named_parameters() if name.startswith("weight")}
-        for name, parameter in dense.named_parameters(recurse=False):
-            del self._parameters[name]
-            if name not in self._dense_shapes:
-                self.register_parameter(name, nn.Parameter(torch.zeros_like(parameter)))
-        terms = [SingularTerms(block.shape, n, device, dtype) for block, n in zip(blocks, num_terms, strict=True)]
-        names = [block.name.removeprefix("blocks.") for block in blocks]
-        self.blocks = nn.ModuleDict(dict(zip(names, terms, strict=True)))
-        self._flat_weights = []
-
     def forward(self, input: Any, hx: Any = None) -> Any:
-        self._flat_weights = [self._dense_tensor(name) for name in self._flat_weights_names]
+        weights: list[Any] = []
+        for name in self._flat_weights_names:
+            if name.startswith("weight"):
+                blocks = [self.get_submodule(block) for block in self._block_names(name)]
+                weights.append(torch.cat([block.matrix() for block in blocks if isinstance(block, SingularTerms)]))
+            else:
+                weights.append(self.get_parameter(name))
+        self._flat_weights = weights
         try:
             return super().forward(input, hx)
         finally:
             self._flat_weights = []  # they belong to this pass, and cannot be copied or pickled
-
-    def _dense_tensor(self, name: str) -> Tensor:
-        if name not in self._dense_shapes:
-            return self.get_parameter(name)
-        blocks = [self.blocks[block.removeprefix("blocks.")] for block in self._block_names(name)]
-        return torch.cat([block.matrix() for block in blocks if isinstance(block, SingularTerms)])
 
     def _update_flat_weights(self) -> None:
         """Do nothing: torch would look for parameters here, and `forward` has rebuilt them."""
 
     def flatten_parameters(self) -> None:
         """Do nothing: no weight lasts beyond a pass."""
-
-
-def sequence_values(input: Tensor | PackedSequence, hx: Any = None) -> Tensor:
-    """The vectors that a recurrent layer reads when called with ``input`` and ``hx``; shape ``(..., input_size)``."""
-    return input.data if isinstance(input, PackedSequence) else input
 
 
 class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):

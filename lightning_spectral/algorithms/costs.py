@@ -400,9 +400,14 @@ def _step_memory(
     loss is the output, if that has a single number; otherwise all outputs get a gradient, as from a loss.
     """
     example = as_input(client, example)
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def state_bytes() -> int:
+        return _bytes_of(_tensors(optimizer.state.get(parameter) for parameter in trained))
+
+    made_before = state_bytes()  # by those that make it with the optimizer, such as Adagrad
     with LiveBytes() as live:
         actions = _widest_step(side, client, download)
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # which makes its state
@@ -414,13 +419,13 @@ def _step_memory(
         if actions.before_step is not None:
             actions.before_step(optimizer)
         optimizer.step()
-    gradients, state = _bytes_of(trained), _bytes_of(_tensors(optimizer.state.values()))
+    gradients, state = _bytes_of(trained), state_bytes()
     batch = _bytes_of(_tensors([example]))
     return Cost(
         weight_bytes=_bytes_of([*client.parameters(), *client.buffers()]),
         gradient_bytes=gradients,
         optimizer_bytes=state,
-        activation_bytes=live.most + batch - gradients - state,
+        activation_bytes=live.most + batch - gradients - (state - made_before),
     )
 
 

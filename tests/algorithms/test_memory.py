@@ -126,6 +126,21 @@ def test_state_is_what_the_optimizer_makes_of_trained_parameters(optimizer: str,
     assert cost.optimizer_bytes == values * cost.gradient_bytes + counters
 
 
+def test_state_made_by_the_constructor_is_of_what_a_client_holds_and_no_activation() -> None:
+    """Adagrad makes a value for each parameter at once, also of weights that sub-models lack."""
+    example = torch.zeros(BATCH, 64)
+    costs = {}
+    for kind in (torch.optim.SGD, torch.optim.Adagrad):
+        module = mlp()
+        optimizer = kind(module.parameters(), lr=0.1)
+        costs[kind] = ls.cost_table(module, ls.SpectralSharding(), [0.5], example, optimizer=optimizer).at[0.5]
+    sgd, adagrad = costs.values()
+    counters = adagrad.optimizer_bytes - adagrad.gradient_bytes
+    assert counters % 4 == 0
+    assert 0 < counters < 100  # one for each parameter
+    assert sgd.activation_bytes <= adagrad.activation_bytes <= sgd.activation_bytes + adagrad.gradient_bytes
+
+
 def test_parameters_that_the_optimizer_does_not_step_have_no_gradient() -> None:
     module = mlp()
     head = torch.optim.SGD(module[-1].parameters(), lr=0.1)

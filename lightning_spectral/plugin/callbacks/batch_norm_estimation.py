@@ -79,14 +79,24 @@ class BatchNormEstimation(RoundCallback):
         if stage != "fit":
             return
         members = as_host(pl_module, "BatchNormEstimation acts after rounds").members.values()
-        check_estimated([member.module for member in members])
+        found = [member.module for member in members if _tracked(member.module)]
+        if not found:
+            raise ValueError(
+                "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
+                "`use_batch_statistics` remove; leave the callback out."
+            )
+        if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
+            raise ValueError(
+                f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
+                "optimisation; leave the callback out."
+            )
         for member in members:
             member.algorithm.check_average_estimation()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
         round_idx = summary.round_idx
         is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
-        names = averages(pl_module.module)
+        names = averages(_tracked(pl_module.module))
         if not (is_due and names):
             return
 
@@ -97,42 +107,17 @@ class BatchNormEstimation(RoundCallback):
         load_tensors(pl_module.module, dict(zip(names, values, strict=True)))
 
 
-def check_estimated(modules: Iterable[pl.LightningModule]) -> None:
-    """Raise ``ValueError`` unless some modules have averages to estimate, and their steps can run without training."""
-    found = [module for module in modules if averages(module)]
-    if not found:
-        raise ValueError(
-            "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
-            "`use_batch_statistics` remove; leave the callback out."
-        )
-    if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
-        raise ValueError(
-            f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
-            "optimisation; leave the callback out."
-        )
-
-
-def averages(module: nn.Module) -> list[str]:
-    """Names of the averages of a module's BatchNorm layers."""
-    return _buffers(_tracked(module))
-
-
 def _tracked(module: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in layers_with_averages(module).items() if isinstance(layer, _BatchNorm)}
 
 
-def _buffers(layers: Collection[str]) -> list[str]:
+def averages(layers: Iterable[str]) -> list[str]:
+    """Names of the averages of some BatchNorm layers."""
     return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
 def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: int | None = None) -> dict[str, Tensor]:
     """The averages of a model's BatchNorm layers over its training data, by name; the model is only read.
-
-    Args:
-        trainer: The Trainer of the run.
-        model: The model.
-        round_idx: With the run's seed, it determines the order of the data.
-        max_batches: Largest number of batches to use.
 
     Raises:
         RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` do not
@@ -158,8 +143,8 @@ def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: 
             raise
         except Exception as error:  # of a data set, for example
             raise RoundError(f"{where}: {type(error).__name__}: {error}") from error
-        learned = select_tensors(module, _buffers([n for n, layer in layers.items() if layer.num_batches_tracked]))
-    return {**select_tensors(module, averages(module)), **learned}
+        learned = select_tensors(module, averages(n for n, layer in layers.items() if layer.num_batches_tracked))
+    return {**select_tensors(module, averages(_tracked(module))), **learned}
 
 
 def _run_steps(
@@ -193,10 +178,6 @@ def _run_steps(
             raise RoundError(f"{where}: {what}") from cause
         for layer, values in zip(layers, before, strict=True):
             load_tensors(layer, values)
-    _check_left_out(left_out, count, faults, where)
-
-
-def _check_left_out(left_out: int, count: int, faults: Faults, where: str) -> None:
     if not left_out:
         return
     shares = [answer.max_share for answer in (faults.on_error, faults.on_not_finite) if isinstance(answer, LeaveOut)]
@@ -206,4 +187,4 @@ def _check_left_out(left_out: int, count: int, faults: Faults, where: str) -> No
             f"{said}, which is more than `Faults` allow. Batches mix the examples of all clients: look for the broken "
             "ones, or make batches smaller, FederatedDataModule(eval_batch_size=...)."
         )
-    warnings.warn(f"{said}.", SpectralWarning, stacklevel=3)
+    warnings.warn(f"{said}.", SpectralWarning, stacklevel=2)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.fed_avg import FedAvg
-from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
+from lightning_spectral.algorithms.term_draws import GroupPlan
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_optimizer import options_of
@@ -31,9 +30,6 @@ from lightning_spectral.functional.figures import (
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import Trained
 from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
-
-EXAMPLES = 2  # of the batch that is counted: layers that normalise over a batch need more than one
-PASSES = 3  # forward once; backward costs twice as much
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -74,13 +70,29 @@ class SpectralDiagnostics(RoundCallback):
 
 def layer_figures(opened: Round) -> dict[str, dict[str, float]]:
     """The figures of each sharded layer in one open round."""
-    return {name: _layer_figures(layer) for name, layer in opened.term_draws.items()}
+    found = {}
+    for name, layer in opened.term_draws.items():
+        s, plans = layer.singular_values, layer.groups
+        num_singular, squared_norm = len(s), float((s**2).sum())
+        errors = sum(error * plans[ratio].num_clients for ratio, error in layer.client_errors().items())
+        found[name] = {
+            "discrepancy": float(_discrepancy(s, list(plans.values()))) / squared_norm if squared_norm else 0.0,
+            "client_error": errors / sum(plan.num_clients for plan in plans.values()),
+            "expected_coverage": float(expected_coverage(torch.cat([_holders(plan) for plan in plans.values()]))),
+            "entropy_rank": entropy_rank(s) / num_singular,
+            "participation_rank": participation_rank(s) / num_singular,
+            "stable_rank": stable_rank(s) / num_singular,
+        }
+    return found
 
 
 def spectral_figures(opened: Round, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
     """The figures of one open round, by the names under which they are logged."""
     by_layer = layer_figures(opened) if by_layer is None else by_layer
-    chosen = {name: _chosen_figures(layer) for name, layer in opened.term_draws.items()}
+    chosen = {}  # the strategy's own figures on its choices for a layer, averaged over keep ratios
+    for name, layer in opened.term_draws.items():
+        figures, s = layer.strategy.figures, layer.singular_values
+        chosen[name] = _means(figures(s, plan.num_terms, float(plan.num_clients)) for plan in layer.groups.values())
     means = {**_means(by_layer.values()), **_means(chosen.values())}
     return {
         **{f"fl/{name}": value for name, value in means.items()},
@@ -97,45 +109,14 @@ def _means(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in by_name.items()}
 
 
-def _chosen_figures(layer: TermDraws) -> dict[str, float]:
-    """The strategy's own figures on its choices for one layer, averaged over keep ratios."""
-    plans, s = layer.groups.values(), layer.singular_values
-    return _means(layer.strategy.figures(s, plan.num_terms, float(plan.num_clients)) for plan in plans)
-
-
-def _client_error(layer: TermDraws) -> float:
-    num_clients = {ratio: plan.num_clients for ratio, plan in layer.groups.items()}
-    total = sum(error * num_clients[ratio] for ratio, error in layer.client_errors().items())
-    return total / sum(num_clients.values())
-
-
-def _layer_figures(layer: TermDraws) -> dict[str, float]:
-    s, num_singular = layer.singular_values, len(layer.singular_values)
-    squared_norm = float((s**2).sum())
-    return {
-        "discrepancy": float(_discrepancy(layer)) / squared_norm if squared_norm else 0.0,
-        "client_error": _client_error(layer),
-        "expected_coverage": float(_coverage(layer)),
-        "entropy_rank": entropy_rank(s) / num_singular,
-        "participation_rank": participation_rank(s) / num_singular,
-        "stable_rank": stable_rank(s) / num_singular,
-    }
-
-
-def _discrepancy(layer: TermDraws) -> Tensor:
+def _discrepancy(s: Tensor, plans: Sequence[GroupPlan]) -> Tensor:
     """Exact for independent clients and for one coordinated group; several such groups count as independent clients."""
-    plans = list(layer.groups.values())
     if len(plans) == 1 and plans[0].dealt is not None:
-        plan, s = plans[0], layer.singular_values
+        (plan,) = plans
         return coordinated_discrepancy(s, plan.inclusion_probs, plan.multipliers, plan.num_clients, plan.weights)
     probs = torch.cat([plan.inclusion_probs.repeat(plan.num_clients, 1) for plan in plans])
     multipliers = torch.cat([plan.multipliers.repeat(plan.num_clients, 1) for plan in plans])
-    weights = torch.cat([plan.weights for plan in plans])
-    return cohort_discrepancy(layer.singular_values, probs, multipliers, weights)
-
-
-def _coverage(layer: TermDraws) -> Tensor:
-    return expected_coverage(torch.cat([_holders(plan) for plan in layer.groups.values()]))
+    return cohort_discrepancy(s, probs, multipliers, torch.cat([plan.weights for plan in plans]))
 
 
 def _holders(plan: GroupPlan) -> Tensor:
@@ -173,22 +154,16 @@ class UpdateAlignment(RoundCallback):
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not units:
             return
-        ours = update(pl_module.module, before)
-        with temporary_options(pl_module.templates(), options):  # schedules have moved on to the next round
+        module, templates = pl_module.module, pl_module.templates()
+        changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
+        now = [options_of(template) for template in templates]
+        _set_options(templates, options)  # schedules have moved on to the next round
+        try:
             theirs = dense_update(pl_module, before, summary.round_idx, units)
-        cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+        finally:
+            _set_options(templates, now)
+        cosine = torch.nn.functional.cosine_similarity(torch.cat(changes).double(), theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
-
-
-@contextmanager
-def temporary_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> Iterator[None]:
-    """Give parameter groups other options within a block, such as a past learning rate."""
-    now = [options_of(optimizer) for optimizer in optimizers]
-    _set_options(optimizers, options)
-    try:
-        yield
-    finally:
-        _set_options(optimizers, now)
 
 
 def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> None:
@@ -210,9 +185,3 @@ def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, 
         finally:
             engine.abandon_round()  # unless it was closed
         return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()
-
-
-def update(module: pl.LightningModule, before: dict[str, Tensor]) -> Tensor:
-    """Change of all trainable parameters, as one vector, float64."""
-    changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
-    return torch.cat(changes).double()

@@ -260,9 +260,9 @@ class CostTable:
     def plot(self) -> Figure:
         """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
         with from_extra("examples"):
-            from lightning_spectral.report.printed import Picture
+            from lightning_spectral.report.printed import NotebookFigure
 
-        figure = Picture(figsize=(6.0, 3.5), layout="constrained")
+        figure = NotebookFigure(figsize=(6.0, 3.5), layout="constrained")
         axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
         axes.axhline(1.0, color="grey", linewidth=0.8)
         capacities = sorted(self.at)

@@ -110,12 +110,7 @@ def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:
 
 
 def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
-    """All settings as ``outer/inner``, each with its value as text; a choice is its class, with its arguments inside.
-
-    Example:
-        >>> flat_settings({"seed": 1, "algorithm": {"name": "Sharding", "keep_ratio": 0.2}})
-        {'seed': '1', 'algorithm': 'Sharding', 'algorithm/keep_ratio': '0.2'}
-    """
+    """All settings as ``outer/inner``, with their values as text; a choice is its class, with its arguments inside."""
     return {printable(name): printable(value) for name, value in _flat("", config)}
 
 
@@ -162,14 +157,7 @@ def _is_baseline(settings: Settings) -> bool:
 
 
 def label(settings: Settings, names: Sequence[str]) -> str:
-    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is shown.
-
-    Example:
-        >>> label({"a": "Sharding", "a/strategy": "TopN", "a/keep_ratio": "0.2"}, ["a", "a/strategy", "a/keep_ratio"])
-        'TopN, keep_ratio=0.2'
-        >>> label({"a": "FedAvg"}, ["a", "a/strategy", "a/keep_ratio"])
-        'FedAvg'
-    """
+    """A label that distinguishes a run: its values of some settings. A class is left out if its strategy is shown."""
     shown = [name for name in names if name in settings]
     parts = []
     for name in shown:
@@ -214,12 +202,7 @@ def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
 
 
 def spread_of(values: Sequence[float] | Numbers) -> str:
-    """Mean and standard deviation of repetitions, as text; empty if nothing is known.
-
-    Example:
-        >>> spread_of([0.5, 0.7]), spread_of([3.0, 3.0]), spread_of([0.12345]), spread_of([math.nan])
-        ('0.6 ± 0.14', '3', '0.1235', '')
-    """
+    """Mean and standard deviation of repetitions, as text; empty if nothing is known."""
     found = np.asarray(values, dtype=np.float64)
     with np.errstate(all="ignore"):
         mean, deviation = float(found.mean()), float(found.std(ddof=1)) if len(found) > 1 else 0.0

@@ -43,15 +43,7 @@ class Curve:
 
 
 def band(curves: Sequence[Curve]) -> Curve | None:
-    """Mean and spread of repetitions over the rounds that all of them have; ``None`` if they share no round.
-
-    The deviation is that of a sample; 0 for a single repetition.
-
-    Example:
-        >>> rounds = np.arange(2.0)
-        >>> band([Curve(rounds, np.array([1.0, 2.0])), Curve(rounds[:1], np.array([3.0]))])
-        Curve(rounds=array([0.]), values=array([2.]), std=array([1.41421356]))
-    """
+    """Mean and deviation (0 for one repetition) over the rounds that all repetitions have; ``None`` without any."""
     shared = sorted(set.intersection(*(set(one.rounds) for one in curves))) if curves else []
     if not shared:
         return None
@@ -61,13 +53,7 @@ def band(curves: Sequence[Curve]) -> Curve | None:
 
 
 def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
-    """A metric over rounds, or ``None`` without it; with several models, the mean over all, or over those that have it.
-
-    Example:
-        >>> rows = ({"fl/round": 0.0, "a/fl/loss": 1, "a/acc": 0.2, "b/fl/loss": 1, "b/acc": 0.4},)
-        >>> curve(LoggedRun("r", Path("r"), {}, rows), "acc").values
-        array([0.3])
-    """
+    """A metric over rounds, ``None`` without it; with several models, the mean over all, or over those that have it."""
     columns = [metric] if metric in run.names else [f"{model}/{metric}" for model in models(run)]
     if not of_all:
         columns = [name for name in columns if name in run.names]

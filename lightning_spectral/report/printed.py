@@ -1,19 +1,24 @@
-"""One look for all figures, of a report and in separate files: those of the studies, the examples and the benchmarks.
+"""One look for all figures: files of the studies, the examples and the benchmarks, and pictures of a report's page.
 
 Colour-blind readers can tell the colours apart, and markers match them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from io import BytesIO
+from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -40,6 +45,13 @@ class Theme(NamedTuple):
 
 
 PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")
+
+
+# A page takes its colours from its style sheet: these stand in for them in a figure and are replaced in its SVG.
+PAGE = Theme(ink="#010203", grid="#040506", paper="#070809")
+REPLACED = {PAGE.ink: "currentColor", PAGE.grid: "var(--grid)", PAGE.paper: "var(--paper)"}
+INCHES, LEGEND_COLUMNS = {"wide": 8.0, "narrow": 3.7}, {"wide": 3, "narrow": 1}
+NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
 class Look(NamedTuple):
@@ -79,11 +91,11 @@ def settings(theme: Theme) -> Any:
     }
 
 
-class Picture(Figure):
+class NotebookFigure(Figure):
     """A figure without pyplot, which would choose a backend for the process; its last line in a cell displays it."""
 
     def _repr_png_(self) -> bytes:
-        content = BytesIO()
+        content = io.BytesIO()
         self.savefig(content, format="png")
         return content.getvalue()
 
@@ -95,7 +107,7 @@ def printed(path: str | Path | None, width: float, height: float) -> Iterator[Fi
     The suffix of the path decides the format; missing folders are created.
     """
     with matplotlib.rc_context(settings(PRINTED)):
-        figure = Picture(figsize=(width, height), layout="constrained")
+        figure = NotebookFigure(figsize=(width, height), layout="constrained")
         yield figure
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -103,22 +115,12 @@ def printed(path: str | Path | None, width: float, height: float) -> Iterator[Fi
 
 
 def as_label(text: str) -> str:
-    r"""A text for a figure, in which matplotlib finds no formula: `$` is a letter like any other.
-
-    Example:
-        >>> print(as_label(r"x^$\frac{$"))
-        x^\$\frac{\$
-    """
+    """A text for a figure, in which matplotlib finds no formula: `$` is a letter like any other."""
     return shortened(text, LONGEST_LABEL).replace("$", r"\$")
 
 
 def in_lines(text: str, width: int) -> list[str]:
-    """A text for a figure, in a few lines of at most ``width`` letters.
-
-    Example:
-        >>> in_lines("FedAvg, keep_ratio=0.5, seed=1", 16)
-        ['FedAvg,', 'keep_ratio=0.5,', 'seed=1']
-    """
+    """A text for a figure, in a few lines of at most ``width`` letters."""
     return [as_label(line) for line in wrap(text, width, max_lines=MAX_LINES, placeholder=" …")]
 
 
@@ -170,12 +172,7 @@ def legend_above(figure: Figure, columns: int) -> None:
 
 
 def legend_columns(labels: Sequence[str], columns: int, inches: float) -> int:
-    """How many columns of a legend fit side by side, at most ``columns``: what does not fit would be cut off.
-
-    Example:
-        >>> legend_columns(["FedAvg", "LoRA"], 3, 8.0), legend_columns(["x" * 44] * 4, 3, 8.0)
-        (2, 2)
-    """
+    """How many columns of a legend fit side by side, at most ``columns``: what does not fit would be cut off."""
     widest = max(len(line) for label in labels for line in in_lines(label, LABEL))
     return max(1, min(columns, len(labels), int(inches * 72 // (LETTER * widest + HANDLE))))
 
@@ -185,3 +182,105 @@ def legend_lines(labels: Sequence[str], columns: int, inches: float) -> int:
     rows = -(-len(labels) // legend_columns(labels, columns, inches))
     heights = [len(in_lines(label, LABEL)) for label in labels]
     return max(sum(heights[start : start + rows]) for start in range(0, len(labels), rows))
+
+
+@dataclass
+class Canvas:
+    """A figure to draw on; a narrow one is as wide as a phone, with one panel below another."""
+
+    figure: Figure
+    theme: Theme
+    width: str
+    tips: dict[str, str] = field(default_factory=dict)  # by the id of the artist
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether there is room for one panel side by side."""
+        return self.width == "narrow"
+
+    def tip(self, artist: Artist, text: str) -> None:
+        """Show a text while a pointer rests on an artist."""
+        name = f"tip{len(self.tips)}"
+        artist.set_gid(name)
+        self.tips[name] = text
+
+    def panels(self, number: int, columns: int = 0, **shared: Any) -> list[Axes]:
+        """Add panels side by side, or one below another if the canvas is narrow."""
+        ncols = 1 if self.is_narrow else min(columns or number, number)
+        grid = self.figure.subplots(-(-number // ncols), ncols, squeeze=False, **shared)
+        for unused in grid.flat[number:]:
+            unused.remove()
+        return list(grid.flat[:number])
+
+    def label_values(self, axes: Sequence[Axes], label: str) -> None:
+        """Label the axis that panels share, next to the first panel of each row."""
+        for panel in axes if self.is_narrow else axes[:1]:
+            panel.set_ylabel(as_label(label))
+
+    def legend(self) -> None:
+        """One legend for all panels, above them, if anything has a label."""
+        legend_above(self.figure, LEGEND_COLUMNS[self.width])
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that can be drawn in several widths and themes."""
+
+    name: str  # of its file, without a suffix
+    description: str  # for readers who cannot see it
+    draw: Callable[[Canvas], None] = field(repr=False)
+    heights: tuple[float, float]  # in inches, when wide and when narrow, without the legend
+    labels: Sequence[str] = ()  # of the legend above it
+
+    def svg(self) -> str:
+        """The figure in both widths; a style sheet shows the one that fits."""
+        return "\n".join(self._svg(width) for width in INCHES)
+
+    def write_png(self, folder: Path) -> Path:
+        """Write the wide version, in the theme for print, to ``<folder>/<name>.png``."""
+        path = folder / f"{self.name}.png"
+        with _drawing(PRINTED):
+            self.drawn("wide", PRINTED).figure.savefig(path, dpi=200, metadata={"Software": None})
+        return path
+
+    def drawn(self, width: str, theme: Theme) -> Canvas:
+        """Draw it in one width and theme."""
+        inches, height = INCHES[width], self.heights[width == "narrow"]
+        height += 0.2 * legend_lines(self.labels, LEGEND_COLUMNS[width], inches) if self.labels else 0.0
+        canvas = Canvas(Figure(figsize=(inches, height), layout="constrained"), theme, width)
+        self.draw(canvas)
+        return canvas
+
+    def _svg(self, width: str) -> str:
+        with _drawing(PAGE):
+            canvas, file = self.drawn(width, PAGE), io.StringIO()
+            canvas.figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+        text = file.getvalue()
+        text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        for name, tip in canvas.tips.items():
+            text = text.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(tip)}</title>')
+        text = re.sub(r"<[^<>]+>", lambda tag: _embedded(tag[0], f"{self.name}-{width}"), text)  # tags, not texts
+        attributes = f'class="{width}" role="img" aria-label="{escape(self.description)}"'
+        for _ in ("width", "height"):  # the page decides
+            text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+        return text.replace("<svg", f"<svg {attributes}", 1)
+
+
+@contextmanager
+def _drawing(theme: Theme) -> Iterator[None]:
+    """Matplotlib's settings for a theme, without its remarks on what runs may hold.
+
+    It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
+    """
+    with matplotlib.rc_context(settings(theme)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from|.*layout not applied", category=UserWarning)
+        yield
+
+
+def _embedded(tag: str, prefix: str) -> str:
+    """A tag with ids that are unique in the page, in its colours and font."""
+    tag = re.sub(r'\bid="', f'id="{prefix}-', tag)
+    tag = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", tag)
+    for colour, replacement in REPLACED.items():
+        tag = tag.replace(colour, replacement)
+    return re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", tag)

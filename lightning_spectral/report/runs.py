@@ -35,37 +35,21 @@ Line = Mapping[str, Any]
 
 
 def printable(text: str) -> str:
-    r"""The text in one line, with a replacement for every character that a page, a figure or a terminal cannot show.
-
-    Example:
-        >>> printable("a\tb\nc \x1b[31m é")
-        'a b c �[31m é'
-    """
+    """The text in one line, with a replacement for every character that a page, a figure or a terminal cannot show."""
     return UNFIT.sub("\N{REPLACEMENT CHARACTER}", re.sub(r"[\t\n\r]+", " ", text))
 
 
 def shortened(text: str, letters: int) -> str:
-    """The text if it is short enough, otherwise its beginning.
-
-    Example:
-        >>> shortened("keep_ratio", 10), shortened("participation_rate", 10)
-        ('keep_ratio', 'participa…')
-    """
+    """The text if it is short enough, otherwise its beginning."""
     return text if len(text) <= letters else f"{text[: letters - 1]}…"
 
 
 class Record(NamedTuple):
-    """The contents of a file.
+    """The contents of a file."""
 
-    Attributes:
-        head: The first line.
-        lines: The others, in order; those of a round need not be adjacent.
-        is_whole: Whether the last line ends; one that was cut off, as by a kill, is left out.
-    """
-
-    head: Line
-    lines: Sequence[Line]
-    is_whole: bool
+    head: Line  # the first line
+    lines: Sequence[Line]  # the others, in order; those of a round need not be adjacent
+    is_whole: bool  # whether the last line ends; one that was cut off, as by a kill, is left out
 
 
 def read_record(path: Path) -> Record:
@@ -148,23 +132,15 @@ class LoggedRun:
 
 
 def labelled(path: Path) -> tuple[str, Path]:
-    """Take ``label=path`` apart; anything that exists is a path without a label.
-
-    Example:
-        >>> labelled(Path("ours=runs/a")), labelled(Path("runs/b"))
-        (('ours', PosixPath('runs/a')), ('', PosixPath('runs/b')))
-    """
+    """Take ``label=path`` apart; anything that exists is a path without a label."""
     label, _, named = str(path).partition("=")
     return (printable(label), Path(named)) if label and named and not os.path.lexists(path) else ("", path)
 
 
 def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
-    """Read the runs at some paths, which may have labels; folders are searched.
+    """Read the runs at some paths, each once, and say why files in folders, which are searched, are left out.
 
     Of a run that was resumed in another folder, only the file that was begun last is read.
-
-    Returns:
-        The runs, each once, and the reasons why files found in a folder are left out.
     """
     runs: dict[str, tuple[float, LoggedRun]] = {}
     left_out: list[str] = []
@@ -231,10 +207,9 @@ def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Lin
         if trained or evaluated:
             rows.setdefault(round_idx, {}).update({**trained, **evaluated, ROUND: float(round_idx)})
         from_clients |= trained.keys()
-        for own, table in line.get("tables", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = _table(table["columns"], table["rows"])
-        for own, bins in line.get("histograms", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = _histogram(bins["edges"], bins["counts"])
+        for kind, made in (("tables", _table), ("histograms", _histogram)):
+            for own, content in line.get(kind, {}).items():
+                shown.setdefault(printable(own), {})[round_idx] = made(**content)
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     first = min(rows)
@@ -244,17 +219,11 @@ def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Lin
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    found = {printable(name): as_number(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {printable(name): number for name, value in values.items() if (number := as_number(value)) is not None}
 
 
 def as_number(value: Any) -> float | None:
-    """A value as a number, infinite if it is beyond float32; ``None`` if it is something else.
-
-    Example:
-        >>> as_number(0.5), as_number(True), as_number("1"), as_number(-1e300)
-        (0.5, None, None, -inf)
-    """
+    """A value as a number, infinite if it is beyond float32; ``None`` if it is something else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return math.copysign(math.inf, value) if abs(value) > LARGEST else float(value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -26,7 +26,6 @@ from lightning_spectral.report.compared import (
     run_end,
     target_table,
 )
-from lightning_spectral.report.figures import Canvas, Panel, Picture, cost_axis, draw_band, look_of, over_rounds
 from lightning_spectral.report.measures import (
     Curve,
     Numbers,
@@ -42,7 +41,21 @@ from lightning_spectral.report.measures import (
     spectra,
     spread,
 )
-from lightning_spectral.report.printed import COLOURS, as_label, in_lines, legend_above, round_axis
+from lightning_spectral.report.printed import (
+    COLOURS,
+    GREY,
+    Canvas,
+    Look,
+    Picture,
+    as_label,
+    draw_line,
+    draw_spread,
+    in_lines,
+    legend_above,
+    log_axis,
+    look,
+    round_axis,
+)
 from lightning_spectral.report.runs import LoggedRun, Table
 
 # What to switch on if a section has nothing to show.
@@ -67,6 +80,7 @@ BITS = {  # of Zampling: titles of their panels
 }
 ENDS_OF_CLIENTS = ("low end of the clients", "middle of the clients", "high end of the clients")
 MAX_CLIENTS = 200
+LOG_FROM = 20  # costs that span more than this factor get a logarithmic axis
 GAP = 8.0  # points between the bars of groups that sent the same
 SAME = 0.02  # costs are the same if they differ by less than this share of all that is shown
 HATCHES = ("", "///", "...")  # for when the colours repeat
@@ -75,6 +89,9 @@ MAX_HEAT_MAPS = 9
 FEW = 6  # rounds that are each marked on the axis
 SMALLEST, LARGEST = 1e-4, 0.1  # where the scale of singular values may begin, as shares of the layer's largest
 MAX_CELLS = 4_000_000  # of a heat map, which has far fewer pixels; with more, rounds are skipped
+
+
+OfRun = Callable[[LoggedRun], Curve | None]
 
 
 @dataclass(frozen=True)
@@ -429,3 +446,59 @@ def _cell(value: Any) -> Any:
 
 def _short(value: float) -> str:
     return "" if np.isnan(value) else f"{value:.4g}"
+
+
+# -- what several sections draw
+
+
+def look_of(group: Group) -> Look:
+    """The look of a group; FedAvg, with which others are compared, is grey on every page."""
+    return look(group.index)._replace(colour=GREY) if group.is_baseline else look(group.index)
+
+
+def draw_band(axes: Axes, group: Group, found: Curve, x: Numbers) -> None:
+    """Draw a mean with its band. Overlapping curves stay visible: later ones are thinner, with other marks."""
+    draw_line(axes, x, found.values, look_of(group), group.label, first_mark=group.index)
+    if found.std is not None and found.std.any():
+        draw_spread(axes, x, found.values - found.std, found.values + found.std, look_of(group))
+
+
+def cost_axis(axes: Axes, costs: Sequence[float]) -> None:
+    """Set up an axis of megabytes, logarithmic if they span a wide range."""
+    axes.set_xlabel("megabytes sent, both ways, all clients")
+    positive = [cost for cost in costs if cost > 0]
+    if positive and max(positive) > LOG_FROM * min(positive):
+        log_axis(axes)
+
+
+class Panel(NamedTuple):
+    """The contents of one panel over rounds."""
+
+    title: str
+    of: OfRun
+    dotted: OfRun | None = None  # what was expected
+    limits: tuple[float, float | None] | None = None  # of the axis
+
+
+def over_rounds(
+    name: str, description: str, groups: Sequence[Group], shown: Sequence[Panel], label: str = "", **shared: Any
+) -> Picture:
+    """A picture with one curve of each group, with its band, in each panel."""
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.panels(len(shown), columns=3, **shared)
+        for panel, one in zip(axes, shown, strict=True):
+            for group in groups:
+                if (found := band(group.each(one.of))) is not None:
+                    draw_band(panel, group, found, found.rounds + 1)
+                if one.dotted is not None and (expected := band(group.each(one.dotted))) is not None:
+                    panel.plot(expected.rounds + 1, expected.values, ls=":", color=look_of(group).colour)
+            panel.set_title("\n".join(in_lines(one.title, 60)))
+            if one.limits is not None:
+                panel.set_ylim(*one.limits)
+            round_axis(panel)
+        canvas.label_values(axes, label)
+        canvas.legend()
+
+    heights = 1.0 + 2.4 * -(-len(shown) // 3), 0.6 + 2.3 * len(shown)
+    return Picture(name, description, draw, heights, [group.label for group in groups])

@@ -25,10 +25,10 @@ from lightning_spectral.report.compared import (
     on_lengths,
     target_table,
 )
-from lightning_spectral.report.figures import look_of
 from lightning_spectral.report.measures import choose_metric
 from lightning_spectral.report.printed import GREY
 from lightning_spectral.report.runs import LoggedRun, read_run, read_runs
+from lightning_spectral.report.sections import look_of
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 

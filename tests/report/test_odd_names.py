@@ -14,9 +14,8 @@ from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.report import main
-from lightning_spectral.report.figures import Canvas
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
-from lightning_spectral.report.printed import PRINTED, draw_line, legend_above, look, printed
+from lightning_spectral.report.printed import PRINTED, Canvas, draw_line, legend_above, look, printed
 from lightning_spectral.report.runs import printable
 from lightning_spectral.report.sections import heat_map_title
 

@@ -26,7 +26,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.plugin.host import Host, Share, as_host
+from lightning_spectral.plugin.host import Share, as_host
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
@@ -111,7 +111,7 @@ class RoundLoader:
     The host is asked when the batch is fetched: Lightning creates the iterator before a resumed run knows its epoch.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Any) -> None:
         self.host = host
 
     def __len__(self) -> int:

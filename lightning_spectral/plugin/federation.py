@@ -10,7 +10,7 @@ from typing import Any, cast
 from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
-from lightning_spectral.plugin.host import Host, Share
+from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -37,7 +37,7 @@ class Federation:
         last_stepped: The last round in which the servers have stepped; -1 before the first.
     """
 
-    def __init__(self, plan: Host, members: Mapping[str, Member], runtime: Runtime) -> None:
+    def __init__(self, plan: Any, members: Mapping[str, Member], runtime: Runtime) -> None:
         self.plan, self.members, self.runtime = plan, dict(members), runtime
         self.cohorts = Cohorts(plan, self.members, runtime)
         self.last_stepped = -1
@@ -62,7 +62,7 @@ class Federation:
             if own or member.owner.algorithm.steps_without_clients:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
-                    callback.on_round_start(self.runtime.trainer, cast(Any, member.owner), opened.opened)
+                    callback.on_round_start(self.runtime.trainer, member.owner, opened.opened)
 
     def play(self, share: Share) -> None:
         """Train this process's clients, one model after another."""
@@ -106,7 +106,7 @@ class Federation:
             calls.append(partial(runtime.log, summaries))
             for callback in runtime.round_callbacks():
                 for member, summary in zip(members, summaries, strict=True):
-                    calls.append(partial(callback.on_round_end, runtime.trainer, cast(Any, member.owner), summary))
+                    calls.append(partial(callback.on_round_end, runtime.trainer, member.owner, summary))
             _call_all(calls)
 
     def abandon_round(self) -> None:
@@ -181,7 +181,7 @@ class Cohorts:
         sampled: The sampler's cohorts, in a fit that has a sampler.
     """
 
-    def __init__(self, plan: Host, members: Mapping[str, Member], runtime: Runtime) -> None:
+    def __init__(self, plan: Any, members: Mapping[str, Member], runtime: Runtime) -> None:
         self._plan, self._members, self._runtime = plan, members, runtime
         self.limit: int | float = 1.0
         self.sampled: SampledCohorts | None = None

@@ -111,6 +111,10 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         """The `FederatedModule` of each model by name; the name is empty if there is only one."""
         return {name: member.owner for name, member in self.federation.members.items()}
 
+    def data_of(self, name: str) -> Any:
+        """The `ServerData` of one model's clients."""
+        raise NotImplementedError
+
     def data_or_none(self, name: str) -> ServerData | None:
         """One model's data; ``None`` when evaluating with the user's own loader."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -270,6 +274,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:
+        """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
         if isinstance(self.participation, Sampler):
             check_limit(limit, self.trainer)
         self.federation.cohorts.begin(limit)
@@ -306,9 +311,11 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         return self.federation.cohorts.units(round_idx)
 
     def share(self, round_idx: int) -> Share:
+        """The clients that this process trains in a round, and those of the others."""
         return self.federation.cohorts.share(round_idx)
 
     def start_round(self, round_idx: int) -> None:
+        """Open the round of every model that some client trains, and call the round callbacks."""
         self._runtime.note_shares(round_idx)
         self._saved.kept = {}
         self.federation.start_round(round_idx)
@@ -322,13 +329,14 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
 
     def finish_round(self) -> None:
-        """Finish the round of every model, and keep it as it is saved, even if a callback has failed to hear of it."""
+        """Close the round, step the servers and the schedules, log the round, and keep it as it is saved."""
         try:
             self.federation.finish_round()
         finally:
             self._saved.keep()
 
     def abandon_round(self) -> None:
+        """End a round that failed; it has changed nothing at the server and can be repeated."""
         self.federation.abandon_round()
 
     def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:

@@ -27,7 +27,6 @@ from lightning_spectral.client.local_optimizer import (
     untrained_parameters,
 )
 from lightning_spectral.participation import Sampler
-from lightning_spectral.plugin.host import Host, Trained
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.cohort import ClientStore
@@ -61,10 +60,10 @@ class Member:
         engine_or_none: The engine, if there is a fit.
     """
 
-    plan: Host
+    plan: Any
     runtime: Runtime
 
-    def __init__(self, owner: Trained) -> None:
+    def __init__(self, owner: Any) -> None:
         self.owner = owner
         self.name = self.key = ""
         self.optimizers: list[Optimizer] = []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -22,10 +23,10 @@ from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, on_each, on_one
-from lightning_spectral.plugin.host import ServerOptimizer, Trained, is_host
+from lightning_spectral.plugin.host import Trained, is_host
 from lightning_spectral.plugin.logs import forwarded_logging, redirect
 from lightning_spectral.plugin.member import Member
-from lightning_spectral.plugin.settings import arguments_of, as_config, config_of, described, shown_hparams
+from lightning_spectral.plugin.settings import as_config, config_of, described, shown_hparams
 from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import (
     adopt_batch_hooks,
@@ -36,10 +37,12 @@ from lightning_spectral.plugin.user_hooks import (
 )
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm
-from lightning_spectral.server.optimizers import AVERAGING
+from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
 from lightning_spectral.server.round import Engine
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
+
+ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
 class FederatedModule(FederatedHooks, Trained):
@@ -137,7 +140,7 @@ class FederatedModule(FederatedHooks, Trained):
         self.member = Member(self)
         self._create_federation({"": self.member})
         self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
-        self._fix(arguments_of(FederatedModule.__init__))
+        self._fix(signature(FederatedModule).parameters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the server's parameters, and of those of the algorithm's state."""

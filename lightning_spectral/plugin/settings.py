@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -33,11 +32,6 @@ class FixedArguments:
                 f"{kind}(..., {name}=...)."
             )
         super().__setattr__(name, value)
-
-
-def arguments_of(init: Callable[..., None]) -> list[str]:
-    """Names of the arguments of an ``__init__``."""
-    return list(inspect.signature(init).parameters)[1:]
 
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,7 +21,7 @@ from lightning_spectral.plugin.hooks import FederatedHooks
 from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.settings import arguments_of, config_of, shown_hparams
+from lightning_spectral.plugin.settings import config_of, shown_hparams
 from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
@@ -92,7 +93,7 @@ class MultiModelModule(FederatedHooks):
         self._create_federation({name: model.member for name, model in models.items()})
         hparams = {name: shown_hparams(member.module) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
-        self._fix(arguments_of(MultiModelModule.__init__))
+        self._fix(signature(MultiModelModule).parameters)
 
     @property
     def multi_data(self) -> MultiModelDataModule:
@@ -108,6 +109,7 @@ class MultiModelModule(FederatedHooks):
         return modules[name]
 
     def population(self) -> Population:
+        """Which client can train which model."""
         directories = [self.clients_of(name, member.algorithm) for name, member in self.members.items()]
         num_clients = self.multi_data.num_clients
         check_num_entries("processors", self.processors, num_clients)

@@ -16,7 +16,6 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_spectral.client.local_loop import Placement
-from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.user_hooks import is_overridden
 
 
@@ -43,7 +42,7 @@ class RoundsAsSteps(pl.Callback):
     def __init__(self) -> None:
         self._own: list[tuple[object, dict[str, Any]]] = []
 
-    def setup(self, trainer: pl.Trainer, pl_module: Host, stage: str) -> None:  # type: ignore[override]
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
             return
         pl_module.cut_cohort(trainer.limit_train_batches)
@@ -62,15 +61,13 @@ class RoundsAsSteps(pl.Callback):
         for name, value in settings.items():
             setattr(to, name, value)
 
-    def on_train_batch_end(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Host, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         as_automatic: Any = Instead(pl_module, automatic_optimization=True)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: Host, exception: BaseException) -> None:  # type: ignore[override]
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         pl_module.abandon_round()
         self.teardown(trainer, pl_module, "fit")  # after an error Lightning does not call it
 

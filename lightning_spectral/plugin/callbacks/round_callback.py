@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.host import Host, is_host
+from lightning_spectral.plugin.host import is_host
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.round import Turn
 
@@ -72,7 +72,7 @@ class SVDRefresh(pl.Callback):
     the fitted design of each keep ratio. `FederatedModule` installs it; an instance of your own replaces it.
     """
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Host) -> None:  # type: ignore[override]
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.start_round(trainer.current_epoch)
 
 
@@ -82,7 +82,7 @@ class SubmodelSampling(RoundCallback):
     It acts before all other round callbacks, whatever its position in the Trainer's list.
     """
 
-    def on_client_start(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
+    def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Turn) -> None:
         turn.send()
 
 
@@ -94,8 +94,8 @@ class Aggregation(RoundCallback):
     all other round callbacks, whatever its position in the Trainer's list.
     """
 
-    def on_client_end(self, trainer: pl.Trainer, pl_module: Host, turn: Turn) -> None:  # type: ignore[override]
+    def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Turn) -> None:
         turn.receive()
 
-    def on_cohort_end(self, trainer: pl.Trainer, pl_module: Host, round_idx: int) -> None:  # type: ignore[override]
+    def on_cohort_end(self, trainer: pl.Trainer, pl_module: Any, round_idx: int) -> None:
         pl_module.finish_round()

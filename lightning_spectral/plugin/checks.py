@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -12,15 +12,12 @@ import lightning.pytorch as pl
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.processes import ClientParallelStrategy
 from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.buffer_rules import check_averaged_parameters
-from lightning_spectral.server.fault_policy import Faults
-from lightning_spectral.simulation import Conditions
 
 # By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
@@ -51,25 +48,6 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 )
 
 
-def check_clipping(trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if the Trainer is asked to clip gradients: it would clip only the server's."""
-    if trainer.state.fn == "fit" and trainer.gradient_clip_val:
-        raise ValueError(
-            f"`Trainer(gradient_clip_val={trainer.gradient_clip_val})` would not reach the gradients of clients; give "
-            f"FederatedModule(..., local_hooks=[GradientClip({trainer.gradient_clip_val})]) instead, which clips by "
-            "norm in every local step."
-        )
-
-
-def check_own_optimizers(federation: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if LightningCLI has replaced the server's and the clients' optimizers."""
-    if "configure_optimizers" in vars(federation):
-        raise ValueError(
-            "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
-            "get theirs from `configure_optimizers` of your own module, and the server's is `model.server_optimizer`."
-        )
-
-
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
 
@@ -95,7 +73,7 @@ def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Check that a Trainer counts rounds, and spreads clients over processes if it has several."""
+    """Check that a Trainer counts rounds, spreads clients over its processes, and replaces no optimizer."""
     if not isinstance(trainer.max_epochs, int):  # which Lightning asserts without a message
         raise TypeError(
             f"`max_epochs` must be an int, the number of rounds, or -1 for no limit, got {trainer.max_epochs!r}."
@@ -105,16 +83,16 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
             f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
         )
+    if "configure_optimizers" in vars(trainer.lightning_module):  # of LightningCLI
+        raise ValueError(
+            "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
+            "get theirs from `configure_optimizers` of your own module, and the server's is `model.server_optimizer`."
+        )
 
 
-def check_member(
-    module: pl.LightningModule,
-    data: ServerData,
-    participation: UniformParticipation | Sampler | None,
-    faults: Faults,
-    local_hooks: Sequence[LocalHook] = (),
-) -> None:
-    """Check that a module, its local hooks and the clients of its data suit each other, before the first round."""
+def check_member(owner: Any, data: ServerData, participation: UniformParticipation | Sampler | None) -> None:
+    """Check that a model's module, its settings and the clients of its data suit each other, before the first round."""
+    module: pl.LightningModule = owner.module
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_averaged_parameters(module)
@@ -128,18 +106,22 @@ def check_member(
         raise ValueError(f"{type(module).__name__} needs `validation_step` for `val`; define it, or leave `val` out.")
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
-        if faults.ends_run("no_data"):
+        if owner.faults.ends_run("no_data"):
             data.check_clients()
-    for hook in local_hooks:
+    for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
+    is_absolute = isinstance(participation, Sampler) and not participation.normalize
+    if is_absolute and owner.conditions.clock is not None and owner.conditions.clock.keep_first is not None:
+        raise ValueError(
+            f"VirtualClock(keep_first={owner.conditions.clock.keep_first}) leaves out clients that a sampler drew, and "
+            "every step would be too short; leave it out, or give the sampler normalize=True."
+        )
 
 
 def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> None:
     """Warn if torch would stop compiling a part of a module, which it does without a word after so many forms.
 
-    Args:
-        module: The user's module, some parts of which may be compiled.
-        num_capacities: Number of forms in which clients train it; validation of the server is one more.
+    Clients train the module in as many forms as there are capacities; validation of the server is one more.
     """
     parts = dict(module.named_modules())
     compiled = [n for n, part in parts.items() if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None]
@@ -211,14 +193,4 @@ def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
         raise ValueError(
             f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "
             "its `active` instead."
-        )
-
-
-def check_over_selection(conditions: Conditions, participation: UniformParticipation | Sampler | None) -> None:
-    """Raise ``ValueError`` if late clients are left out of a sum whose coefficients are meant for all drawn clients."""
-    is_absolute = isinstance(participation, Sampler) and not participation.normalize
-    if is_absolute and conditions.clock is not None and conditions.clock.keep_first is not None:
-        raise ValueError(
-            f"VirtualClock(keep_first={conditions.clock.keep_first}) leaves out clients that a sampler drew, and every "
-            "step would be too short; leave it out, or give the sampler normalize=True."
         )

@@ -22,11 +22,8 @@ from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
 from lightning_spectral.plugin.checkpoints import SavedRun
 from lightning_spectral.plugin.checks import (
-    check_clipping,
     check_limit,
     check_member,
-    check_over_selection,
-    check_own_optimizers,
     check_stage,
     check_trainer,
     warn_of_recompilations,
@@ -229,7 +226,12 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             strategy.checkpoint_io = AtomicCheckpointIO()
         if self.trainer.state.fn == "fit":
             self._saved.begin()
-        check_clipping(self.trainer)  # here, because Lightning refuses it before `setup`, with its own message
+        clip: Any = self.trainer.gradient_clip_val
+        if self.trainer.state.fn == "fit" and clip:  # here, because Lightning refuses it before `setup`, in other words
+            raise ValueError(
+                f"`Trainer(gradient_clip_val={clip})` would not reach the gradients of clients; give "
+                f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in every local step."
+            )
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
         return with_boundaries(self.trainer, own)
@@ -247,13 +249,11 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if stage == "fit":
             self._runtime.begin()
             check_trainer(self.trainer)
-            check_own_optimizers(self)
             for name, owner in self.members.items():
                 data = self.data_of(name)
-                check_member(owner.module, data, self.participation, owner.faults, owner.local_hooks)
+                check_member(owner, data, self.participation)
                 capacities = owner.algorithm.keep_ratios(data.num_clients, owner.seed)
                 warn_of_recompilations(owner.module, len(capacities.values))
-                check_over_selection(owner.conditions, self.participation)
                 owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
         self.move_batches()
 

@@ -230,7 +230,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if self.trainer.state.fn == "fit" and clip:  # here, because Lightning refuses it before `setup`, in other words
             raise ValueError(
                 f"`Trainer(gradient_clip_val={clip})` would not reach the gradients of clients; give "
-                f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in every local step."
+                f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in every local "
+                "step."
             )
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]

@@ -1,6 +1,9 @@
 """Laws of designs by enumeration, and any spectra, for the tests of several designs."""
 
 import itertools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -38,3 +41,13 @@ def successive_joint(sizes: np.ndarray, n: int) -> np.ndarray:
     for terms, probability in successive_law(sizes, n).items():
         joint[np.ix_(terms, terms)] += probability
     return joint
+
+
+def excess(draws: Any, law: Mapping[tuple[int, ...], Any]) -> float:
+    """Largest deviation of a sample's frequency in units of what chance allows: 5 standard deviations and one draw."""
+    counts, size = Counter(map(tuple, draws.tolist())), len(draws)
+    assert counts.keys() <= law.keys()
+    return max(
+        abs(counts[terms] / size - float(p)) / (5 * float(p * (1 - p) / size) ** 0.5 + 1 / size)
+        for terms, p in law.items()
+    )

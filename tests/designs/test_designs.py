@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_laws import spectra
 from torch import Tensor
 
 import lightning_spectral as ls
@@ -219,13 +220,6 @@ def test_random_systematic_and_brewer_are_close_to_the_most_random_one():
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
     for design in (RandomSystematic(), Brewer()):
         assert pair_excess(design.sample(pi, SIZE // 4, torch.Generator().manual_seed(0)), joint) < 2
-
-
-spectra = st.lists(
-    st.one_of(st.just(0.0), st.sampled_from([1.0, 2.0]), st.floats(-15, 0).map(lambda e: 10.0**e)),
-    min_size=2,
-    max_size=40,
-)
 
 
 def check_draws(design: Design, pi: Tensor, num_samples: int = 3) -> None:

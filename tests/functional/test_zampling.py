@@ -100,13 +100,6 @@ def test_the_largest_uniform_does_not_carry_1_beyond_the_highest_level(k: int, m
     assert unpack_levels(pack_levels(torch.ones(3), k), 3, k).tolist() == [1.0] * 3
 
 
-def test_the_same_generator_rounds_alike() -> None:
-    probs = torch.rand(50, generator=torch.Generator().manual_seed(0))
-    first, again, other = (pack_levels(probs, 4, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
 def test_entropy_is_that_of_a_slow_loop() -> None:
     probs = torch.cat([torch.linspace(0, 1, 33), torch.tensor([1e-30, 1e-7])])
     expected = []
@@ -381,12 +374,6 @@ def test_clip_passes_the_gradient_of_bits_inside_and_at_an_edge_only_if_it_leads
         comes_back = (s <= 0 and -g > 0) or (s >= 1 and -g < 0)  # a step of descent is in the direction of -g
         expected.append(g if inside or (comes_back and not absorbing) else 0.0)
     assert Clip(absorbing).gradient(scores, of_bits).tolist() == expected
-
-
-def test_clip_is_absorbing_unless_asked() -> None:
-    assert Clip().absorbing
-    scores, of_bits = scores_and_gradients()
-    assert not torch.equal(Clip().gradient(scores, of_bits), Clip(absorbing=False).gradient(scores, of_bits))
 
 
 @dtypes

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_spectral.participation import Participation, UniformParticipation
+from lightning_spectral.participation import UniformParticipation
 
 
 def deviation(draw: Callable[[int, torch.Generator], Tensor], num_clients: int, size: int) -> float:
@@ -88,11 +88,3 @@ def test_cohort_larger_than_the_federation_is_refused_early_and_late() -> None:
     for refuse in (participation.check, lambda n: participation.cohort(n, torch.Generator())):
         with pytest.raises(ValueError, match=r"at most num_clients=4, got 5; lower it or add clients"):
             refuse(4)
-
-
-def test_scheme_without_limits_checks_nothing() -> None:
-    class Everyone(Participation):
-        def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
-            return torch.arange(num_clients)
-
-    Everyone().check(10**9)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Hashable
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -178,11 +178,6 @@ def test_a_million_clients_fit_in_two_tensors() -> None:
     assert partition[999_999].tolist() == [999_999]
 
 
-def test_partition_is_frozen() -> None:
-    with pytest.raises(FrozenInstanceError, match="cannot assign to field 'indices'"):
-        Partition.from_lists([[0]]).indices = torch.tensor([1])  # type: ignore[misc]
-
-
 def test_fingerprint_tells_splits_apart_and_is_stable() -> None:
     splits = [[[0, 1], [2]], [[0], [1, 2]], [[1, 0], [2]], [[0, 1], [2], []], [[], [0, 1], [2]], [[0, 1, 2]]]
     fingerprints = [Partition.from_lists(split).fingerprint() for split in splits]
@@ -190,62 +185,51 @@ def test_fingerprint_tells_splits_apart_and_is_stable() -> None:
     assert fingerprints[0] == "e57d6bc5dc5056e6"  # hashlib.blake2b(digest_size=8) of int64 LE: 2, 0 2 3, 0 1 2
 
 
-@pytest.mark.parametrize("client_id", [-1, 2])
-def test_unknown_client_is_refused(client_id: int) -> None:
-    with pytest.raises(IndexError, match=r"must be in \[0, num_clients=2\), got"):
-        Partition.from_lists([[0], [1]])[client_id]
+def record(indices: list[float], offsets: Any) -> Partition:
+    return Partition(torch.tensor(indices), torch.tensor(offsets))
+
+
+def by_class(labels: Tensor | None) -> Partition:
+    return DirichletPartitioner(2, 1.0)(4, labels, torch.Generator())
 
 
 @pytest.mark.parametrize(
-    ("indices", "offsets", "rule"),
+    ("make", "rule"),
     [
-        ([0.0], [0, 1], "`indices` must be a one-dimensional int64"),
-        ([0], [[0, 1]], "`offsets` must be a one-dimensional int64"),
-        ([0], [0], "at least one client"),
-        ([0, 1], [0, 1], "must rise from 0"),
-        ([0, 1], [1, 2], "must rise from 0"),
-        ([0, 1], [0, 2, 1, 2], "must rise from 0"),
-        ([-1], [0, 1], "must be >= 0, got -1"),
+        (lambda: record([0.0], [0, 1]), "`indices` must be a one-dimensional int64"),
+        (lambda: record([0], [[0, 1]]), "`offsets` must be a one-dimensional int64"),
+        (lambda: record([0], [0]), "at least one client"),
+        (lambda: record([0, 1], [0, 1]), "must rise from 0"),
+        (lambda: record([0, 1], [1, 2]), "must rise from 0"),
+        (lambda: record([0, 1], [0, 2, 1, 2]), "must rise from 0"),
+        (lambda: record([-1], [0, 1]), "must be >= 0, got -1"),
+        (lambda: Partition.from_lists([[0], [1]])[-1], r"must be in \[0, num_clients=2\), got"),
+        (lambda: Partition.from_lists([[0], [1]])[2], r"must be in \[0, num_clients=2\), got"),
+        (lambda: Partition.from_assignment(torch.tensor([0, 2]), num_clients=2), r"must be in \[0, num_clients=2\)"),
+        (lambda: Partition.from_assignment(torch.tensor([-2, 0]), num_clients=2), r"must be in \[0, num_clients=2\)"),
+        (lambda: IIDPartitioner(5)(4, None, torch.Generator()), r"IIDPartitioner\(num_clients=5\) needs at least one"),
+        (lambda: by_class(None), "pass labels="),
+        (lambda: by_class(torch.zeros(3, dtype=torch.long)), r"shape \(4,\), got \(3,\)"),
+        (lambda: by_class(torch.zeros(4, 1, dtype=torch.long)), r"shape \(4,\), got \(4, 1\)"),
+        (lambda: by_class(torch.zeros(4)), "must be integers, got torch.float32"),
+        (lambda: IIDPartitioner(0), "`num_clients` must be at least 1, got 0"),
+        (lambda: DirichletPartitioner(0, alpha=1.0), "`num_clients` must be at least 1, got 0"),
+        (lambda: NaturalPartitioner([]), "at least one key"),
+        (lambda: NaturalPartitioner(torch.zeros(2, 2)), r"one-dimensional, got shape \(2, 2\)"),
+        (lambda: NaturalPartitioner(list(torch.tensor([1, 1]))), r"hashable by value, got tensor\(1\)"),
+        (lambda: NaturalPartitioner(np.array([1.0, np.nan])), "hashable by value, got nan"),
+        (lambda: NaturalPartitioner(["a", "b", "a"])(5, None, torch.Generator()), r"one key per example \(5\), got 3"),
+        (lambda: NaturalPartitioner(["romeo", "juliet"], names=["romeo"]), "'juliet'"),
+        (lambda: NaturalPartitioner(["romeo"], names=["romeo", "juliet", "romeo"]), "'romeo' twice"),
+        (lambda: hold_out(record([0], [0, 1]), -0.1, torch.Generator()), r"must be in \[0, 1\), got"),
+        (lambda: hold_out(record([0], [0, 1]), 1.0, torch.Generator()), r"must be in \[0, 1\), got"),
+        (lambda: hold_out(record([0], [0, 1]), float("nan"), torch.Generator()), r"must be in \[0, 1\), got"),
+        (lambda: report(record([0, 1], [0, 2]), torch.tensor([1])), "one class index per example"),
     ],
 )
-def test_malformed_record_is_refused(indices: list[float], offsets: list[int], rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        Partition(torch.tensor(indices), torch.tensor(offsets))
-
-
-@pytest.mark.parametrize("owner", [[0, 2], [-2, 0]])
-def test_assignment_to_an_unknown_client_is_refused(owner: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"must be in \[0, num_clients=2\)"):
-        Partition.from_assignment(torch.tensor(owner), num_clients=2)
-
-
-def test_more_clients_than_examples_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"IIDPartitioner\(num_clients=5\) needs at least one example per"):
-        IIDPartitioner(5)(4, None, torch.Generator())
-
-
-def test_missing_labels_are_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match="pass labels="):
-        DirichletPartitioner(2, 1.0)(4, None, torch.Generator())
-
-
-@pytest.mark.parametrize(
-    ("labels", "rule"),
-    [
-        (torch.zeros(3, dtype=torch.long), r"shape \(4,\), got \(3,\)"),
-        (torch.zeros(4, 1, dtype=torch.long), r"shape \(4,\), got \(4, 1\)"),
-        (torch.zeros(4), "must be integers, got torch.float32"),
-    ],
-)
-def test_wrong_labels_are_refused(labels: Tensor, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        DirichletPartitioner(2, 1.0)(4, labels, torch.Generator())
-
-
-@pytest.mark.parametrize("make", [IIDPartitioner, partial(DirichletPartitioner, alpha=1.0)])
-def test_no_clients_are_refused(make: Callable[[int], Partitioner]) -> None:
-    with pytest.raises(ValueError, match="`num_clients` must be at least 1, got 0"):
-        make(0)
+def test_what_cannot_be_split_is_refused(make: Callable[[], Any], rule: str) -> None:
+    with pytest.raises((ValueError, IndexError), match=rule):
+        make()
 
 
 def seeded(seed: int = 0) -> Generator:
@@ -287,12 +271,6 @@ def test_nothing_held_out_leaves_the_partition_and_the_generator_as_they_are(who
     assert torch.equal(generator.get_state(), seeded().get_state())
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.0, float("nan")])
-def test_a_share_that_leaves_nothing_is_refused(fraction: float, whole: Partition) -> None:
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\), got"):
-        hold_out(whole, fraction, seeded())
-
-
 MIXED = ["b", ("a", 1), "b", None, 3, ("a", 1)]
 
 
@@ -320,39 +298,12 @@ def test_each_client_owns_exactly_the_examples_of_its_key(keys: list[int]) -> No
         assert examples.tolist() == [i for i, key in enumerate(keys) if key == name]
 
 
-@pytest.mark.parametrize(
-    ("keys", "rule"),
-    [
-        ([], "at least one key"),
-        (torch.zeros(2, 2), r"one-dimensional, got shape \(2, 2\)"),
-        (list(torch.tensor([1, 1])), r"hashable by value, got tensor\(1\)"),
-        (np.array([1.0, np.nan]), "hashable by value, got nan"),
-    ],
-)
-def test_unusable_keys_are_refused(keys: Any, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        NaturalPartitioner(keys)
-
-
-def test_keys_of_another_data_set_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"one key per example \(5\), got 3"):
-        NaturalPartitioner(["a", "b", "a"])(5, None, torch.Generator())
-
-
 def test_several_data_sets_can_have_the_same_clients() -> None:
     names = ("romeo", "juliet", "nurse")
     one, two = (NaturalPartitioner(keys, names=names) for keys in (["nurse", "romeo", "nurse"], ["juliet"] * 3))
     assert one.client_names == two.client_names == names
     assert [part.tolist() for part in one(3, None, torch.Generator())] == [[1], [], [0, 2]]
     assert [part.tolist() for part in two(3, None, torch.Generator())] == [[], [0, 1, 2], []]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"), [(["romeo"], "'juliet'"), (["romeo", "juliet", "romeo"], "'romeo' twice")]
-)
-def test_wrong_names_are_named(names: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NaturalPartitioner(["romeo", "juliet"], names=names)
 
 
 SEVENS = torch.tensor([3, 3, 7, 3, 9, 7])
@@ -388,11 +339,6 @@ def test_report_without_labels_has_sizes_only() -> None:
     assert "classes" not in str(seen)
     with pytest.raises(ValueError, match="made without labels"):
         seen.mean_classes()
-
-
-def test_too_few_labels_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"at least 6\), got shape \(5,\)"):
-        report(PARTITION, SEVENS[:5])
 
 
 @pytest.mark.parametrize("labels", [SEVENS, None])

@@ -149,12 +149,6 @@ def test_unbiased_multipliers_are_inverse_probabilities_and_one_for_terms_never_
     assert multipliers.tolist() == [1, 2, 2, 1]
 
 
-def test_collective_multipliers_stay_below_the_cohort_size():
-    probs, multipliers = Collective()(SPECTRUM, 13, 10)
-    assert (multipliers[probs > 0] < 10).all()
-    assert (multipliers >= 1).all()
-
-
 @pytest.mark.parametrize(("N", "n", "exponent"), [(64, 13, 4), (64, 14, 2.5), (15, 3, 4), (15, 4, 2.5), (1, 1, 4)])
 def test_prism_exponent_follows_the_keep_ratio_whose_ceiling_n_is(N, n, exponent):
     values = SPECTRUM[:N]

@@ -22,7 +22,6 @@ from lightning_spectral.functional import (
     schatten_inclusion_probs,
     top_inclusion_probs,
 )
-from lightning_spectral.functional.sampling.inclusion import capped_proportional, relative
 
 COHORTS = [1, 1.5, 2, 4, 10, 1000]
 
@@ -64,14 +63,6 @@ def algorithm_2(lam: np.ndarray, n: int, C: float, sign: int = 1) -> tuple[np.nd
                 if error < best_error:
                     best_error, best_pi, best_w = error, pi, w
     return best_pi, best_w
-
-
-def unbiased_error(pi: np.ndarray, lam: np.ndarray) -> float:
-    return float((lam**2 * (1 / pi - 1)).sum())
-
-
-def collective_error(pi: np.ndarray, lam: np.ndarray, C: float) -> float:
-    return float((lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum())
 
 
 def random_spectra(count: int, seed: int, max_terms: int = 14):
@@ -151,15 +142,6 @@ def test_algorithm_2_as_printed_always_returns_top_n():
         assert np.array_equal(algorithm_2(lam, n, C, sign=-1)[0], np.arange(len(lam)) < n)
 
 
-def test_no_other_multipliers_beat_the_collective_ones():
-    """Eq. (22): the error as a function of the multipliers, term by term, against a fine grid."""
-    C, grid = 4.0, np.linspace(0, 8, 2001)
-    for pi in (0.05, 0.3, 0.9, 1.0):
-        error = 1 + grid * pi * (-2 + grid / C + grid * pi * (C - 1) / C)
-        best = collective_multipliers(torch.tensor([pi], dtype=torch.float64), C).item()
-        assert abs(grid[error.argmin()] - best) <= grid[1]
-
-
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems())
 def test_proportional_satisfies_its_definition(problem):
@@ -203,11 +185,8 @@ def test_collective_is_top_n_across_a_spectral_gap_of_ratio_c(n, C):
     lam[n:] = lam[n:] / (2 * C)  # s_n >= C s_(n+1)
     assert torch.equal(collective_inclusion_probs(lam, n, C), top_inclusion_probs(lam, n))
     assert torch.equal(collective_inclusion_probs(lam.flip(0), n, C), top_inclusion_probs(lam.flip(0), n))
-
-
-def test_collective_is_not_top_n_below_that_gap():
-    lam = torch.tensor([1.0, 1 / 2.9], dtype=torch.float64)
-    assert 0 < collective_inclusion_probs(lam, 1, 3.0)[1] < 1
+    below_the_gap = torch.tensor([1.0, 1 / (C - 0.1)], dtype=torch.float64)
+    assert C == 1 or 0 < collective_inclusion_probs(below_the_gap, 1, C)[1] < 1
 
 
 def test_collective_tends_to_the_unbiased_design_for_many_clients():
@@ -216,13 +195,6 @@ def test_collective_tends_to_the_unbiased_design_for_many_clients():
     worst = [float((collective_inclusion_probs(lam, 7, C) - limit).abs().max()) for C in (1e2, 1e4, 1e6, 1e9)]
     # pi_C - pi = (u s / tail - 1) / (C - 1) exactly, on a common active set: below 8 / C here.
     assert all(error <= 8 / C for error, C in zip(worst, (1e2, 1e4, 1e6, 1e9), strict=True))
-
-
-def test_collective_error_is_at_most_the_unbiased_error_divided_by_the_cohort():
-    for lam, n, C in random_spectra(100, seed=5):
-        collective = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
-        unbiased = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
-        assert collective <= unbiased / C * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("C", [1, 1 + 1e-9])
@@ -456,11 +428,6 @@ def test_processors_without_a_score_get_zero_and_the_others_at_most_one() -> Non
     for active in (2, 2.5, 3):
         assert torch.allclose(assignment_probs(scores, active), expected, rtol=1e-15, atol=0)
     assert torch.equal(assignment_probs(torch.zeros(3, 2), 2), torch.zeros(3, 2, dtype=torch.float64))
-
-
-def test_nobody_is_active_if_none_may_be() -> None:
-    assert torch.equal(assignment_probs(torch.ones(3, 2), 0), torch.zeros(3, 2, dtype=torch.float64))
-    assert torch.equal(capped_proportional(relative(torch.ones(3, dtype=torch.float64)), 0.0), torch.zeros(3).double())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_laws import successive_joint, successive_law
+from sampling_laws import excess, successive_joint, successive_law
 from scipy.optimize import brentq
 from torch import Tensor
 
@@ -95,13 +95,6 @@ def test_exact_marginals_of_4096_terms_hold_to_1e_10(n, power):
         torch.testing.assert_close(pi, torch.full_like(pi, n / 4096), rtol=0, atol=1e-12)
 
 
-def test_fourth_powers_over_fifteen_decades_stay_finite():
-    pi = successive_inclusion_probs(4 * torch.linspace(0, -15, 16, dtype=torch.float64) * math.log(10), 4)
-    assert torch.isfinite(pi).all()
-    assert (pi > 0).all()
-    assert pi.sum().item() == pytest.approx(4, rel=1e-12)
-
-
 def test_a_common_factor_of_all_sizes_changes_nothing():
     logs = torch.randn(20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(
@@ -146,10 +139,7 @@ def test_the_race_has_the_enumerated_joint_law():
     sizes, n, size = np.array([5.0, 3, 2, 1, 0.5, 0.1]), 3, 40_000
     law = successive_law(sizes, n)
     draws = draw_successive(torch.tensor(sizes).log(), n, size, torch.Generator().manual_seed(2))
-    key = (2**draws).sum(1).numpy()
-    for terms, probability in law.items():
-        count = (key == sum(2**i for i in terms)).sum()
-        assert abs(count / size - probability) <= 5 * math.sqrt(probability / size) + 1 / size
+    assert excess(draws, law) <= 1
 
 
 def random_probabilities(count: int):

@@ -1,4 +1,4 @@
-"""Programs that need the user's own module and optimizer: one client of a federation trains as plain Lightning does."""
+"""Modules whose step, hooks and optimizers reach beyond their arguments: clients train as plain Lightning does."""
 
 import socket
 import threading
@@ -417,24 +417,17 @@ class Replayed(IterableDataset[Any]):
         return iter(next(self.epochs))
 
 
-def trained_alone(module: pl.LightningModule, batches: list[Any], num_epochs: int, quiet: Any) -> dict[str, Tensor]:
-    """The state of a module that a plain Trainer trains on a client's batches."""
-    loader = DataLoader(Replayed(batches, num_epochs), batch_size=None)
-    pl.Trainer(max_epochs=num_epochs, **quiet).fit(module, loader)
-    return module.state_dict()
-
-
 @EVERY_PROGRAM
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
-@pytest.mark.parametrize("local_epochs", [1, 3])
-def test_one_client_ends_where_plain_lightning_does(
-    local_epochs: int, program: Any, toy: Any, fit: Fit, quiet: Any
-) -> None:
+def test_one_client_ends_where_plain_lightning_does(program: Any, toy: Any, fit: Fit, quiet: Any) -> None:
     data = RecordsBatches(toy, ls.IIDPartitioner(num_clients=1), batch_size=40)
-    federated = fit(seeded(program), data, algorithm=ls.FedAvg(), clients_per_round=1, local_epochs=local_epochs)
-    assert len(data.batches) == 3 * local_epochs
+    federated = fit(seeded(program), data, algorithm=ls.FedAvg(), clients_per_round=1, local_epochs=3)
+    assert len(data.batches) == 3 * 3
     start = seeded(program).state_dict()
-    alone = trained_alone(seeded(program), data.batches, local_epochs, quiet)
+    loader = DataLoader(Replayed(data.batches, 3), batch_size=None)
+    plain = seeded(program)
+    pl.Trainer(max_epochs=3, **quiet).fit(plain, loader)
+    alone = plain.state_dict()
     assert list(federated.state) == list(alone)
     for name, value in alone.items():
         assert float((value - start[name]).abs().max()) > 1e-4, name
@@ -468,7 +461,7 @@ def fit_three(fit: Fit) -> Fit:
 
 
 @EVERY_PROGRAM
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), *SPECTRAL.values()], ids=["dense", *SPECTRAL])
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), SPECTRAL["mixed"]], ids=["dense", "mixed"])
 def test_it_trains_and_twice_gives_the_same_bits(algorithm: Any, program: Any, data: Any, fit_three: Fit) -> None:
     def run() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         starts: list[dict[str, Tensor]] = []

@@ -2,17 +2,29 @@
 
 import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
+import lightning_spectral as ls
 import lightning_spectral.nn as snn
-from lightning_spectral.nn import SpectralShardedLinear
+from lightning_spectral.nn import (
+    LayerPlan,
+    ModulePlan,
+    SpectralShardedConv2d,
+    SpectralShardedLayer,
+    SpectralShardedLinear,
+    replace_layers,
+)
+from lightning_spectral.nn.layers.conv import pointwise, products_are_faster
 from lightning_spectral.nn.plan.layer_types import sharded_type
 from lightning_spectral.testing import check_sharded_layer
 
@@ -111,12 +123,11 @@ class TestAttention:
         check(attention, x, x, x)
         check(attention, rand(5, 8), rand(6, 8), rand(6, 8))  # without a batch
 
-    @pytest.mark.parametrize("batch_first", [True, False])
-    def test_keys_and_values_of_other_sizes(self, batch_first: bool) -> None:
-        attention = nn.MultiheadAttention(8, 4, kdim=5, vdim=6, batch_first=batch_first)
-        query, key, value = rand(3, 4, 8), rand(3, 7, 5), rand(3, 7, 6)
-        inputs = [x if batch_first else x.transpose(0, 1).contiguous() for x in (query, key, value)]
-        check(attention, *inputs)
+    def test_keys_and_values_of_other_sizes(self) -> None:
+        inputs = rand(3, 4, 8), rand(3, 7, 5), rand(3, 7, 6)
+        check(nn.MultiheadAttention(8, 4, kdim=5, vdim=6, batch_first=True), *inputs)
+        transposed = [x.transpose(0, 1).contiguous() for x in inputs]
+        check(nn.MultiheadAttention(8, 4, kdim=5, vdim=6), *transposed)
 
     @pytest.mark.parametrize("need_weights", [True, False])
     @pytest.mark.parametrize("average", [True, False])
@@ -277,3 +288,135 @@ def test_contract_check_finds_a_layer_that_forgets_its_multipliers() -> None:
 
     with pytest.raises(AssertionError, match="the loaded terms are not the weight"):
         check_sharded_layer(Forgetful, nn.Linear(4, 3).double(), rand(2, 4))
+
+
+CONVS: list[Any] = [(F.conv1d, (9,), (2,)), (F.conv2d, (7, 8), (2, 1)), (F.conv3d, (5, 6, 5), (1, 2, 3))]
+
+
+def refuse(*args: Any) -> Tensor:
+    raise AssertionError("a convolution was called")
+
+
+def dense(x: Tensor, matrix: Tensor, bias: Tensor | None, stride: tuple[int, ...]) -> Tensor:
+    """The definition: skip positions, then the matrix at each of those that are left."""
+    x = x[(..., *(slice(None, None, step) for step in stride))]
+    out = torch.einsum("rc,bc...->br...", matrix, x)
+    return out if bias is None else out + bias.view(-1, *(1,) * len(stride))
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("strided", [True, False])
+@pytest.mark.parametrize(("conv", "sizes", "stride"), CONVS)
+def test_products_compute_the_convolution(
+    conv: Any, sizes: tuple[int, ...], stride: tuple[int, ...], strided: bool, with_bias: bool
+) -> None:
+    stride = stride if strided else (1,) * len(sizes)
+    x, matrix, bias = rand(2, 3, *sizes), rand(4, 3), rand(4) if with_bias else None
+    expected = dense(x, matrix, bias, stride)
+    torch.testing.assert_close(pointwise(x, matrix, bias, stride, refuse), expected)
+    torch.testing.assert_close(
+        pointwise(x.transpose(-1, 1).contiguous().transpose(-1, 1), matrix, bias, stride, conv), expected
+    )
+    torch.testing.assert_close(pointwise(x[0], matrix, bias, stride, conv), expected[0])
+
+
+def test_large_matrices_at_few_positions_are_convolved() -> None:
+    x, matrix = rand(2, 200, 4, 4), rand(200, 200)
+    assert not products_are_faster(matrix.numel(), 16)
+    with pytest.raises(AssertionError, match="a convolution was called"):
+        pointwise(x, matrix, None, (1, 1), refuse)
+    torch.testing.assert_close(pointwise(x, matrix, None, (2, 2), F.conv2d), dense(x, matrix, None, (2, 2)))
+
+
+def test_channels_last_memory_stays_channels_last() -> None:
+    x = rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    out = pointwise(x, rand(4, 3), None, (1, 1), F.conv2d)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_an_empty_batch_has_an_empty_result() -> None:
+    assert pointwise(rand(2, 3, 4, 4)[:0], rand(5, 3), None, (2, 2), F.conv2d).shape == (0, 5, 2, 2)
+
+
+@pytest.mark.parametrize("size", [2, 24])
+@pytest.mark.parametrize("kernel_size", [1, 3])
+def test_a_convolution_rebuilds_its_weight_where_that_is_less_work_and_computes_the_same(
+    size: int, kernel_size: int
+) -> None:
+    """At 24 x 24 positions all terms cost more than the weight; at 2 x 2 they do not."""
+    conv = nn.Conv2d(6, 6, kernel_size, padding=kernel_size // 2, dtype=torch.float64)
+    x = rand(1, 6, size, size)
+    sharded = SpectralShardedConv2d.from_dense(conv, num_terms=6)
+    assert ("MmBackward0" in graph(sharded(x))) == (size == 24)
+    check_sharded_layer(SpectralShardedConv2d, conv, x)
+
+
+def graph(output: Tensor) -> set[str]:
+    """Names of the functions that made a tensor."""
+    names, todo = set(), [output.grad_fn]
+    while todo:
+        if (node := todo.pop()) is not None:
+            names.add(node.name())
+            todo += [parent for parent, _ in node.next_functions]
+    return names
+
+
+class Mix(nn.Module):
+    """Mixes vectors that are columns, the second argument, and gates the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, gate: Tensor, x: Tensor) -> Tensor:
+        return gate * (self.weight @ x)
+
+
+class ShardedMix(SpectralShardedLayer):
+    """Always applies the factors."""
+
+    @classmethod
+    def like(cls, dense: Any, num_terms: Any) -> Any:
+        (n,) = num_terms
+        return cls(tuple(dense.weight.shape), n, False, dense.weight.device, dense.weight.dtype)
+
+    def forward(self, gate: Tensor, x: Tensor) -> Tensor:
+        return gate * (self.scaled_u() @ (self.v @ x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.mix, self.after = nn.Linear(5, 6), Mix(), nn.Linear(8, 2)
+        self.gate = nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.mix(self.gate, x=self.before(x).T).T)
+
+
+EXAMPLE = torch.zeros(200, 5)  # so many positions that a linear layer would rebuild its weight at all terms
+
+
+def test_the_layer_keeps_the_contract() -> None:
+    gate, x = torch.ones(8, 1).double(), torch.randn(6, 9, generator=torch.Generator().manual_seed(0)).double()
+    check_sharded_layer(ShardedMix, Mix().double(), gate, x)
+
+    class Shifted(ShardedMix):
+        def forward(self, gate: Tensor, x: Tensor) -> Tensor:
+            return super().forward(gate, x) + 1.0
+
+    with pytest.raises(AssertionError, match="differs"):
+        check_sharded_layer(Shifted, Mix().double(), gate, x)
+
+
+@pytest.mark.parametrize("keep_ratio", [0.1, 0.5, 1.0])
+def test_its_costs_are_counted(keep_ratio: float) -> None:
+    net = Net()
+    blocks = tuple(block.within("mix") for block in ShardedMix.blocks_of(net.mix))
+    plan = ModulePlan((LayerPlan("mix", "Mix", ((8, 6),), blocks, ShardedMix, "of another package"),))
+    cost = ls.cost_table(net, ls.SpectralSharding(layers=plan), [keep_ratio], EXAMPLE).at[keep_ratio]
+    client = replace_layers(net, keep_ratio, layers=plan)
+    with FlopCounterMode(display=False) as counter:
+        client(EXAMPLE)
+    assert 2 * cost.macs == counter.get_total_flops()
+    assert cost.macs == len(EXAMPLE) * (5 * 6 + math.ceil(keep_ratio * 6) * (6 + 8) + 8 * 2)

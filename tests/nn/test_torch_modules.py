@@ -1,4 +1,4 @@
-"""Tensors with a type of their own keep it wherever their module goes, and lose no digits."""
+"""Tensors with a type of their own keep it and lose no digits, and BatchNorm works without running statistics."""
 
 from collections.abc import Callable
 
@@ -10,6 +10,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.algorithms.zampling.halves import ZamplingState
 from lightning_spectral.functional.zampling import InfluenceMatrix
+from lightning_spectral.nn import use_batch_statistics
 from lightning_spectral.nn.local_zampling import local_weights
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -55,3 +56,15 @@ def test_moving_to_the_meta_device_moves_everything() -> None:
     bits, total = ZamplingState(torch.zeros(5), [], NO_MATRIX), ClientSum({"weight": (2, 2)})
     nn.ModuleList([bits, total]).to("meta")
     assert (bits.probs.device.type, total.values.device.type) == ("meta", "meta")
+
+
+def test_evaluation_uses_the_batchs_statistics_and_the_original_keeps_its_own() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    copied = use_batch_statistics(module).eval()
+    assert not list(copied.buffers())
+    assert len(list(module.buffers())) == 3
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    hidden = module[0](x)
+    expected = (hidden - hidden.mean(0)) / (hidden.var(0, unbiased=False) + module[1].eps).sqrt()
+    torch.testing.assert_close(copied(x), expected)
+    assert copied(x).mean(0).abs().max() < 1e-5

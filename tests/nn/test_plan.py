@@ -1,17 +1,24 @@
-"""One record of choices: what it refuses, and that every function takes it, or the plan made from it, alike."""
+"""Choices of layers and the plan made from them: what they refuse, which layers are sharded, and why others are not."""
 
+import logging
 import pickle
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from federation import Fit, seeded
 from spectral_rounds import cohort, unit
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from toy_models import Detour, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.nn import ModulePlan, plan_layers, plan_of, sharded_layers
+from lightning_spectral.nn.cost import count_pass
 from lightning_spectral.protocol.cohort import Workers
 
 CHOICES = ls.LayerChoices(
@@ -203,3 +210,209 @@ class TestSpectralSharding:
         assert all(f"{name}={getattr(CHOICES, name)!r}" in repr(ls.SpectralSharding(layers=CHOICES)) for name in names)
         finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
         assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))
+
+
+Batch = namedtuple("Batch", "x y")
+
+
+class OfBatches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 3))
+
+    def forward(self, batch: Batch) -> Tensor:
+        output: Tensor = self.net(batch.x)
+        return output
+
+
+class OfSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, sequences: PackedSequence) -> Tensor:
+        output: Tensor = self.head(self.lstm(sequences)[0].data)
+        return output
+
+
+class LitWithoutForward(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = OfBatches().net
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        ls.validate,
+        lambda net, x: ls.cost_table(net, ls.SpectralSharding(), [0.5], x),
+        lambda net, x: ls.largest_that_fits(net, ls.SpectralSharding(), x, budget_macs=1e6),
+    ],
+)
+def test_a_module_without_forward_is_named(show: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"LitWithoutForward has no `forward`.*such as `module\.net`"):
+        show(LitWithoutForward(), torch.zeros(1, 6))
+
+
+def test_a_part_without_forward_keeps_its_own_error() -> None:
+    with pytest.raises(NotImplementedError, match="ModuleList"):
+        ls.validate(nn.Sequential(nn.ModuleList()), torch.zeros(1))
+
+
+def test_a_named_tuple_is_one_input() -> None:
+    batch = Batch(torch.zeros(5, 6), torch.zeros(5))
+    assert ls.validate(OfBatches(), batch).layers[0].in_forward
+    assert ls.cost_table(OfBatches(), ls.SpectralSharding(), [0.5], batch).full.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3)
+
+
+def test_packed_sequences_are_one_input() -> None:
+    packed, net = pack_sequence([torch.zeros(4, 6), torch.zeros(2, 6)]), OfSequences()
+    assert all(layer.in_forward for layer in ls.validate(net, packed).layers)
+    counted = count_pass(net, packed)
+    assert counted.macs == 6 * (4 * 8 * (6 + 8) + 8 * 3)  # six positions, four gates
+    kept = count_pass(nn.Sequential(nn.Linear(6, 8)), packed.data)
+    assert counted.kept_values > kept.kept_values == 0  # inputs are not counted
+
+
+X = torch.zeros(2, 3)
+DENSE_ENDS = ls.LayerChoices(exclude=["head", "stem", "unused"])
+
+
+def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("NOTE")]
+
+
+def test_validate_notes_that_a_run_would_make_another_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Detour()
+    plan = ls.validate(module, X)
+    run = ls.SpectralSharding().plan(module)
+    assert list(plan.sharded) == ["mid.0"]
+    assert list(run.sharded) == ["mid.0", "unused"]
+    (note,) = notes(capsys)
+    assert "has no `example_input_array`, so a run traces no pass and would shard unused." in note
+    assert "SpectralSharding(layers=plan)" in note
+    assert ls.SpectralSharding(layers=plan).plan(module) is plan
+
+
+def test_nothing_is_noted_where_a_run_makes_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Detour()
+    ls.validate(module)
+    ls.validate(module, X, layers=DENSE_ENDS)
+    ls.validate(module, layers=ls.validate(module, X, layers=DENSE_ENDS))
+    module.example_input_array = X  # type: ignore[assignment]
+    ls.validate(module)
+    ls.validate(module, torch.ones(2, 3))
+    assert notes(capsys) == []
+
+
+def test_costs_are_those_of_the_plan_of_a_run() -> None:
+    """Which knows no example but the module's own."""
+
+    def parameters(**options: Any) -> int:
+        return ls.cost_table(Detour(), ls.SpectralSharding(**options), [0.25], X).at[0.25].parameters
+
+    assert parameters() == parameters(layers=ls.nn.plan_layers(Detour()))
+    assert parameters() < parameters(layers=ls.validate(Detour(), X))  # in which the unused layer is dense
+
+
+class TestInAFit:
+    @pytest.fixture
+    def planned(self, data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> Any:
+        caplog.set_level(logging.INFO)
+
+        def planned(lit: pl.LightningModule, **options: Any) -> list[str]:
+            caplog.clear()
+            fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5, **options))
+            return [line.getMessage() for line in caplog.records if "planned" in line.getMessage()]
+
+        return planned
+
+    @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()])
+    def test_the_log_says_what_a_plan_without_an_example_assumes(self, start: Any, lit: Any, planned: Any) -> None:
+        assert planned(lit, spectral_start=start) == [
+            "LitMLP has no `example_input_array`, so its layers were planned without a forward pass, as if all of them "
+            "ran, in the order of registration; first and last, and so dense: net.0, net.5."
+        ]
+
+    def test_nothing_is_said_of_a_plan_with_an_example(self, lit: Any, planned: Any) -> None:
+        assert planned(LitSmall()) == []
+        assert planned(lit, layers=ls.validate(lit, torch.zeros(1, 6))) == []
+
+
+ZERO, ONE = "zero: it has no singular terms", "constant: its rank of 1 would never grow"
+
+
+def reason_of(layer: nn.Module, **choices: Any) -> str:
+    """Why a layer between a first and a last one is held as it is."""
+    module = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6))
+    return {p.name: p.reason for p in plan_layers(module, choices=ls.LayerChoices(**choices)).layers}["1"]
+
+
+def filled(make: Callable[[], nn.Module], value: float) -> nn.Module:
+    layer = seeded(make)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, value)
+    return layer
+
+
+AFFINE: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(15, 130),
+    "conv": lambda: nn.Conv2d(3, 8, 3),
+    "grouped": lambda: nn.Conv1d(6, 8, 3, groups=2),
+    "attention": lambda: nn.MultiheadAttention(8, 2),
+    "lstm": lambda: nn.LSTM(5, 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", AFFINE)
+def test_a_constant_weight_is_whole_and_a_random_one_is_sharded(name: str, dtype: torch.dtype) -> None:
+    make = AFFINE[name]
+    whose = "its weight" if name in ("linear", "conv") else "a part of its weight"
+    assert reason_of(filled(make, 0.0).to(dtype)) == f"{whose} is {ZERO}"
+    assert reason_of(filled(make, 0.07).to(dtype)) == f"{whose} is {ONE}"
+    assert reason_of(seeded(make).to(dtype)) == "affine"
+
+
+def test_other_weights_of_low_rank_are_sharded() -> None:
+    """A truncated weight, for instance, is of low rank on purpose."""
+    layer = nn.Linear(6, 6)
+    with torch.no_grad():
+        layer.weight.copy_(torch.outer(torch.arange(6.0), torch.ones(6)))
+    assert reason_of(layer) == "affine"
+    ls.algorithms.spectral_start(
+        module := seeded(lambda: nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])), 0.1, tail=0.0
+    )
+    assert int(torch.linalg.matrix_rank(module[1].weight)) == 1
+    assert list(plan_layers(module).sharded) == ["1"]
+
+
+def test_one_part_of_a_packed_weight_without_terms_keeps_the_layer_whole() -> None:
+    attention, packed = nn.MultiheadAttention(8, 2), nn.Linear(6, 18)
+    with torch.no_grad():
+        attention.in_proj_weight[8:16] = 0.0
+        packed.weight[:6] = 0.0
+    assert reason_of(attention) == f"a part of its weight is {ZERO}"
+    assert reason_of(packed, split={"1": 3}) == f"a part of its weight is {ZERO}"
+    assert reason_of(packed) == "affine"  # whole, it has terms
+
+
+def test_matrices_that_can_only_have_one_term_are_sharded_with_the_others() -> None:
+    assert reason_of(seeded(lambda: nn.LSTM(1, 4))) == "affine"
+
+
+def test_weights_that_are_not_finite_are_left_to_the_checks_of_broken_weights() -> None:
+    for broken in (float("nan"), float("inf")):
+        assert reason_of(filled(lambda: nn.Linear(6, 6), broken)) == "affine"
+
+
+def test_validate_names_them_and_costs_count_them_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    module = seeded(lambda: nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]))
+    sharded = ls.cost_table(module, ls.SpectralSharding(), [0.25], torch.zeros(1, 16)).at[0.25].parameters
+    nn.init.zeros_(module[1].weight)
+    plan = ls.validate(module)
+    assert f"dense    its weight is {ZERO}" in capsys.readouterr().out
+    assert plan.problems == ()
+    whole = ls.cost_table(module, ls.SpectralSharding(), [0.25], torch.zeros(1, 16)).at[0.25].parameters
+    assert whole - sharded == 16 * 16 - 4 * (16 + 16)

@@ -174,12 +174,9 @@ def test_weights_are_the_matrix_times_bits_in_training_and_times_probabilities_i
     with torch.no_grad():
         net.eval()(inputs(4, 6))
     torch.testing.assert_close([net[2].weight, net[2].bias], weights_by_hand(net, probs)[2:])
-
-
-def test_without_sampling_training_uses_probabilities_too() -> None:
-    net = small(sampled=False)
-    net(inputs(4, 6))
-    torch.testing.assert_close(net[0].weight.detach(), weights_by_hand(net, local_weights(net).probs)[0])
+    expected = small(sampled=False)  # in training too
+    expected(inputs(4, 6))
+    torch.testing.assert_close(expected[0].weight.detach(), weights_by_hand(expected, local_weights(expected).probs)[0])
 
 
 def test_one_draw_serves_a_step_whatever_happens_before_its_backward_pass() -> None:
@@ -312,12 +309,6 @@ def test_validation_within_an_epoch_and_global_draws_do_not_disturb_training() -
     assert alone.losses == validated.losses
 
 
-def test_the_trainer_accumulates_gradients() -> None:
-    model = ls.nn.zample(Classifier(), 2, degree=4)
-    fit(model, epochs=2, accumulate_grad_batches=2)
-    assert int(local_weights(model).num_draws) == 2 * 10  # each batch has its own draw
-
-
 def test_a_sampled_network_becomes_a_plain_one() -> None:
     net = small()
     bits = draw_bits(local_weights(net).probs, torch.Generator().manual_seed(3))
@@ -351,16 +342,11 @@ def test_sampled_networks_are_different_and_everything_is_restored() -> None:
     assert net.training
     assert not net[1].training
     assert torch.equal(net(x), before)
+    for _ in sampled_networks(net, 3, torch.Generator().manual_seed(0)):
+        break  # leaving the loop early
+    assert torch.equal(net(x), before)
     plain = ls.nn.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))
     assert torch.equal(plain(x), outputs[0])
-
-
-def test_leaving_the_loop_over_sampled_networks_early_restores_the_weights() -> None:
-    net, x = small().eval(), inputs(4, 6)
-    expected = net(x)
-    for _ in sampled_networks(net, 3, torch.Generator().manual_seed(0)):
-        break
-    assert torch.equal(net(x), expected)
 
 
 def test_the_mean_of_sampled_weights_is_the_expected_weight() -> None:

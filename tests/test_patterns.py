@@ -1,5 +1,7 @@
 """Patterns that match nothing are refused before the first round, whichever algorithm they are given to."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,39 +10,14 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 
-BUFFER = r"`buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
-PARAMETER = r"`exclude` pattern 'nope' matches no parameter"
-UNMATCHED: dict[str, tuple[Any, str]] = {
-    "FedAvg, buffers": (lambda *nope: ls.FedAvg(buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "Scaffold, buffers": (lambda *nope: ls.Scaffold(buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "StaleUpdates, buffers": (lambda *nope: ls.StaleUpdates(buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "FIARSE, buffers": (lambda *nope: ls.FIARSE(buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "LoRA, buffers": (lambda *nope: ls.LoRA(2, buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "WidthSharding, buffers": (lambda *nope: ls.WidthSharding(buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "Zampling, buffers": (lambda *nope: ls.Zampling(8, degree=2, buffers=dict.fromkeys(nope, "server")), BUFFER),
-    "SpectralSharding, buffers": (
-        lambda *nope: ls.SpectralSharding(
-            layers=ls.LayerChoices(buffers=dict.fromkeys(nope, "server")), keep_ratio=0.5
-        ),
-        BUFFER,
-    ),
-    "FIARSE, exclude": (lambda *nope: ls.FIARSE(exclude=nope), PARAMETER),
-    "Zampling, exclude": (lambda *nope: ls.Zampling(8, degree=2, exclude=nope), PARAMETER),
-    "WidthSharding, exclude": (lambda *nope: ls.WidthSharding(exclude=nope), "`exclude` pattern 'nope' matches no"),
-    "SpectralSharding, exclude": (lambda *nope: ls.SpectralSharding(exclude=nope), "`exclude` pattern 'nope'"),
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    **{cls.__name__: cls for cls in (ls.FedAvg, ls.Scaffold, ls.StaleUpdates, ls.FIARSE, ls.WidthSharding)},
+    "LoRA": partial(ls.LoRA, 2),
+    "Zampling": partial(ls.Zampling, 8, degree=2),
+    "SpectralSharding": lambda **choices: ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(**choices)),
 }
-# One that matches next to one that does not: each counts on its own.
-MATCHING = {"buffers": "net.1.*", "exclude": "net.0*"}
-
-
-@pytest.mark.parametrize("name", UNMATCHED)
-def test_a_pattern_that_matches_nothing_is_refused(name: str) -> None:
-    make, message = UNMATCHED[name]
-    matching = MATCHING[name.partition(", ")[2]]
-    for patterns in (["nope"], [matching, "nope"]):
-        with pytest.raises(ValueError, match=message):
-            bind(make(*patterns))
-    bind(make(matching))
+EXCLUDING = ("FIARSE", "Zampling", "WidthSharding", "SpectralSharding")
+BUFFER = r"`buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
 
 
 def bind(algorithm: Any) -> None:
@@ -50,15 +27,24 @@ def bind(algorithm: Any) -> None:
     algorithm.bind(server, algorithm.new_state(server, 0))
 
 
-def test_a_fit_is_refused_before_its_first_round(data: Any, fit: Fit) -> None:
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_pattern_that_matches_nothing_is_refused_also_next_to_one_that_does(name: str) -> None:
+    make, server = ALGORITHMS[name], "server"
+    for buffers in ({"nope": server}, {"net.1.*": server, "nope": server}):
+        with pytest.raises(ValueError, match=BUFFER):
+            bind(make(buffers=buffers))
+    bind(make(buffers={"net.1.*": server}))
+    if name in EXCLUDING:
+        what = "parameter" if name in ("FIARSE", "Zampling") else "layer"
+        for exclude in (["nope"], ["net.0*", "nope"]):
+            with pytest.raises(ValueError, match=f"`exclude` pattern 'nope' matches no {what}"):
+                bind(make(exclude=exclude))
+        bind(make(exclude=["net.0*"]))
+
+
+def test_a_fit_and_tables_of_costs_refuse_them_too(data: Any, fit: Fit) -> None:
     with pytest.raises(ValueError, match=BUFFER):
         fit(seeded(LitSmall), data, algorithm=ls.FedAvg(buffers={"nope": "server"}))
-
-
-def test_tables_of_costs_refuse_them_too() -> None:
-    for table in (
-        lambda: ls.cost_table(seeded(LitSmall), ls.Zampling(degree=2, buffers={"nope": "server"}), [2]),
-        lambda: ls.cost_table(seeded(LitSmall), ls.LoRA(buffers={"nope": "server"}), [2]),
-    ):
+    for algorithm in (ls.Zampling(degree=2, buffers={"nope": "server"}), ls.LoRA(buffers={"nope": "server"})):
         with pytest.raises(ValueError, match=BUFFER):
-            table()
+            ls.cost_table(seeded(LitSmall), algorithm, [2])

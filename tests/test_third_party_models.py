@@ -34,43 +34,33 @@ def images() -> TensorDataset:
     return TensorDataset(torch.randn(24, 3, 8, 8, generator=generator), torch.randint(3, (24,), generator=generator))
 
 
-def gpt2() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
-    config = transformers.GPT2Config(
-        vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    model: nn.Module = transformers.GPT2LMHeadModel(config)
-    return model
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="comes with the `test` extra")
 
 
-def vit() -> nn.Module:
-    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
+def timm() -> Any:
+    return pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch").models
+
+
+def gpt2() -> Any:
+    sizes = {"vocab_size": 20, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return transformers().GPT2LMHeadModel(transformers().GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+def vit() -> Any:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    model: nn.Module = transformers.ViTForImageClassification(
-        transformers.ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
-    )
-    return model
+    config = transformers().ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=3)
+    return transformers().ViTForImageClassification(config)
 
 
-def timm_vit() -> nn.Module:
-    timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch")
-    model: nn.Module = timm.models.VisionTransformer(
-        img_size=8, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3
-    )
-    return model
+def timm_vit() -> Any:
+    sizes = {"img_size": 8, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    return timm().VisionTransformer(**sizes, num_classes=3)
 
 
-def timm_resnext() -> nn.Module:
-    timm = pytest.importorskip("timm", reason="timm needs torchvision, which has no build for a CPU-only torch")
-    model: nn.Module = timm.models.ResNet(
-        timm.models.resnet.Bottleneck,
-        (1, 1, 1, 1),
-        num_classes=3,
-        cardinality=4,
-        base_width=16,
-        channels=(8, 16, 16, 16),
-    )
-    return model
+def timm_resnext() -> Any:
+    sizes = {"num_classes": 3, "cardinality": 4, "base_width": 16, "channels": (8, 16, 16, 16)}
+    return timm().ResNet(timm().resnet.Bottleneck, (1, 1, 1, 1), **sizes)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor], Any, dict[str, int], int]] = {
@@ -102,19 +92,9 @@ def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, fit: Fi
 
 
 def test_a_model_with_autograd_functions_of_its_own_has_a_cost_table() -> None:
-    transformers = pytest.importorskip("transformers", reason="comes with the `test` extra")
-    config = transformers.ReformerConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_attention_heads=2,
-        attention_head_size=16,
-        axial_pos_shape=(4, 8),
-        axial_pos_embds_dim=(16, 16),
-        attn_layers=["local"],
-        feed_forward_size=64,
-        local_attn_chunk_length=8,
-    )
-    table = ls.cost_table(
-        transformers.ReformerModel(config), ls.SpectralSharding(), [0.5], {"input_ids": torch.randint(50, (2, 32))}
-    )
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16}
+    axes = {"axial_pos_shape": (4, 8), "axial_pos_embds_dim": (16, 16)}
+    local = {"attn_layers": ["local"], "feed_forward_size": 64, "local_attn_chunk_length": 8}
+    model = transformers().ReformerModel(transformers().ReformerConfig(**sizes, **axes, **local))
+    table = ls.cost_table(model, ls.SpectralSharding(), [0.5], {"input_ids": torch.randint(50, (2, 32))})
     assert "0.5" in str(table)

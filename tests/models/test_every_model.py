@@ -1,6 +1,7 @@
-"""Tests of every model from the papers: its size, that it learns, and that clients can train it."""
+"""Every model from the papers: its size, that it learns, that clients can train it; and what the room imports."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,28 @@ def test_clients_train_every_parameter_in_a_round(name: str, fit: Fit) -> None:
     assert not [key for key, value in lit.state_dict().items() if torch.equal(value, before[key])]
     assert {"train_loss", "train_accuracy", "val_loss", "val_accuracy"} <= row.keys()
     assert row["train_loss"] == pytest.approx(row["fl/loss"])
+
+
+PACKAGE = Path(ls.__file__).parent
+MODELS = PACKAGE / "models"
+
+
+def our_imports(file: Path) -> list[str]:
+    return [line for line in file.read_text().splitlines() if line.startswith("from lightning_spectral")]
+
+
+def test_models_import_only_each_other() -> None:
+    imports = [line for file in MODELS.glob("*.py") for line in our_imports(file)]
+    assert imports
+    assert all(line.startswith("from lightning_spectral.models.") for line in imports)
+
+
+def test_the_package_does_not_import_its_models() -> None:
+    others = [file for file in PACKAGE.rglob("*.py") if MODELS not in file.parents]
+    assert others
+    assert not [file for file in others if any("lightning_spectral.models" in line for line in our_imports(file))]
+
+
+def test_the_reference_lists_every_model() -> None:
+    reference = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert not [name for name in models.__all__ if f":: lightning_spectral.models.{name}\n" not in reference]

@@ -2,16 +2,19 @@
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.device import ClientSide
+from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
@@ -20,6 +23,7 @@ from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, 
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
+PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "watched")
 
@@ -199,10 +203,12 @@ class Algorithm(ABC):
     """Decides what the server sends, and how it averages the uploads: a frozen choice, compared and printed.
 
     Several runs can use it at once. What follows from a module belongs to the `ServerHalf` that `bind` returns, what
-    happens in a round to its `Round`, and what a device does to its `ClientSide`. What only some algorithms need is in
-    `lightning_spectral.algorithms.capabilities`.
+    happens in a round to its `Round`, and what a device does to its `ClientSide`. What only some algorithms need has a
+    default.
 
     Attributes:
+        capacity_name: What clients differ by, if they differ.
+        capacity_is_shared: Whether all clients of a federation have the same capacity.
         updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
             changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
         updates_are_expected: Whether its rounds define `Round.expected_update`.
@@ -212,6 +218,8 @@ class Algorithm(ABC):
             during a run.
     """
 
+    capacity_name: ClassVar[str] = "keep ratio"
+    capacity_is_shared: ClassVar[bool] = False
     updates_have_norms: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
@@ -221,9 +229,58 @@ class Algorithm(ABC):
         super().__init_subclass__()
         _check_no_device_methods(cls)
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
         return assign(1.0, num_clients, seed, "keep ratios")
+
+    def with_capacities(self, capacities: Sequence[float]) -> Mapping[float, tuple["Algorithm", float]]:
+        """For each capacity, the same choice with clients of that capacity, and their keep ratio in it.
+
+        By default a capacity is a keep ratio, 1 if `capacities` gives all clients the same.
+
+        Raises:
+            ValueError: If there are no such clients.
+        """
+        ratios = [KEEP_RATIO("capacities", capacity) for capacity in capacities]
+        if not self._has_ratios and {*ratios} != {1.0}:
+            raise ValueError(
+                f"`capacities` must be [1] with {type(self).__name__}, whose clients all train the whole model; got "
+                f"{list(capacities)}."
+            )
+        return {keep_ratio: (self, keep_ratio) for keep_ratio in ratios}
+
+    def all_capacities(self, server: nn.Module) -> Sequence[float]:
+        """All capacities that may differ in cost, from the smallest sub-model to the largest."""
+        if not self._has_ratios:
+            return [1.0]
+        # a client gains another of N parts at each multiple of 1 / N
+        sizes = {1, *self.cut_sizes(server)}
+        return sorted({min(1.0, part / size) for size in sizes for part in range(1, math.ceil(size) + 1)})
+
+    @property
+    def _has_ratios(self) -> bool:
+        return type(self).capacities is not Algorithm.capacities
+
+    def cut_sizes(self, server: nn.Module) -> Collection[float]:
+        """The numbers N of parts of which clients hold ceil(r N), at most all; by default one that is fine enough."""
+        return {PARTS}
+
+    def planned(self, server: nn.Module) -> "Algorithm":
+        """The same choice with the plan of ``server``, so that no example input is needed; by default without one."""
+        return self
+
+    def network(
+        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
+    ) -> Mapping[str, Tensor]:
+        """The weights of a network that ``generator`` draws, by name, if the server's is the mean of random ones.
+
+        Without a generator, those of the mean. By default nothing is random, and they are the server's own.
+        """
+        return {name: parameter.detach() for name, parameter in server.named_parameters()}
+
+    def histograms(self, state: nn.Module | None) -> Mapping[str, Tensor]:
+        """Tensors of the state whose distribution is worth seeing, by their names in dashboards; by default none."""
+        return {}
 
     def check(self, server: nn.Module) -> None:
         """Raise ``ValueError`` if this algorithm cannot train ``server``. By default it can train any module."""
@@ -287,6 +344,6 @@ class ByKeepRatio(Algorithm):
 
     keep_ratio: PerClient[float]
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         check_num_entries("keep_ratio", self.keep_ratio, num_clients)
         return assign(self.keep_ratio, num_clients, seed, "keep ratios")

@@ -6,7 +6,6 @@ back is counted, as is one forward pass, and one step if there is an optimizer.
 
 from __future__ import annotations
 
-import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,16 +20,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
-from lightning_spectral.algorithms.capabilities import (
-    CutsInto,
-    HasCapacities,
-    PlansAhead,
-)
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Number, each
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.client.local_optimizer import (
+from lightning_spectral.client.forms import (
     LocalOptimizer,
     check_optimizer,
     foreign_parameters,
@@ -38,7 +32,6 @@ from lightning_spectral.client.local_optimizer import (
     untrained_parameters,
 )
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.cohort import Cohort
@@ -47,7 +40,6 @@ from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes
 
 CAPACITY = Number(above=0)
 BUDGET = Number(at_least=0, finite=False)
-PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
 Budget: TypeAlias = float | Sequence[float]
 MemoryBudget: TypeAlias = float | str | Sequence[float | str]
 # The figure of a cost that each budget bounds. All of them grow with the capacity; memory does not always.
@@ -196,9 +188,9 @@ def largest_that_fits(
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input
     counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None)
-    if not one and isinstance(counted.algorithm, HasCapacities) and counted.algorithm.capacity_is_shared:
+    if not one and counted.algorithm.capacity_is_shared:
         raise TypeError(f"`{name}` must be one number, since all clients share one {counted.capacity}; give the least.")
-    candidates = counted.candidates()
+    candidates = counted.algorithm.all_capacities(module)
 
     @cache
     def needed(index: int) -> int:
@@ -266,36 +258,22 @@ class _Counted:
         if optimizer is not None:
             _check_optimizer_of(optimizer, module)
         self.module, self.optimizer = module, optimizer
-        if isinstance(algorithm, PlansAhead):
-            with trying(module):
-                if example is not None and example_of(module) is None:
-                    module.example_input_array = example
-                algorithm = algorithm.planned(module)
-        self.algorithm = algorithm
-        self.capacity = algorithm.capacity_name if isinstance(algorithm, HasCapacities) else "keep ratio"
+        with trying(module):
+            if example is not None and example_of(module) is None:
+                module.example_input_array = example
+            self.algorithm = algorithm.planned(module)
+        self.capacity = algorithm.capacity_name
 
     def at(self, capacities: Sequence[float], example: Example) -> dict[float, Cost]:
         """The costs of some capacities; those of one federation are counted in the same rounds."""
         federations: dict[int, tuple[Algorithm, dict[float, float]]] = {}
-        for capacity, (choice, keep_ratio) in self._choices(capacities).items():
+        for capacity, (choice, keep_ratio) in self.algorithm.with_capacities(capacities).items():
             federations.setdefault(id(choice), (choice, {}))[1][capacity] = keep_ratio
         found: dict[float, Cost] = {}
         for choice, keep_ratios in federations.values():
             costs = self.of_federation(choice, list(dict.fromkeys(keep_ratios.values())), example)
             found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in keep_ratios.items()}
         return {capacity: found[capacity] for capacity in capacities}
-
-    def _choices(self, capacities: Sequence[float]) -> Mapping[float, tuple[Algorithm, float]]:
-        """For each capacity, the choice that has it, and the keep ratio of its client."""
-        if isinstance(self.algorithm, HasCapacities):
-            return self.algorithm.with_capacities(capacities)
-        ratios = [KEEP_RATIO("capacities", capacity) for capacity in capacities]
-        if not self._has_ratios and {*ratios} != {1.0}:
-            raise ValueError(
-                f"`capacities` must be [1] with {type(self.algorithm).__name__}, whose clients all train the whole "
-                f"model; got {list(capacities)}."
-            )
-        return {keep_ratio: (self.algorithm, keep_ratio) for keep_ratio in ratios}
 
     def of_federation(self, choice: Algorithm, keep_ratios: Sequence[float], example: Example) -> dict[float, Cost]:
         """The larger costs of two rounds in a row."""
@@ -314,20 +292,6 @@ class _Counted:
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, moving=moving, round_idx=1)
         return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
-
-    def candidates(self) -> Sequence[float]:
-        """All capacities that may differ in cost, from the smallest sub-model to the largest."""
-        if isinstance(self.algorithm, HasCapacities):
-            return self.algorithm.all_capacities(self.module)
-        if not self._has_ratios:
-            return [1.0]
-        sizes = self.algorithm.cut_sizes(self.module) if isinstance(self.algorithm, CutsInto) else {PARTS}
-        # a client gains another of N items at each multiple of 1 / N
-        return sorted({min(1.0, part / size) for size in {1, *sizes} for part in range(1, math.ceil(size) + 1)})
-
-    @property
-    def _has_ratios(self) -> bool:
-        return type(self.algorithm).keep_ratios is not Algorithm.keep_ratios
 
 
 def _check_optimizer_of(optimizer: Optimizer, module: nn.Module) -> None:

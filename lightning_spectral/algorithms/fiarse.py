@@ -153,7 +153,7 @@ class FIARSERound(Round):
         self.dense = dense_mean(half.server, before, cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        keep_ratio = self.cohort.keep_ratio_of(unit)
+        keep_ratio = self.cohort.capacity_of(unit)
         tensors = dict(self.tensors)
         if keep_ratio < 1:
             for name, entries in self.held[keep_ratio].items():

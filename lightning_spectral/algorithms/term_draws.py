@@ -76,7 +76,7 @@ class TermDraws:
 
     def draw(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, Tensor]:
         """One unit's sorted term indices and their multipliers, both of shape ``(n,)``, on the CPU."""
-        keep_ratio = cohort.keep_ratio_of(unit)
+        keep_ratio = cohort.capacity_of(unit)
         plan = self.groups[keep_ratio]
         if plan.dealt is None:
             generator = derived_generator(cohort.seed, "terms", cohort.round_idx, *unit.ids, self.name)

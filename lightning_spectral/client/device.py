@@ -26,7 +26,7 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
-from lightning_spectral.client.local_optimizer import LocalOptimizer, check_still_own
+from lightning_spectral.client.forms import LocalOptimizer, check_still_own
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.kept_state import changed_attributes

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf
 from lightning_spectral.client.local_loop import LossLoop
-from lightning_spectral.client.local_optimizer import (
+from lightning_spectral.client.forms import (
     check_optimizer,
     check_own_parameters,
     check_still_own,

@@ -148,7 +148,7 @@ class Cohort:
     def _keep_ratios(self) -> Mapping[tuple[int, str], float]:
         return {unit.key: keep_ratio for keep_ratio, units in self.groups.items() for unit in units}
 
-    def keep_ratio_of(self, unit: WorkUnit) -> float:
+    def capacity_of(self, unit: WorkUnit) -> float:
         """The share of singular terms that a unit holds."""
         return self._keep_ratios[unit.key]
 

@@ -296,7 +296,7 @@ class OpenRound:
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
-        engine, keep_ratio, size = self.engine, self.cohort.keep_ratio_of(unit), SubModelSize()
+        engine, keep_ratio, size = self.engine, self.cohort.capacity_of(unit), SubModelSize()
         if engine.conditions.clock is not None:
             size = engine.size_of(self.opened, unit, keep_ratio)
             size = size._replace(downlink_bytes=size.downlink_bytes - engine.frozen_base.bytes_held_by(unit))
@@ -520,7 +520,7 @@ class Turn:
     def send(self) -> None:
         """Draw the client's download. A client without data says so beforehand and is sent nothing."""
         if self.simulated.left_out == "no_data":
-            self.receipt = Receipt(self.unit, self.round.cohort.keep_ratio_of(self.unit))
+            self.receipt = Receipt(self.unit, self.round.cohort.capacity_of(self.unit))
         else:
             self.download, self.receipt = self.round.send(self.unit)
 

@@ -22,7 +22,7 @@ from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import ClientSide, Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
-from lightning_spectral.client.local_optimizer import options_of
+from lightning_spectral.client.forms import options_of
 from lightning_spectral.protocol.cohort import ClientStore, Workers
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -163,7 +163,7 @@ class Trial:
         self.engine = Engine(
             case.algorithm,
             self.half,
-            ClientDirectory(torch.tensor(SIZES), case.algorithm.keep_ratios(len(SIZES), SEED)),
+            ClientDirectory(torch.tensor(SIZES), case.algorithm.capacities(len(SIZES), SEED)),
             lambda _: self.executor,
             seed=SEED,
             local_epochs=local_epochs,

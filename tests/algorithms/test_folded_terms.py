@@ -106,7 +106,7 @@ def test_a_step_is_that_of_the_whole_network_in_the_clients_own_terms(aggregatio
         opened.add(receipt, upload)
         for layer, factors in stepped_whole(half, opened, x, lr).items():
             terms = receipt.drawn[layer.name]
-            assert len(terms) == round(3 * COHORT.keep_ratio_of(unit))
+            assert len(terms) == round(3 * COHORT.capacity_of(unit))
             steps[layer].append((unit.coefficient, terms, *factors))
     opened.close()
     if aggregation.steps(half.is_mixed):

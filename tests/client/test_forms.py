@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 import lightning_spectral as ls
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.client.forms import Forms, postponing_interrupts
-from lightning_spectral.client.local_optimizer import LocalOptimizer, options_of
+from lightning_spectral.client.forms import LocalOptimizer, options_of
 from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import named_state

@@ -61,7 +61,7 @@ class Chosen:
 
     def clients_of(self, name: str, algorithm: Any) -> Any:
         data = self.data[name]
-        return data.client_directory(algorithm.keep_ratios(data.num_clients, self.seed))
+        return data.client_directory(algorithm.capacities(data.num_clients, self.seed))
 
 
 @dataclass

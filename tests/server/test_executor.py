@@ -13,7 +13,7 @@ from unreliable_executor import Unreliable
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalSettings
-from lightning_spectral.client.local_optimizer import options_of
+from lightning_spectral.client.forms import options_of
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -64,7 +64,7 @@ def played(
     engine = Engine(
         algorithm,
         half,
-        data.client_directory(algorithm.keep_ratios(data.num_clients, 0)),
+        data.client_directory(algorithm.capacities(data.num_clients, 0)),
         lambda _: make_executor(device),
         seed=0,
         local_epochs=2,

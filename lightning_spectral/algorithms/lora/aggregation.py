@@ -60,7 +60,7 @@ class OpenAdapter:
 
     def rank_of(self, unit: WorkUnit) -> int:
         """Number of terms that a unit gets."""
-        return self.ranks[self.cohort.keep_ratio_of(unit)]
+        return self.ranks[self.cohort.capacity_of(unit)]
 
 
 class AdapterRound(ABC):

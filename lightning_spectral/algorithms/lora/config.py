@@ -79,7 +79,6 @@ class LoRA(Algorithm):
     updates_have_norms: ClassVar[bool] = True
 
     capacity_name: ClassVar[str] = "rank"
-    capacity_is_shared: ClassVar[bool] = False
 
     rank: PerClient[int] = 8
     alpha: float | None = None
@@ -117,7 +116,7 @@ class LoRA(Algorithm):
         """The factor s on the product B A."""
         return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
 
-    def keep_ratios(self, num_clients: int, seed: int) -> Assigned[float]:
+    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         check_num_entries("rank", self.rank, num_clients)
         ranks = assign(self.rank, num_clients, seed, "ranks")
         return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)

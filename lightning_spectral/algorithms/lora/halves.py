@@ -132,7 +132,7 @@ class LoRARound(Round):
         self.dense = dense_mean(half.server, half.buffers.averaged(half.trained_whole()), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        keep_ratio = self.cohort.keep_ratio_of(unit)
+        keep_ratio = self.cohort.capacity_of(unit)
         tensors, terms = dict(self.tensors), {}
         for layer, adapter in self.adapters.items():
             terms[layer.name], parts = adapter.draw(unit)

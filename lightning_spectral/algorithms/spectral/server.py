@@ -195,7 +195,7 @@ class SpectralRound(Round):
         self._starts_random = starts_random
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        keep_ratio = self.cohort.keep_ratio_of(unit)
+        keep_ratio = self.cohort.capacity_of(unit)
         tensors, terms = dict(self.tensors), {}
         for name, layer in self.layers.items():
             terms[name], parts = layer.send(self.cohort, unit)

@@ -137,7 +137,7 @@ class WidthRound(Round):
         self.mean = MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers, by_index=by_index)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        keep_ratio = self.cohort.keep_ratio_of(unit)
+        keep_ratio = self.cohort.capacity_of(unit)
         kept = {group.name: self._kept(unit, group, keep_ratio) for group in self.half.plan.groups}
         indices = self.half.plan.indices(kept)
         narrower = [width for width in self.half.step_widths if width < keep_ratio]

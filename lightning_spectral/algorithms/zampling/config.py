@@ -218,6 +218,9 @@ class Zampling(Algorithm):
         check_unchanged(state.weights, self.weights_of(server))
         return state.network(generator)
 
+    def histograms(self, state: nn.Module | None) -> dict[str, Tensor]:
+        return {"probs": state.probs} if isinstance(state, ZamplingState) else {}
+
 
 def check_score_groups(template: Optimizer, weights: Sequence[nn.Parameter]) -> None:
     """Check that one optimizer steps all scores with the same options; warn that weight decay does not reach them."""

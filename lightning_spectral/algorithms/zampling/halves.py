@@ -196,9 +196,6 @@ class ZamplingState(nn.Module):
         """Bring probabilities back into [0, 1] and onto the grid, which a server optimizer may have left."""
         self.probs.copy_(on_grid(self.probs))
 
-    def histograms(self) -> Mapping[str, Tensor]:
-        return {"probs": self.probs}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
         """Move to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
         super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]

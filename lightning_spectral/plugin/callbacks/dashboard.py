@@ -15,10 +15,9 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_spectral.algorithms.base import Round
-from lightning_spectral.algorithms.capabilities import HasHistograms
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.partition import PartitionReport, report
@@ -131,7 +130,8 @@ class RoundDashboard(RoundCallback):
             self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
-            shown = of_algorithm(opened, pl_module.state, summary.round_idx, figures, self._draws)
+            others = pl_module.algorithm.histograms(pl_module.state)
+            shown = of_algorithm(opened, others, summary.round_idx, figures, self._draws)
             self._shown |= of_model(summary.model, shown)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -279,21 +279,20 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
 
 
 def of_algorithm(
-    opened: Round, state: nn.Module | None, round_idx: int, figures: LayerFigures, draws: bool = False
+    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool = False
 ) -> Shown:
     """All there is to show of a finished round of one model, apart from its clients; nothing for a dense algorithm.
 
     Args:
         opened: The round.
-        state: The algorithm's state.
+        others: Tensors of the algorithm's state whose histograms are shown if it draws no terms, by name.
         round_idx: The round's index.
         figures: Further figures of each layer, for the table.
         draws: Whether to draw the spectra as well.
     """
     layers = opened.term_draws
     if not layers:
-        values: Mapping[str, Tensor] = state.histograms() if isinstance(state, HasHistograms) else {}
-        return {name: histogram(one) for name, one in values.items()}
+        return {name: histogram(values) for name, values in others.items()}
     visited = opened.visited_terms()
     rows = (
         {

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_spectral.algorithms.capabilities import DrawsNetworks
+from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
 from lightning_spectral.errors import ClientError, SpectralWarning
@@ -407,7 +407,7 @@ class SampledNetworks(pl.Callback):
         if stage not in ("fit", "validate"):
             return
         trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
-        if not (is_trained(pl_module) and isinstance(pl_module.algorithm, DrawsNetworks)):
+        if not is_trained(pl_module) or type(pl_module.algorithm).network is Algorithm.network:
             raise TypeError(
                 f"SampledNetworks needs the probabilities of bits, which {trained_by} does not train; leave the "
                 "callback out, or train with algorithm=Zampling(...)."
@@ -433,7 +433,6 @@ class SampledNetworks(pl.Callback):
         if not self._networks:  # only now, after the user's hooks have prepared the module for validation
             for k in range(self.num_samples):
                 generator = derived_generator(pl_module.seed, "sampled networks", trainer.current_epoch, k)
-                assert isinstance(pl_module.algorithm, DrawsNetworks)
                 weights = pl_module.algorithm.network(pl_module.module, pl_module.state, generator)
                 self._networks.append(ValidatedBeside(pl_module.module, weights, trainer))
         seed = derived_seed(

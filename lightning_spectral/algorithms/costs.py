@@ -23,8 +23,8 @@ from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Number, each
 from lightning_spectral.client.device import ClientSide, StepActions
-from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.forms import (
+    Forms,
     LocalOptimizer,
     check_optimizer,
     foreign_parameters,

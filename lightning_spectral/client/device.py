@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.forms import Form, Forms
-from lightning_spectral.client.local_hooks import BeforeStep
+from lightning_spectral.client.forms import Form, Forms, LocalOptimizer, check_still_own
 from lightning_spectral.client.local_loop import (
     LocalLoop,
     LocalSettings,
@@ -26,10 +25,9 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
-from lightning_spectral.client.forms import LocalOptimizer, check_still_own
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
-from lightning_spectral.protocol.kept_state import changed_attributes
+from lightning_spectral.protocol.kept_state import KeptState, changed_attributes
 from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 
@@ -200,23 +198,22 @@ class Device:
             self._attach(self._recorder, self.module)
             isolate_metrics(self._recorder.metrics)
             self.side.load(self.module, download)
-        return self._trained(form, download, clock)
-
-    def _trained(self, form: Form, download: Download, clock: StageClock) -> Upload:
-        module, hooks = self.module, self.settings.local_hooks
+        module, hooks, kept = self.module, self.settings.local_hooks, self.forms.kept
+        assert kept is not None, "the module is a client"
         is_watched = download.round_idx < WATCHED_ROUNDS
         watched = self.side.watched(module) if is_watched else {}
         stage = _during("local training", lambda: bool(form.replaced))
         with GradientWatch(watched) as watch, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
-            assert self.forms.kept is not None, "the module is a client"
-            self.forms.kept.seed(download.seed, download.ids)
+            kept.seed(download.seed, download.ids)
             task = self._start(form, download)
-            changed = self._comparison(form) if is_watched and download.local_epochs > 0 else tuple
+            changed = self._comparison(form, kept) if is_watched and download.local_epochs > 0 else tuple
+            if self._train is None:  # only now the module has the hooks of a client
+                self._train = self._local_trainer(module, self.optimizers, self.settings)
             with ExitStack() as blocks:
                 for hook in hooks if download.local_epochs > 0 else ():
                     blocks.enter_context(hook.while_training(module, task.data))
-                result = self._loop(task)
+                result = self._train(task)
         check_not_reached(form.replaced)
         with _during("local training"):
             if is_watched:
@@ -242,14 +239,13 @@ class Device:
             put_back=put_back,
         )
 
-    def _comparison(self, form: Form) -> Callable[[], tuple[str, ...]]:
+    def _comparison(self, form: Form, kept: KeptState) -> Callable[[], tuple[str, ...]]:
         """What names the attributes that this client changes, in the first turns."""
         if self._num_compared >= COMPARED_TURNS:
             return tuple
         self._num_compared += 1
         changed = changed_attributes(self.module, form.replaced.keys())
-        assert self.forms.kept is not None, "the module is a client"
-        large = self.forms.kept.not_kept()
+        large = kept.not_kept()
 
         def is_large(name: str) -> bool:
             return any(path == name or path.startswith((f"{name}.", f"{name}[")) for path in large)
@@ -258,36 +254,23 @@ class Device:
 
     def _start(self, form: Form, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""
-        for local, options in zip(self._optimizers_of(form, download.capacity), download.options, strict=True):
-            local.start_client(options)
-        self._recorder.start_client()
-        actions = self.side.start(self.module, download) or StepActions()
-        before_step = [self._before_step(optimizer, actions) for optimizer in self.optimizers]
-        around = actions.before_forward, actions.after_forward
-        return LocalTask(download, self.data(download), self._recorder, *around, before_step)
-
-    def _before_step(self, optimizer: Optimizer, actions: StepActions) -> list[BeforeStep]:
-        """Actions before each step: the user's local hooks in order, then the algorithm's."""
-        started = [hook.start_client(self.module, optimizer) for hook in self.settings.local_hooks]
-        own = None if actions.before_step is None else partial(actions.before_step, optimizer)
-        return [act for act in (*started, own) if act is not None]
-
-    def _optimizers_of(self, form: Form, capacity: float) -> tuple[LocalOptimizer, ...]:
-        """The user's optimizers as they step clients of a capacity; made while the module is one."""
-        known, made = self._local_optimizers.get(capacity, (None, ()))
+        known, local_optimizers = self._local_optimizers.get(download.capacity, (None, ()))
         if known is not form:
             names = {id(tensor): name for name, tensor in form.server.items()}
             follow = self.side.origin, self.side.overrides
-            made = tuple(LocalOptimizer(one, names, self.module, *follow) for one in self.optimizers)
-            self._local_optimizers[capacity] = form, made
-        return made
-
-    @property
-    def _loop(self) -> Train:
-        """What runs local epochs; made in the first turn, in which the module has the hooks of a client."""
-        if self._train is None:
-            self._train = self._local_trainer(self.module, self.optimizers, self.settings)
-        return self._train
+            local_optimizers = tuple(LocalOptimizer(one, names, self.module, *follow) for one in self.optimizers)
+            self._local_optimizers[download.capacity] = form, local_optimizers
+        for local, options in zip(local_optimizers, download.options, strict=True):
+            local.start_client(options)
+        self._recorder.start_client()
+        actions = self.side.start(self.module, download) or StepActions()
+        before_step = []
+        for optimizer in self.optimizers:  # the user's local hooks in order, then the algorithm's
+            acts = [hook.start_client(self.module, optimizer) for hook in self.settings.local_hooks]
+            acts.append(None if actions.before_step is None else partial(actions.before_step, optimizer))
+            before_step.append([act for act in acts if act is not None])
+        around = actions.before_forward, actions.after_forward
+        return LocalTask(download, self.data(download), self._recorder, *around, before_step)
 
 
 class _Failed(Exception):
@@ -308,15 +291,10 @@ def _during(stage: str, has_other_shapes: Callable[[], bool] = lambda: False) ->
         yield
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        if remedy := _remedy(error, has_other_shapes()):
+        remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if has_other_shapes() else (), SMALLER)
+        if remedy := next((remedy for words, remedy in remedies.items() if words in str(error)), ""):
             message = f"{message.rstrip(' .')}. {remedy}"
         raise _Failed(Failure(stage, message, error)) from error
-
-
-def _remedy(error: Exception, has_other_shapes: bool) -> str:
-    """Advice for an error from torch that does not mention the user's code; empty for other errors."""
-    remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if has_other_shapes else (), SMALLER)
-    return next((remedy for words, remedy in remedies.items() if words in str(error)), "")
 
 
 class GradientWatch:

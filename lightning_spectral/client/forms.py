@@ -1,7 +1,9 @@
-"""The forms of a module: it is the server, except while it is a client. Only this file knows that a module changes."""
+"""The forms of a module and of its user's optimizers: they are the server's, except while they are a client's."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import signal
 import threading
@@ -13,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.protocol.exchange import buffer_shapes, named_state
-from lightning_spectral.protocol.kept_state import KeptState
+from lightning_spectral.protocol.kept_state import KeptState, path_to
+from lightning_spectral.protocol.records import Options
 
 TakeForm = Callable[[nn.Module, float], object]
 
@@ -184,12 +189,17 @@ class Forms:
         self.take_form(self.module, capacity)
         mine = named_state(self.module)
         left = {id(tensor) for tensor in mine.values()}
-        parts = [part for known in kept.parts if (part := _part_change(*known)) is not None]
+        parts: list[tuple[nn.Module, type, dict[str, Any], list[str]]] = []
+        for part, kind, now, before in kept.parts:
+            changed = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+            missing = [name for name in before if name not in now]
+            if type(part) is not kind or changed or missing:
+                parts.append((part, type(part), changed, missing))
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
         flags = [
             (tensor, tensor.requires_grad) for tensor, needed in kept.needed_gradients if tensor.requires_grad != needed
         ]
-        new = [value for part in parts for value in part[2].values()]
+        new = [value for _, _, changed, _ in parts for value in changed.values()]
         new += [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
         form = Form(
             parts,
@@ -214,7 +224,13 @@ class Forms:
             mine = named_state(self.module).items()
             self._shared[capacity] = {name: tensor for name, tensor in mine if id(tensor) in whose}
         shared = self._shared[capacity]
-        if not all(id(t) in self._memory and _alike(self._memory[id(t)][1], t) for t in shared.values()):
+        fitting = (
+            id(t) in self._memory
+            and (memory := self._memory[id(t)][1]).shape == t.shape
+            and (memory.dtype, memory.device) == (t.dtype, t.device)
+            for t in shared.values()
+        )
+        if not all(fitting):
             self._allocate(shared.values())
         for name, tensor in shared.items():
             data, memory = tensor.data, self._memory[id(tensor)][1]
@@ -231,30 +247,12 @@ class Forms:
             place = data.untyped_storage()._cdata if data.layout == torch.strided else id(tensor)
             by_storage.setdefault(place, []).append((tensor, data))
         for group in by_storage.values():
-            copies = [data.clone() for _, data in group] if len(group) == 1 else _cloned_together([d for _, d in group])
-            for (tensor, _), memory in zip(group, copies, strict=True):
+            storage = group[0][1].untyped_storage().clone() if len(group) > 1 else None  # type: ignore[no-untyped-call]
+            for tensor, data in group:
+                memory = data.clone()
+                if storage is not None:
+                    memory = data.new_empty(()).set_(storage, data.storage_offset(), data.shape, data.stride())
                 self._memory[id(tensor)] = tensor, memory
-
-
-def _cloned_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    storage = tensors[0].untyped_storage().clone()  # type: ignore[no-untyped-call]
-    return [
-        tensor.new_empty(()).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors
-    ]
-
-
-def _alike(memory: Tensor, data: Tensor) -> bool:
-    return memory.shape == data.shape and memory.dtype == data.dtype and memory.device == data.device
-
-
-def _part_change(
-    part: Any, kind: type, now: dict[str, Any], before: dict[str, Any]
-) -> tuple[nn.Module, type, dict[str, Any], list[str]] | None:
-    changed = {name: value for name, value in now.items() if name not in before or before[name] is not value}
-    missing = [name for name in before if name not in now]
-    if type(part) is kind and not changed and not missing:
-        return None
-    return part, type(part), changed, missing
 
 
 def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | None:
@@ -291,3 +289,292 @@ def postponing_interrupts(how_many: float = 1) -> Iterator[None]:
         signal.signal(signal.SIGINT, own)
     if noted:
         own(signal.SIGINT, noted[0])
+
+
+LISTED = 3  # further parameters are counted
+NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
+Origin = Callable[[str], str]
+Overrides = Callable[[str, Options], Options]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The parameters of a client that a group of the user's optimizer steps with the same options.
+
+    Attributes:
+        index: Index of the user's group.
+        name: Name of the first parameter, from which differing options follow.
+        names: Names of all of them.
+        parameters: The parameters.
+    """
+
+    index: int
+    name: str
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+
+class LocalOptimizer:
+    """One of the user's optimizers, as a form of the module changes it; made while the module has that form.
+
+    The optimizer stays the user's object, and so do those that it wraps. `start_client` exchanges what is in their
+    parameter groups. `KeptState` puts groups, state and attributes back when the client is done.
+
+    Args:
+        optimizer: The optimizer, with the server's groups.
+        server: The names of the server's parameters, by identity.
+        client: The module as a client.
+        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
+        overrides: Maps the name of a client's parameter, and the options of its group, to those that differ.
+
+    Raises:
+        ValueError: If the optimizer makes its state, or keeps parameters, in ways that cannot follow.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(line.parameters(), lr=0.5)
+        >>> local = LocalOptimizer(sgd, {id(p): name for name, p in line.named_parameters()}, line)
+        >>> local.start_client([{"lr": 0.25}])
+        >>> sgd.param_groups[0]["lr"]
+        0.25
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        server: Mapping[int, str],
+        client: nn.Module,
+        origin: Origin = lambda name: name,
+        overrides: Overrides = lambda name, options: {},
+    ) -> None:
+        self.optimizer = optimizer
+        self._overrides = overrides
+        self._groups: list[tuple[Optimizer, list[Group]]] = []
+        self._initial_state: dict[Tensor, Any] = {}
+        named = dict(client.named_parameters())
+        lists: set[int] = set()
+        for one in family(optimizer):
+            if id(one.param_groups) in lists:
+                continue  # an optimizer that shares the groups of the one that it wraps
+            lists.add(id(one.param_groups))
+            groups = _groups_of(one, server, named, origin, overrides)
+            own = [{id(p) for p in group["params"]} for group in one.param_groups]
+            if [{id(p) for p in group.parameters} for group in groups] != own:
+                self._groups.append((one, groups))
+        if self._groups:
+            self._initial_state = self._state_of_new()
+            _check_follows(optimizer, server)
+
+    def start_client(self, options: Sequence[Options]) -> None:
+        """Exchange the parameters in the groups, and set the options of the round."""
+        fresh = [copy.deepcopy(dict(own)) for own in options]  # optimizers write to them
+        for group, own in zip(self.optimizer.param_groups, fresh, strict=True):
+            for name in group.keys() - own.keys() - NO_OPTIONS:
+                del group[name]
+            group.update(own)
+        made: dict[tuple[int, str], dict[str, Any]] = {}
+        for one, groups in self._groups:
+            before = list(one.param_groups)
+            one.param_groups[:] = [self._group(before[group.index], group, made) for group in groups]
+        for parameter, state in self._initial_state.items():
+            self.optimizer.state[parameter] = copy.deepcopy(state)
+
+    def _group(
+        self, before: dict[str, Any], group: Group, made: dict[tuple[int, str], dict[str, Any]]
+    ) -> dict[str, Any]:
+        key = id(before), group.name  # a dictionary that two optimizers share stays shared
+        if key not in made:
+            options = {name: value for name, value in before.items() if name not in NO_OPTIONS}
+            names = {"param_names": group.names} if "param_names" in before else {}
+            made[key] = {
+                "params": group.parameters,
+                **names,
+                **options,
+                **self._overrides(group.name, options),
+            }
+        return made[key]
+
+    def _state_of_new(self) -> dict[Tensor, Any]:
+        """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""
+        optimizer = self.optimizer
+        new = {p for _, groups in self._groups for group in groups for p in group.parameters} - optimizer.state.keys()
+        if not optimizer.state or not new:
+            return {}
+        kind = type(optimizer)
+        accepted = inspect.signature(kind).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        groups = next(groups for one, groups in self._groups if one is optimizer)
+        given = [{**options_of(optimizer)[group.index], "params": list(group.parameters)} for group in groups]
+        try:
+            made = kind(given, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__} makes its state in its constructor, which has to be called again for a client's "
+                f"parameters, but does not accept what the parameter groups hold ({error}). Give its arguments "
+                "defaults, or make the state in the first step."
+            ) from error
+        return {parameter: made.state[parameter] for parameter in new if parameter in made.state}
+
+
+def family(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer, and those that it wraps.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+        >>> list(family(sgd)) == [sgd]
+        True
+    """
+    seen: set[int] = set()
+    rest: list[Any] = [optimizer]
+    while rest:
+        value = rest.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            yield value
+            rest.extend(held for name, held in vars(value).items() if name not in ("param_groups", "state"))
+        elif isinstance(value, list | tuple):
+            rest.extend(value)
+        elif isinstance(value, dict):
+            rest.extend(value.values())
+
+
+def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
+    """The options of each parameter group, without its parameters: part of every `Download`."""
+    return tuple({k: v for k, v in group.items() if k not in NO_OPTIONS} for group in optimizer.param_groups)
+
+
+def _groups_of(
+    optimizer: Optimizer,
+    server: Mapping[int, str],
+    named: Mapping[str, nn.Parameter],
+    origin: Origin,
+    overrides: Overrides,
+) -> list[Group]:
+    """A client's groups in the user's order; parameters with options of their own form another."""
+    index_of = {
+        server[id(p)]: index
+        for index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if id(p) in server
+    }
+    found: dict[tuple[int, tuple[tuple[str, Any], ...]], Group] = {}
+    options = options_of(optimizer)
+    for name, parameter in named.items():
+        if (index := index_of.get(origin(name))) is None:
+            continue  # not in the user's optimizer, so it is not trained
+        key = index, tuple(overrides(name, options[index]).items())
+        group = found.setdefault(key, Group(index, name, [], []))
+        group.names.append(name)
+        group.parameters.append(parameter)
+    return sorted(found.values(), key=lambda group: group.index)
+
+
+def _check_follows(optimizer: Optimizer, server: Mapping[int, str]) -> None:
+    """Raise ``ValueError`` if an optimizer refers to the server's parameters besides its groups."""
+    for one in family(optimizer):
+        roots = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state", "step")}
+        for name, value in roots.items():
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(id(entry) in server for entry in held):
+                raise ValueError(
+                    f"{type(one).__name__} keeps parameters of the module in `{name}`, besides its groups, and clients "
+                    "hold something else in their place; read them from `self.param_groups` in each step, or keep "
+                    "the layers whole with `exclude`."
+                )
+
+
+def check_optimizer(template: Optimizer) -> None:
+    """Check that clients can step with one of the user's optimizers.
+
+    Raises:
+        ValueError: If it keeps a copy of every parameter from before the first round, which no client starts from.
+    """
+    for one in family(template):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        shapes, own = [p.shape for p in parameters], {id(p) for p in parameters}
+        for name, value in vars(one).items():
+            leaves = [] if name in ("param_groups", "state") else tree_leaves(value)
+            held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            is_copy = [t.shape for t in held[: len(shapes)]] == shapes and not any(id(t) in own for t in held)
+            if is_copy and any(t.numel() > 1 for t in held):
+                raise ValueError(
+                    f"{type(one).__name__} cannot step clients, because its `{name}` holds a tensor for each "
+                    "parameter, made when it was constructed, and each client starts from other weights; keep such "
+                    "tensors in `self.state[parameter]`, made in the first step."
+                )
+
+
+def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The trainable parameters of several optimizers, each once, in order."""
+    parameters = [parameter for optimizer in optimizers for _, parameter in placed(optimizer)]
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
+def untrained_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module that need a gradient, but that no optimizer steps.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> untrained_parameters([torch.optim.SGD([line.weight], lr=0.1)], line)
+        ('bias',)
+    """
+    trained = {id(parameter) for parameter in trainable_parameters(optimizers)}
+    return tuple(name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained)
+
+
+def check_own_parameters(template: Optimizer, module: nn.Module, configure: Callable[..., Any]) -> None:
+    """Check that all trainable parameters of an optimizer are the module's: no others are sent to clients.
+
+    Args:
+        template: One of the user's optimizers.
+        module: The user's module.
+        configure: The function that made the optimizer; its global variables are searched too.
+
+    Raises:
+        ValueError: If one is not; the message says where it is kept, if it can be found.
+    """
+    if not (foreign := foreign_parameters(template, module)):
+        return
+    roots: dict[str, Any] = {"self": module}
+    if inspect.isfunction(inspect.unwrap(getattr(configure, "__func__", configure))):  # it is written in Python
+        used = inspect.getclosurevars(configure)
+        roots |= {**used.globals, **used.nonlocals}
+    described = []
+    for place, parameter in foreign[:LISTED]:
+        where = path_to(parameter, roots)
+        described.append(f"{place}, of shape {tuple(parameter.shape)}" + (f", in `{where}`" if where else ""))
+    more = f"; and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+    raise ValueError(
+        f"Parameters of {type(template).__name__} are not {type(module).__name__}'s, so no client would train them: "
+        f"{'; '.join(described)}{more}. Make them the module's: keep layers in an nn.ModuleList or nn.ModuleDict, and "
+        "a loss or a parameter of its own in an attribute, self.loss = ...; or leave them out of the optimizer."
+    )
+
+
+def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise ``ValueError`` if the module has lost parameters of its optimizer since this was made, e.g. in a hook."""
+    if foreign := foreign_parameters(optimizer, module):
+        listed = ", ".join(f"{place} of shape {tuple(parameter.shape)}" for place, parameter in foreign[:LISTED])
+        raise ValueError(
+            f"{type(module).__name__} no longer has what its {type(optimizer).__name__} trains ({listed}): a hook has "
+            "replaced a layer or a parameter, and the new one would not be trained. Replace it before the fit, or "
+            "change its values in place, with `copy_` under torch.no_grad()."
+        )
+
+
+def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters of an optimizer that are not a module's, each with its place in the optimizer."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return [(place, p) for place, p in placed(optimizer) if p.requires_grad and id(p) not in own]
+
+
+def placed(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of an optimizer, with its place there."""
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield f"parameter {position} of group {index}", parameter

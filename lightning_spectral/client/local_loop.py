@@ -299,9 +299,7 @@ class LocalSettings:
     placement: Placement = field(default_factory=Placement)
     local_hooks: tuple[LocalHook, ...] = ()
     defines: Defines = defines_all
-    redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = lambda module, methods: vars(module).update(
-        methods
-    )
+    redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = set_methods
 
 
 @dataclass(frozen=True, eq=False)
@@ -370,8 +368,8 @@ class LocalLoop:
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
-        module, user, recorder, self.before_step = self.module, self.user, task.recorder, task.before_step
-        self._redirect(module, self._methods)
+        user, recorder, self.before_step = self.user, task.recorder, task.before_step
+        self._redirect(self.module, self._methods)
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
         self.num_steps = 0
         losses: list[Tensor] = []  # read once, when the client is done
@@ -380,7 +378,7 @@ class LocalLoop:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples = size
-                batch = to_device(user, module, self.placement, batch)
+                batch = self._to_device(batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
                 output, loss = self._step(task, batch, batch_idx)
@@ -391,6 +389,13 @@ class LocalLoop:
                     user.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
             user.on_train_epoch_end()
         return LocalResult(self.num_steps if self.is_manual else len(sizes), mean_per_example(losses, sizes))
+
+    def _to_device(self, batch: Any) -> Any:
+        """A client's batch as ``training_step`` receives it."""
+        batch = self.user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
+        if self.placement.moves_batches:
+            batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
+        return self.user.on_after_batch_transfer(batch, 0)
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch, and take an optimizer step unless the user's does."""
@@ -555,14 +560,6 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def to_device(user: UserStep, module: Any, placement: Placement, batch: Any) -> Any:
-    """A client's batch as ``training_step`` receives it."""
-    batch = user.on_before_batch_transfer(placement.convert_batch(batch), 0)
-    if placement.moves_batches:
-        batch = module.transfer_batch_to_device(batch, placement.device, 0)
-    return user.on_after_batch_transfer(batch, 0)
-
-
 def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
     """Mean of the steps' losses, weighted by their numbers of examples; all losses are read from the device at once."""
     if not losses:
@@ -571,20 +568,11 @@ def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
     return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
 
 
-class LossLoop:
+class LossLoop(LocalLoop):
     """Runs a user's ``training_step`` once over the data of one client after another, without optimizer steps.
 
     Dropout acts as in training, and buffers may change; the server never sees them.
-
-    Args:
-        module: The user's LightningModule.
-        optimizers: Its optimizers, which do not step.
-        settings: Settings shared by the local training of all clients.
     """
-
-    def __init__(self, module: Any, optimizers: Sequence[Optimizer], settings: LocalSettings) -> None:
-        self.module, self.placement = module, settings.placement
-        self.user = UserStep(module, settings.defines)
 
     @torch.no_grad()
     def __call__(self, task: LocalTask) -> LocalResult:
@@ -593,13 +581,7 @@ class LossLoop:
         sizes: list[int] = []
         for batch_idx, (batch, size) in enumerate(task.data.epoch(0)):
             task.recorder.num_examples = size
-            batch = to_device(self.user, self.module, self.placement, batch)
-            if task.before_forward is not None:
-                task.before_forward()
-            with self.placement.forward_context():
-                loss = loss_of(self.user.training_step(batch, batch_idx))
-            if task.after_forward is not None:
-                task.after_forward()
+            loss = loss_of(self._forward(task, self._to_device(batch), batch_idx))
             if loss is not None:
                 losses.append(loss.detach())
                 sizes.append(size)

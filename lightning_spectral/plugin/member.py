@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf
-from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.client.forms import (
     check_optimizer,
     check_own_parameters,
@@ -26,6 +25,7 @@ from lightning_spectral.client.forms import (
     trainable_parameters,
     untrained_parameters,
 )
+from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.plugin.user_hooks import defines

@@ -87,7 +87,21 @@ def _attributes(whole: Any) -> Iterator[tuple[str, Any]]:
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice})
 SHARED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, torch._C.ScriptObject)
 HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  # of the standard library, and of torch
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any], Callable[[Any, int], Any]]] = {
+    # by class: how to get the state, to set it, and to seed
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.seed),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    np.random.RandomState: (
+        np.random.RandomState.get_state,
+        np.random.RandomState.set_state,
+        lambda generator, seed: generator.seed(seed % 2**32),
+    ),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+        lambda generator, seed: setattr(generator.bit_generator, "state", type(generator.bit_generator)(seed).state),
+    ),
+}
 # Whose classes are left alone: `__main__` is the user's
 LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "lightning", "lightning_spectral", "pandas"})
 INSTALLED = ("site-packages", "dist-packages")
@@ -129,8 +143,7 @@ class KeptState:
         self._package = package_of(module)
         self.tensors = own_tensors(module)
         self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []  # of dictionaries
-        self._sequences: list[tuple[Any, Any]] = []
+        self._contents: list[tuple[Any, Any]] = []  # of containers
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
         self._slots: list[tuple[Any, dict[str, Any]]] = []
         self._values: list[Keep] = []
@@ -149,11 +162,7 @@ class KeptState:
         for part, kind, now, before in self.parts:
             if type(part) is not kind or not _same_entries(now, before):
                 return False
-        if any(self._empty):
-            return False
-        if not all(_same_entries(now, before) for now, before in self._contents):
-            return False
-        if not all(_same_members(now, before) for now, before in self._sequences):
+        if any(self._empty) or not all(_same_content(now, before) for now, before in self._contents):
             return False
         if not all(_same_entries(dict(_slots_of(value)), before) for value, before in self._slots):
             return False
@@ -174,8 +183,8 @@ class KeptState:
 
     def mappings(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
         """The dictionaries, each with what it held."""
-        yield from self._contents
-        yield from ((container, {}) for container in self._empty if isinstance(container, dict))
+        contents = [*self._contents, *((container, {}) for container in self._empty)]
+        return ((container, before) for container, before in contents if isinstance(container, dict))
 
     def restore(self) -> None:
         """Put everything back."""
@@ -188,11 +197,9 @@ class KeptState:
         for container in self._empty:
             if container:
                 container.clear()
-        for mapping, content in self._contents:
-            if not _same_entries(mapping, content):
-                _refill_mapping(mapping, content)
-        for sequence, content in self._sequences:
-            _refill_sequence(sequence, content)
+        for container, content in self._contents:
+            if not _same_content(container, content):
+                _refill(container, content)
         for value, slots in self._slots:
             _refill_slots(value, slots)
         for restore in self._restores:
@@ -211,15 +218,7 @@ class KeptState:
         if not self.generators:
             return
         for name, generator in zip(self._names_of_generators, self.generators, strict=True):
-            own = derived_seed(seed, "generator", *ids, name)
-            if isinstance(generator, random.Random):
-                generator.seed(own)
-            elif isinstance(generator, torch.Generator):
-                generator.manual_seed(own)
-            elif isinstance(generator, np.random.RandomState):
-                generator.seed(own % 2**32)
-            else:
-                generator.bit_generator.state = type(generator.bit_generator)(own).state
+            _access_to(generator)[2](generator, derived_seed(seed, "generator", *ids, name))
 
     @cached_property
     def _names_of_generators(self) -> list[str | int]:
@@ -235,10 +234,8 @@ class KeptState:
             if kind in PLAIN or id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, dict):
-                self._keep_mapping(value, kind, rest)
-            elif isinstance(value, list | set | deque | bytearray):
-                self._keep_sequence(value, kind, rest)
+            if isinstance(value, dict | list | set | deque | bytearray):
+                self._keep_content(value, kind, rest)
             elif isinstance(value, tuple | frozenset):
                 rest.extend(value)
             elif isinstance(value, Tensor):
@@ -249,25 +246,16 @@ class KeptState:
             elif not isinstance(value, SHARED):
                 self._keep_object(value, kind, rest)
 
-    def _keep_mapping(self, mapping: dict[Any, Any], kind: type, rest: list[Any]) -> None:
-        if kind not in MAPPINGS and getattr(mapping, "__dict__", None):
-            self._keep_attributes(mapping, kind, rest)
-        if not mapping:
-            self._empty.append(mapping)
+    def _keep_content(self, container: Any, kind: type, rest: list[Any]) -> None:
+        if kind not in MAPPINGS and getattr(container, "__dict__", None) is not None:  # of a subclass
+            self._keep_attributes(container, kind, rest)
+        if not container:
+            self._empty.append(container)
             return
-        self._contents.append((mapping, dict(mapping)))
-        if len(mapping) <= LARGE:
-            rest.extend(mapping.values())
-
-    def _keep_sequence(self, sequence: Any, kind: type, rest: list[Any]) -> None:
-        if hasattr(sequence, "__dict__"):  # of a subclass
-            self._keep_attributes(sequence, kind, rest)
-        if not sequence:
-            self._empty.append(sequence)
-            return
-        self._sequences.append((sequence, sequence.copy()))
-        if len(sequence) <= LARGE and not isinstance(sequence, bytearray):
-            rest.extend(sequence)
+        is_mapping = isinstance(container, dict)
+        self._contents.append((container, dict(container) if is_mapping else container.copy()))
+        if len(container) <= LARGE and not isinstance(container, bytearray):
+            rest.extend(container.values() if is_mapping else container)
 
     def _keep_attributes(self, holder: Any, kind: type, rest: list[Any]) -> None:
         own = vars(holder)
@@ -287,7 +275,7 @@ class KeptState:
                 self._keep_values_of(value, _kept_array)
         elif isinstance(value, random.SystemRandom):
             return  # it has no state
-        elif isinstance(value, GENERATORS):
+        elif isinstance(value, tuple(GENERATORS)):
             self.generators.append(value)
             self._values.append(partial(_kept_generator, value))
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
@@ -471,24 +459,22 @@ def _same_entries(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     return len(now) == len(before) and all(map(is_, now.values(), before.values())) and list(now) == list(before)
 
 
-def _same_members(now: Any, before: Any) -> bool:
-    if isinstance(now, set):
+def _same_content(now: Any, before: Any) -> bool:
+    if isinstance(now, dict):
+        return _same_entries(now, before)
+    if isinstance(now, set | bytearray):
         return bool(now == before)
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _refill_mapping(mapping: Any, content: dict[Any, Any]) -> None:
-    base = OrderedDict if isinstance(mapping, OrderedDict) else dict  # a subclass may do other things as well
-    base.clear(mapping)
-    base.update(mapping, content)
-
-
-def _refill_sequence(sequence: Any, content: Any) -> None:
-    if isinstance(sequence, list | bytearray):
-        sequence[:] = content
+def _refill(container: Any, content: Any) -> None:
+    """Give a container its content back, by the methods of its base: a subclass may do other things as well."""
+    if isinstance(container, list | bytearray):
+        container[:] = content
         return
-    sequence.clear()
-    (sequence.update if isinstance(sequence, set) else sequence.extend)(content)
+    base: Any = next(kind for kind in (OrderedDict, dict, set, deque) if isinstance(container, kind))
+    base.clear(container)
+    (base.extend if base is deque else base.update)(container, content)
 
 
 def _kept_tensor(tensor: Tensor) -> Restore:
@@ -525,13 +511,12 @@ def _kept_frame(frame: Any) -> Restore:
 
 
 def _kept_generator(generator: Any) -> Restore:
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    if isinstance(generator, torch.Generator):
-        return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state())
-    return partial(setattr, generator.bit_generator, "state", generator.bit_generator.state)
+    get, put, _ = _access_to(generator)
+    return partial(put, generator, get(generator))
+
+
+def _access_to(generator: Any) -> Any:
+    return next(access for kind, access in GENERATORS.items() if isinstance(generator, kind))
 
 
 def _refill_slots(value: Any, slots: dict[str, Any]) -> None:

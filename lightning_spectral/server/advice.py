@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -15,50 +15,8 @@ from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.client.device import WATCHED_ROUNDS
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
-from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
-
-
-class UnreachedLayers:
-    """The sharded layers that no client has given a gradient so far.
-
-    One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
-
-    Args:
-        names: The unreached layers of the rounds before a checkpoint; ``None`` if no client has trained yet.
-
-    Attributes:
-        names: Names of the layers, sorted; ``None`` if no client has trained yet.
-        remedy: How the algorithm can leave them out; empty if it cannot.
-
-    Example:
-        >>> layers = UnreachedLayers(["experts.0", "experts.1"])
-        >>> layers.warning()[:75]
-        'no client has given a gradient to these sharded layers: experts.0, experts.'
-    """
-
-    def __init__(self, names: Collection[str] | None = None) -> None:
-        self.names = None if names is None else sorted(names)
-        self.remedy = ""
-
-    def note(self, outcomes: Iterable[ClientOutcome]) -> None:
-        """Record a round: a layer counts as reached if it was reached in at least one turn."""
-        for outcome in outcomes:
-            if outcome.unreached is not None:
-                unreached = set(outcome.unreached)
-                self.names = sorted(unreached if self.names is None else unreached & set(self.names))
-
-    def warning(self) -> str:
-        """The text of the warning; empty if there is nothing to warn of."""
-        if not self.names:
-            return ""
-        remedy = f"{self.remedy}, or remove them" if self.remedy else "remove them"
-        return (
-            f"no client has given a gradient to these sharded layers: {', '.join(self.names)}. If `training_step` "
-            f"never uses them, {remedy} from the module. If it does for other clients or in later rounds, as with "
-            "experts or gradual unfreezing, nothing is wrong."
-        )
-
 
 ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
@@ -79,11 +37,11 @@ class FirstRounds:
         self, warns: bool = True, unreached: Collection[str] | None = None, averages_may_rest: bool = False
     ) -> None:
         self._warns = warns
-        self._averages_are_watched = warns and not averages_may_rest
-        self._discards_are_watched = self._attributes_are_watched = warns
+        self._done = {"averages"} if averages_may_rest else set[str]()
         self._losses = Losses()
-        self._update_is_watched = warns
-        self._unreached = UnreachedLayers(unreached)
+        # One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
+        self._unreached = None if unreached is None else sorted(unreached)
+        self._remedy = ""
         self._last_watched = -1
 
     def begin(self, opened: Round, round_idx: int) -> None:
@@ -99,55 +57,82 @@ class FirstRounds:
             half: The server's half; the gradients of its module are the pseudo-gradients.
             summary: The round.
         """
-        server = half.server
-        has_trained = any(client.num_steps for client in summary.averaged)
-        if self._warns and summary.round_idx == 0 and has_trained:
-            for message in half.advice(Moment.AFTER_TRAINING, summary):
-                _warn(summary.round_idx, message)
-        if self._update_is_watched and summary.round_idx < ROUNDS_OF_UPDATES:
-            self._look_at_update(half, summary.round_idx)
-        if self._warns and not self._losses.is_over:
-            self._look_at_loss(half, mean_loss(summary), summary.round_idx)
-        if self._averages_are_watched and has_trained:
-            self._averages_are_watched = False
-            if summary.round_idx == 0 and (layers := untouched_averages(server)):
-                _warn(summary.round_idx, _no_averages(layers))
-        if self._discards_are_watched and (names := sorted({n for c in summary.clients for n in c.discarded})):
-            self._discards_are_watched = False
-            _warn(summary.round_idx, _lost_changes(names))
-        if self._attributes_are_watched and (names := sorted({n for c in summary.clients for n in c.put_back})):
-            self._attributes_are_watched = False
-            _warn(summary.round_idx, _put_back(names))
+        if self._warns:
+            self._look(half, summary)
         if summary.round_idx < WATCHED_ROUNDS:
-            self._unreached.note(summary.clients)
-            self._unreached.remedy = ", or ".join(half.advice(Moment.UNUSED_LAYERS))
+            for client in summary.clients:
+                if client.unreached is not None:  # a layer counts as reached if it was reached in at least one turn
+                    names = set(client.unreached)
+                    self._unreached = sorted(names if self._unreached is None else names.intersection(self._unreached))
+            self._remedy = ", or ".join(half.advice(Moment.UNUSED_LAYERS))
             self._last_watched = summary.round_idx
             if summary.round_idx == WATCHED_ROUNDS - 1:
-                self._say_what_is_unreached()
+                self._name_unreached()
+
+    def _look(self, half: ServerHalf, summary: RoundSummary) -> None:
+        round_idx, server = summary.round_idx, half.server
+        has_trained = any(client.num_steps for client in summary.averaged)
+        if round_idx == 0 and has_trained:
+            for message in half.advice(Moment.AFTER_TRAINING, summary):
+                _warn(round_idx, message)
+        if round_idx < ROUNDS_OF_UPDATES and "update" not in self._done:
+            ratio, name = max(relative_updates(server), default=(0.0, ""))
+            if ratio > LARGEST_UPDATE:
+                self._done.add("update")
+                _warn(
+                    round_idx,
+                    f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself "
+                    f"(Frobenius norms) and overwhelms it. {smaller_updates(half)}.",
+                )
+        if not self._losses.is_over and (message := self._losses.note(half, mean_loss(summary), round_idx)):
+            _warn(round_idx, message)
+        if has_trained and "averages" not in self._done:
+            self._done.add("averages")
+            if round_idx == 0 and (layers := untouched_averages(server)):
+                _warn(
+                    round_idx,
+                    f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and "
+                    "evaluation reads them. Let the callback BatchNormEstimation estimate them, or average those of "
+                    "the clients: take them out of `buffers`, or with LoRA name their layers in `train`.",
+                )
+        if "discarded" not in self._done and (names := sorted({n for c in summary.clients for n in c.discarded})):
+            self._done.add("discarded")
+            _warn(
+                round_idx,
+                f"clients change {_listed(names)} without an optimizer, as one does with a teacher, a target network "
+                "or an average of weights, and these changes are lost. To send them back and average them, call "
+                "`requires_grad_(False)` on that module, and name it in an attribute of your LightningModule: "
+                "`averaged_parameters = ['teacher.*']`; or update it at the server, in `RoundCallback.on_round_end`.",
+            )
+        if "put back" not in self._done and (names := sorted({n for c in summary.clients for n in c.put_back})):
+            self._done.add("put back")
+            _warn(
+                round_idx,
+                f"clients change {_listed([f'`{name}`' for name in names])}, which are no parameters and no buffers, "
+                "so every client begins with the server's values, and these changes are lost. For what is to last, "
+                "register a buffer, and say how those of clients are combined, e.g. FedAvg(buffers={'steps': 'max'}); "
+                "or change it at the server, in `on_validation_epoch_end` or `RoundCallback.on_round_end`.",
+            )
 
     def finish(self) -> None:
         """Give the warnings that remain when a fit ends, perhaps before the first rounds are over."""
         if 0 <= self._last_watched < WATCHED_ROUNDS - 1:
-            self._say_what_is_unreached()
+            self._name_unreached()
 
-    def _say_what_is_unreached(self) -> None:
-        if self._warns and (message := self._unreached.warning()):
-            _warn(self._last_watched, message)
+    def _name_unreached(self) -> None:
+        if self._warns and self._unreached:
+            remedy = f"{self._remedy}, or remove them" if self._remedy else "remove them"
+            _warn(
+                self._last_watched,
+                "no client has given a gradient to these sharded layers: "
+                f"{', '.join(self._unreached)}. If `training_step` never uses them, {remedy} from the module. If it "
+                "does for other clients or in later rounds, as with experts or gradual unfreezing, nothing is wrong.",
+            )
 
     @property
     def unreached(self) -> list[str] | None:
         """The layers that no client has given a gradient, for a checkpoint; ``None`` once watching has ended."""
-        return self._unreached.names if self._last_watched < WATCHED_ROUNDS - 1 else None
-
-    def _look_at_update(self, half: ServerHalf, round_idx: int) -> None:
-        ratio, name = max(relative_updates(half.server), default=(0.0, ""))
-        if ratio > LARGEST_UPDATE:
-            self._update_is_watched = False
-            _warn(round_idx, _huge_update(ratio, name, smaller_updates(half)))
-
-    def _look_at_loss(self, half: ServerHalf, loss: float, round_idx: int) -> None:
-        if message := self._losses.note(half, loss, round_idx):
-            _warn(round_idx, message)
+        return self._unreached if self._last_watched < WATCHED_ROUNDS - 1 else None
 
 
 @torch.no_grad()
@@ -189,41 +174,6 @@ def untouched_averages(server: nn.Module) -> list[str]:
     ]
 
 
-def _no_averages(layers: list[str]) -> str:
-    return (
-        f"the running averages of {', '.join(layers)} are still 0 and 1, as they were built, and evaluation reads "
-        "them. Let the callback BatchNormEstimation estimate them, or average those of the clients: take them out of "
-        "`buffers`, or with LoRA name their layers in `train`."
-    )
-
-
-def _lost_changes(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"clients change {shown} without an optimizer, as one does with a teacher, a target network or an average of "
-        "weights, and these changes are lost. To send them back and average them, call `requires_grad_(False)` on "
-        "that module, and name it in an attribute of your LightningModule: `averaged_parameters = ['teacher.*']`; or "
-        "update it at the server, in `RoundCallback.on_round_end`."
-    )
-
-
-def _put_back(names: list[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"clients change {shown}, which are no parameters and no buffers, so every client begins with the server's "
-        "values, and these changes are lost. For what is to last, register a buffer, and say how those of clients are "
-        "combined, e.g. FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
-        "`RoundCallback.on_round_end`."
-    )
-
-
-def _huge_update(ratio: float, name: str, remedies: str) -> str:
-    return (
-        f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself (Frobenius norms) "
-        f"and overwhelms it. {remedies}."
-    )
-
-
 def _warn(round_idx: int, what: str) -> None:
     warnings.warn(f"Round {round_idx}: {what}", SpectralWarning, stacklevel=4)
 
@@ -259,16 +209,22 @@ class Losses:
         if round_idx < LATE.stop and math.isfinite(loss):
             self._losses[round_idx] = loss
             begin, first = next(iter(self._losses.items()))
-            if round_idx < ROUNDS_OF_EXPLOSIONS and has_exploded(loss, first):
+            if round_idx < ROUNDS_OF_EXPLOSIONS and first >= LEAST_LOSS and loss > LARGEST_GROWTH * first:
                 self.is_over = True
-                return _explosion(loss, begin, first, smaller_updates(half))
+                return (
+                    f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {begin} ({first:.3g}). "
+                    f"{smaller_updates(half)}. Where rounds have few clients whose data differ much, look at the "
+                    "validation loss first."
+                )
         self.is_over = round_idx >= LATE[-1]
-        return self._plateau(half) if self.is_over else ""
-
-    def _plateau(self, half: ServerHalf) -> str:
+        if not self.is_over:
+            return ""
         remedy = ", or ".join(half.advice(Moment.FLAT_LOSSES))
         first, early, late = next(iter(self._losses.values()), math.nan), self._mean(EARLY), self._mean(LATE)
-        if not remedy or not stays_flat(first, early, late):
+        # False if one is unknown. The first few rounds do not count: in them clients learn to predict their few labels,
+        # even if the network learns nothing else.
+        is_flat = first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
+        if not remedy or not is_flat:
             return ""
         return (
             f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {late:.3g} now, {early:.3g} "
@@ -279,34 +235,6 @@ class Losses:
         """The mean loss of some rounds; NaN if nobody trained in any of them."""
         found = [self._losses[round_idx] for round_idx in rounds if round_idx in self._losses]
         return fmean(found) if found else math.nan
-
-
-def has_exploded(loss: float, first: float) -> bool:
-    """Whether a loss is finite and far above the first one; never true if the first was negative or nearly zero.
-
-    Example:
-        >>> has_exploded(9.0, 2.0), has_exploded(5.0, 2.0), has_exploded(5.0, -2.0), has_exploded(float("nan"), 2.0)
-        (True, False, False, False)
-    """
-    return first >= LEAST_LOSS and LARGEST_GROWTH * first < loss < math.inf
-
-
-def stays_flat(first: float, early: float, late: float) -> bool:
-    """Whether losses have hardly fallen since the first few rounds; never true if one of them is unknown.
-
-    The first few rounds do not count: in them clients learn to predict their few labels, even if the network learns
-    nothing else.
-
-    Args:
-        first: Loss of the first round.
-        early: Mean of a few rounds soon after; NaN for none, as in a run that was resumed later.
-        late: Mean of a few rounds at the end.
-
-    Example:
-        >>> stays_flat(2.3, 2.3, 2.3), stays_flat(2.3, 0.4, 0.4), stays_flat(2.3, float("nan"), 2.3)
-        (True, False, False)
-    """
-    return first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
 
 
 def smaller_updates(half: ServerHalf) -> str:
@@ -320,13 +248,6 @@ def smaller_updates(half: ServerHalf) -> str:
     """
     *first, last = ["Lower the learning rate", CLIP, *half.advice(Moment.LARGE_UPDATES)]
     return f"{', '.join(first)}, or {last}"
-
-
-def _explosion(loss: float, first_round: int, first: float, remedies: str) -> str:
-    return (
-        f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {first_round} ({first:.3g}). "
-        f"{remedies}. Where rounds have few clients whose data differ much, look at the validation loss first."
-    )
 
 
 _NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
@@ -347,10 +268,19 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
         RoundError: If a parameter holds a NaN, or a trainable one an infinite value. All processes raise it, since they
             have the same weights.
     """
-    if broken := [name for name, parameter in server.named_parameters() if _is_broken(parameter)]:
+    suspects = (
+        "Updates of clients are averaged only if they are finite, so most likely the run diverged and the server "
+        "optimizer's step did it: lower its learning rate and the clients', and resume from an earlier checkpoint. Or "
+        "look for a hook or callback that changes weights between rounds."
+    )
+    if round_idx == 0:
+        suspects = (
+            "These are the initial weights: look at how your module sets them, and at the checkpoint they come from."
+        )
+    if broken := [repr(name) for name, parameter in server.named_parameters() if _is_broken(parameter)]:
         raise RoundError(
             f"Round {round_idx}: the server's weights were not finite before it began: {_listed(broken)} had a NaN or "
-            f"an infinite value, so no client can train from them. {_suspects(round_idx)}"
+            f"an infinite value, so no client can train from them. {suspects}"
         ) from cause
 
 
@@ -371,21 +301,11 @@ def _is_broken(parameter: nn.Parameter) -> bool:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first names in quotes, and the number of the remaining ones.
+    """The first names, and the number of the remaining ones.
 
     Example:
         >>> _listed(["a", "b"]), _listed(["a", "b", "c", "d", "e"])
-        ("'a', 'b'", "'a', 'b', 'c' and 2 more")
+        ('a, b', 'a, b, c and 2 more')
     """
     more = len(names) - _NAMED
-    return ", ".join(map(repr, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
-
-
-def _suspects(round_idx: int) -> str:
-    if round_idx == 0:
-        return "These are the initial weights: look at how your module sets them, and at the checkpoint they come from."
-    return (
-        "Updates of clients are averaged only if they are finite, so most likely the run diverged and the server "
-        "optimizer's step did it: lower its learning rate and the clients', and resume from an earlier checkpoint. Or "
-        "look for a hook or callback that changes weights between rounds."
-    )
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.arguments import Number, check_fields
@@ -117,16 +116,15 @@ class Faults:
         for reason, client_ids in clients_by_reason(outcomes).items():
             answer = self.answer(reason)
             if isinstance(answer, LeaveOut) and len(client_ids) / len(outcomes) > answer.max_share:
+                *others, last = map(str, sorted(client_ids))
+                who = f"clients {', '.join(others)} and {last}" if others else f"client {last}"
+                first = f"{smaller_updates}. " if reason == "not_finite" and smaller_updates else ""
                 raise RoundError(
                     f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out "
-                    f"({_named(sorted(client_ids))}: {EXPLANATIONS[reason]}), more than the share of "
+                    f"({who}: {EXPLANATIONS[reason]}), more than the share of "
                     f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
-                    f"{_remedy(reason, smaller_updates)}"
+                    f"{first}{REMEDIES[reason]}"
                 )
-
-
-def _remedy(reason: ExclusionReason, smaller_updates: str) -> str:
-    return f"{smaller_updates}. {REMEDIES[reason]}" if reason == "not_finite" and smaller_updates else REMEDIES[reason]
 
 
 def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:
@@ -136,12 +134,6 @@ def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason
         if outcome.left_out is not None:
             by_reason[outcome.left_out].append(outcome.client_id)
     return dict(by_reason)
-
-
-def _named(client_ids: Sequence[int]) -> str:
-    """Clients by name: "client 3", "clients 3 and 5" or "clients 3, 5 and 7"."""
-    *others, last = map(str, client_ids)
-    return f"clients {', '.join(others)} and {last}" if others else f"client {last}"
 
 
 @torch.no_grad()
@@ -208,12 +200,13 @@ class MaxUpdateNorm:
     @torch.no_grad()
     def applied(self, download: Download, upload: Upload) -> Upload:
         """An upload whose values are finite, shortened if that is needed; otherwise the same object."""
-        norm = update_norm(download.tensors, upload.tensors)
+        sent, returned = download.tensors, upload.tensors
+        norm = update_norm(sent, returned)
         if norm <= self.norm:
             return upload
-        return replace(upload, tensors=_shortened(download.tensors, upload.tensors, self.norm / norm))
-
-
-def _shortened(sent: Tensors, returned: Tensors, factor: float) -> dict[str, Tensor]:
-    both = {n for n, t in sent.items() if n in returned and t.is_floating_point() and t.shape == returned[n].shape}
-    return {n: sent[n].lerp(t, factor) if n in both else t for n, t in returned.items()}
+        shortened = {
+            name: before.lerp(returned[name], self.norm / norm)
+            for name, before in sent.items()
+            if name in returned and before.is_floating_point() and before.shape == returned[name].shape
+        }
+        return replace(upload, tensors={**returned, **shortened})

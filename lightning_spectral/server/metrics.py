@@ -32,13 +32,8 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
         for a round whose clients were all left out, nor for a model that no client was asked to train.
     """
-    own = {f"fl/{name}": value for name, value in _own_metrics(summary).items()}
-    return {"fl/round": float(summary.round_idx), **{summary.metric(name): value for name, value in own.items()}}
-
-
-def _own_metrics(summary: RoundSummary) -> dict[str, float]:
-    kept = summary.averaged
-    return {
+    kept, measured = summary.averaged, summary.measured
+    own = {
         **({"loss": mean_loss(summary)} if kept else {}),  # a NaN would stop a run that monitors it
         "clients": float(len(kept)),
         "clients_left_out": float(len(summary.clients) - len(kept)),
@@ -47,19 +42,13 @@ def _own_metrics(summary: RoundSummary) -> dict[str, float]:
         "bytes_down": float(sum(client.downlink_bytes for client in summary.clients)),
         "bytes_up": float(sum(client.uplink_bytes for client in summary.clients)),
         **{f"seconds_{stage}": seconds for stage, seconds in summary.seconds.items()},
-        **_measuring_metrics(summary.measured),
-        **summary.diagnostics,
     }
-
-
-def _measuring_metrics(measured: Sequence[ClientOutcome]) -> dict[str, float]:
-    if not measured:
-        return {}
-    return {
-        "measured_clients": float(len(measured)),
-        "measured_examples": float(sum(client.num_examples for client in measured)),
-        "bytes_measuring": float(sum(client.downlink_bytes + client.uplink_bytes for client in measured)),
-    }
+    if measured:
+        own["measured_clients"] = float(len(measured))
+        own["measured_examples"] = float(sum(client.num_examples for client in measured))
+        own["bytes_measuring"] = float(sum(client.downlink_bytes + client.uplink_bytes for client in measured))
+    own |= summary.diagnostics
+    return {"fl/round": float(summary.round_idx), **{summary.metric(f"fl/{n}"): value for n, value in own.items()}}
 
 
 def logged_by_clients(summary: RoundSummary) -> dict[str, LoggedValue]:

@@ -577,7 +577,7 @@ class Turn:
             magnitudes = averaged.largest.values()
             too_large = all(map(math.isfinite, magnitudes))
             return "not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else ""
-        if names := extremes.not_numbers(upload.tensors):
+        if engine.half.buffers.limits and (names := extremes.not_numbers(upload.tensors)):
             return "not_finite", f"NaN in {', '.join(names)}"
         if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"

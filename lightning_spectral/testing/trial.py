@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.forms import options_of
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
-from lightning_spectral.client.forms import options_of
 from lightning_spectral.protocol.cohort import ClientStore, Workers
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import FrozenBase

@@ -15,8 +15,8 @@ from toy_models import LitNet
 import lightning_spectral as ls
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, WorkUnit

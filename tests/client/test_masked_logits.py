@@ -19,8 +19,8 @@ from torch.utils.data import Dataset, TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 INF = math.inf

@@ -12,8 +12,8 @@ from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor

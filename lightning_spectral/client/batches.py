@@ -37,7 +37,7 @@ class WorkerBatches:
     def __init__(self, dataset: Dataset[Any], collate_fn: Collate | None = None, num_workers: int = 0) -> None:
         self._examples = _SeededExamples(dataset, collate_fn or default_collate)
         self._num_workers = num_workers
-        self._tasks = _Tasks()
+        self._tasks: list[Task] = []  # of the workers, which stay alive when it is replaced
         self._loader: DataLoader[Any] | None = None
 
     def load(self, tasks: Sequence[Task]) -> Iterator[Any]:
@@ -47,17 +47,22 @@ class WorkerBatches:
         """
         if self._num_workers == 0:
             return map(self._examples.__getitems__, tasks)
-        self._tasks.current = tasks
-        return self._closing_after_errors(self._from_workers())
-
-    def _from_workers(self) -> Iterator[Any]:
-        """Set the workers to work; those of which one has died since the last task are replaced."""
+        self._tasks[:] = tasks
         self._loader = self._loader or self._new_loader()
         try:
-            return iter(self._loader)
-        except RuntimeError:  # from torch, about the worker
+            batches = iter(self._loader)
+        except RuntimeError:  # from torch: a worker has died since the last task
             self._loader = self._new_loader()
-            return iter(self._loader)
+            batches = iter(self._loader)
+
+        def closing_after_errors() -> Iterator[Any]:
+            try:
+                yield from batches
+            except Exception:
+                self.close()
+                raise
+
+        return closing_after_errors()
 
     def _new_loader(self) -> DataLoader[Any]:
         return DataLoader(
@@ -68,13 +73,6 @@ class WorkerBatches:
             persistent_workers=True,
             generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
         )
-
-    def _closing_after_errors(self, batches: Iterator[Any]) -> Iterator[Any]:
-        try:
-            yield from batches
-        except Exception:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Stop the workers; a later batch starts new ones."""
@@ -93,18 +91,6 @@ class _SeededExamples(Dataset[Any]):
             if hasattr(self.dataset, "__getitems__"):
                 return self.collate(self.dataset.__getitems__(indices))
             return self.collate([self.dataset[i] for i in indices])
-
-
-class _Tasks:
-    """A batch sampler whose batches are replaced between epochs, while the workers stay alive."""
-
-    current: Sequence[Task] = ()
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self.current)
-
-    def __len__(self) -> int:
-        return len(self.current)
 
 
 def _identity(batch: Any) -> Any:
@@ -205,11 +191,6 @@ class ClientData:
         self.num_examples = examples_per_epoch(len(indices), batch_size, drop_last)
         self._labels = labels
         self._classes: Tensor | None = None
-
-    @property
-    def num_batches(self) -> int:
-        """Number of local steps in an epoch."""
-        return -(-self.num_examples // self.batch_size)
 
     def classes(self) -> Tensor:
         """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``."""

@@ -246,11 +246,10 @@ class Device:
         self._num_compared += 1
         changed = changed_attributes(self.module, form.replaced.keys())
         large = kept.not_kept()
-
-        def is_large(name: str) -> bool:
-            return any(path == name or path.startswith((f"{name}.", f"{name}[")) for path in large)
-
-        return lambda: tuple(f"{n} (not put back: too large)" if is_large(n) else n for n in changed())
+        note = " (not put back: too large)"
+        return lambda: tuple(
+            n + note * any(path == n or path.startswith((f"{n}.", f"{n}[")) for path in large) for n in changed()
+        )
 
     def _start(self, form: Form, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""

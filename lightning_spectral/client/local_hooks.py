@@ -123,17 +123,12 @@ class ProximalTerm(LocalHook):
         @torch.no_grad()
         def pull() -> None:
             for mu, parameters, start in zip(signs, groups, starts, strict=True):
-                _pull(parameters, start, mu)
+                moved = [(p, p.grad, before) for p, before in zip(parameters, start, strict=True) if p.grad is not None]
+                if moved:
+                    now, gradients, before = (list(column) for column in zip(*moved, strict=True))
+                    torch._foreach_add_(gradients, torch._foreach_sub(now, before), alpha=mu)
 
         return pull
-
-
-def _pull(parameters: list[nn.Parameter], start: list[Tensor], mu: float) -> None:
-    moved = [(p, p.grad, before) for p, before in zip(parameters, start, strict=True) if p.grad is not None]
-    if not moved:
-        return
-    now, gradients, before = (list(column) for column in zip(*moved, strict=True))
-    torch._foreach_add_(gradients, torch._foreach_sub(now, before), alpha=mu)
 
 
 @dataclass(frozen=True)
@@ -252,7 +247,7 @@ class MaskedLogits(LocalHook):
             yield
         finally:
             handle.remove()
-        if not masking.has_acted:
+        if masking.absent is None:  # there was no forward pass
             warnings.warn(
                 f"MaskedLogits has masked nothing: the layer {self.layer!r} was not called while a client trained. "
                 "Name the one that `training_step` calls.",
@@ -279,11 +274,6 @@ class _Masking:
         self.classes = classes
         self.absent: Tensor | None = None
 
-    @property
-    def has_acted(self) -> bool:
-        """Whether there was a forward pass."""
-        return self.absent is not None
-
     def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
         """Return the masked output; ``None`` leaves it as it is."""
         dim = -1 if hasattr(layer, "out_features") else 1
@@ -291,7 +281,10 @@ class _Masking:
             self.absent = self._find(output, dim)
         if not len(self.absent):
             return None
-        masked: Tensor = output.index_fill(dim, self.absent, _representable(self.hook.absent, output.dtype))
+        constant, largest = self.hook.absent, torch.finfo(output.dtype).max
+        if not math.isinf(constant):
+            constant = max(-largest, min(constant, largest))  # half precision has no -1e9
+        masked: Tensor = output.index_fill(dim, self.absent, constant)
         return masked
 
     def _find(self, output: Any, dim: int) -> Tensor:
@@ -307,12 +300,6 @@ class _Masking:
         if largest >= output.shape[dim]:
             raise ValueError(_too_few(name, output.shape[dim], largest))
         return _absent(self.classes, output.shape[dim]).to(output.device)
-
-
-def _representable(constant: float, dtype: torch.dtype) -> float:
-    """The nearest number that a type can represent, since half precision has no -1e9; minus infinity is unchanged."""
-    largest: float = torch.finfo(dtype).max
-    return constant if math.isinf(constant) else max(-largest, min(constant, largest))
 
 
 def _absent(classes: Tensor, num_classes: int) -> Tensor:

@@ -175,15 +175,9 @@ def _decide(
         elif bool(torch.isfinite(buffer).all()):
             yield name, buffer, "mean", ""
         else:
-            yield name, buffer, _by_values(buffer), _VALUES
-
-
-def _by_values(buffer: Tensor) -> str | Tensor:
-    """The rule of a buffer that is not finite."""
-    if bool(buffer.isnan().any()):
-        return "server"
-    signs = buffer.isneginf().to(torch.int8) - buffer.isposinf().to(torch.int8)
-    return next((rule for rule, sign in SIGNS.items() if bool((signs == sign).all())), signs)
+            signs = buffer.isneginf().to(torch.int8) - buffer.isposinf().to(torch.int8)
+            rule = next((rule for rule, sign in SIGNS.items() if bool((signs == sign).all())), signs)
+            yield name, buffer, "server" if bool(buffer.isnan().any()) else rule, _VALUES
 
 
 def _check_possible(name: str, buffer: Tensor, rule: Rule, persistent: bool) -> None:

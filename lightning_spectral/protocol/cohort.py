@@ -124,7 +124,7 @@ class Cohort:
     Attributes:
         seed: The run's seed.
         round_idx: Communication round, from 0.
-        groups: For each distinct keep ratio, its units by ascending client id.
+        groups: For each distinct capacity, its units by ascending client id.
         workers: The processes that share costly preparation.
         store: State of single clients that the server keeps from round to round.
         absolute: Whether coefficients are used as they are, as for an unbiased sampler, and not divided by their sum.
@@ -145,12 +145,12 @@ class Cohort:
         return fsum(unit.coefficient for units in self.groups.values() for unit in units)
 
     @cached_property
-    def _keep_ratios(self) -> Mapping[tuple[int, str], float]:
-        return {unit.key: keep_ratio for keep_ratio, units in self.groups.items() for unit in units}
+    def _capacities(self) -> Mapping[tuple[int, str], float]:
+        return {unit.key: capacity for capacity, units in self.groups.items() for unit in units}
 
     def capacity_of(self, unit: WorkUnit) -> float:
-        """The share of singular terms that a unit holds."""
-        return self._keep_ratios[unit.key]
+        """What the client of a unit can hold: its keep ratio, or what its algorithm calls so."""
+        return self._capacities[unit.key]
 
     @cached_property
     def _places(self) -> Mapping[tuple[int, str], int]:
@@ -173,5 +173,5 @@ class Cohort:
             >>> Cohort(0, 0, {1.0: units}).weights_of(units)
             tensor([0.7500, 0.2500], dtype=torch.float64)
         """
-        whole = self.total or float(len(self._keep_ratios))
+        whole = self.total or float(len(self._capacities))
         return torch.tensor([unit.coefficient if self.total else 1.0 for unit in units], dtype=torch.float64) / whole

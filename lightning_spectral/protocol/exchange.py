@@ -126,8 +126,9 @@ of shape (3,). Register such a buffer with a tensor of its final size, or keep i
     found = buffer_shapes(module)
     if found == dict(shapes):
         return
+    was, now = ({name: f"of shape {shape}" for name, shape in those.items()} for those in (shapes, found))
     changed = [
-        f"`{name}` was {_shape(shapes, name)} and is {_shape(found, name)}"
+        f"`{name}` was {was.get(name, 'no tensor')} and is {now.get(name, 'no tensor')}"
         for name in {**shapes, **found}
         if shapes.get(name) != found.get(name)
     ]
@@ -135,10 +136,6 @@ of shape (3,). Register such a buffer with a tensor of its final size, or keep i
         f"Training has changed buffers that the server cannot follow: {'; '.join(changed)}. Register such a buffer "
         "with a tensor of its final size, or keep it in an attribute that is no buffer."
     )
-
-
-def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
-    return f"of shape {shapes[name]}" if name in shapes else "no tensor"
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:

@@ -62,22 +62,19 @@ class FrozenBase:
         Raises:
             ValueError: If the frozen tensors are not those of the first round of the fit.
         """
-        self._check_names(frozenset(frozen))
+        self._names = frozenset(frozen) if self._names is None else self._names
+        if others := sorted(self._names ^ frozen.keys()):
+            raise ValueError(
+                f"`requires_grad` of {', '.join(others)} changed during the fit, in which clients, server and "
+                "optimizers train the parameters of its first round. Freeze or unfreeze between two fits: call "
+                "`Trainer.fit` again, with a new Trainer and without `ckpt_path`."
+            )
         digests = {name: digest(tensor) for name, tensor in frozen.items()}
         changed = {name for name in digests if digests[name] != self.digests.get(name)}
         self._version += bool(changed)
         self._since = {name: self._version if name in changed else self._since[name] for name in digests}
         self._num_bytes = {name: tensor.numel() * tensor.element_size() for name, tensor in frozen.items()}
         self.digests = digests
-
-    def _check_names(self, frozen: frozenset[str]) -> None:
-        self._names = frozen if self._names is None else self._names
-        if changed := sorted(frozen ^ self._names):
-            raise ValueError(
-                f"`requires_grad` of {', '.join(changed)} changed during the fit, in which clients, server and "
-                "optimizers train the parameters of its first round. Freeze or unfreeze between two fits: call "
-                "`Trainer.fit` again, with a new Trainer and without `ckpt_path`."
-            )
 
     def mark(self, download: Download) -> Download:
         """Say in a download which of its tensors are frozen, and which of these its client already has."""
@@ -97,13 +94,9 @@ class FrozenBase:
         """Note that some clients now have all frozen tensors."""
         self._noted.update({unit.key: self._version for unit in units if self.digests})
 
-    def forget(self, units: Iterable[WorkUnit]) -> None:
-        """Note that some clients may have none of the frozen tensors any more."""
-        self._noted.update({unit.key: -1 for unit in units})
-
     def note_outcomes(self, outcomes: Collection[ClientOutcome]) -> None:
         """Note what is known of some clients after their turns."""
-        self.forget(outcome.unit for outcome in outcomes if outcome.missing)
+        self._noted.update({outcome.unit.key: -1 for outcome in outcomes if outcome.missing})
         self.note(outcome.unit for outcome in outcomes if outcome.reported_back)
 
     def commit(self) -> None:

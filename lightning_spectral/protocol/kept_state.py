@@ -240,7 +240,9 @@ class KeptState:
                 rest.extend(value)
             elif isinstance(value, Tensor):
                 if _is_writable(value):
-                    self._keep_values_of(value, _kept_tensor)
+                    self._keep_values_of(
+                        value, lambda t: partial(_refill_tensor, t, t.data, t.detach().clone(), t.grad, t.requires_grad)
+                    )
             elif isinstance(value, nn.Module):
                 self._keep_attributes(value, kind, rest)
             elif not isinstance(value, SHARED):
@@ -272,14 +274,15 @@ class KeptState:
     def _keep_object(self, value: Any, kind: type, rest: list[Any]) -> None:
         if isinstance(value, np.ndarray):
             if value.flags.writeable:
-                self._keep_values_of(value, _kept_array)
+                self._keep_values_of(value, lambda array: partial(np.copyto, array, array.copy()))
         elif isinstance(value, random.SystemRandom):
             return  # it has no state
         elif isinstance(value, tuple(GENERATORS)):
             self.generators.append(value)
-            self._values.append(partial(_kept_generator, value))
+            get, put, _ = _access_to(value)
+            self._values.append(lambda: partial(put, value, get(value)))
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
-            self._values.append(partial(_kept_frame, value))
+            self._values.append(lambda: partial(vars(value).update, vars(value.copy())))
         elif is_users(value, kind, self._package):
             if hasattr(value, "__dict__"):
                 self._keep_attributes(value, kind, rest)
@@ -379,7 +382,8 @@ def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Call
 
     def changed() -> tuple[str, ...]:
         now = dict(_compared(module, without))
-        names = {name for name in now.keys() & before.keys() if _differ(before[name], now[name])}
+        both = ((name, before[name], now[name]) for name in now.keys() & before.keys())
+        names = {name for name, was, value in both if was is not None and value is not None and was != value}
         names |= before.keys() - now.keys()
         names |= {name for name in now.keys() - before.keys() if isinstance(now[name], Plain) and now[name].lasts}
         return tuple(sorted(names))
@@ -392,10 +396,6 @@ class Plain(NamedTuple):
 
     text: str
     lasts: bool  # whether it may well be meant to last, if it is new
-
-
-def _differ(before: Any, now: Any) -> bool:
-    return before is not None and now is not None and before != now
 
 
 def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -477,10 +477,6 @@ def _refill(container: Any, content: Any) -> None:
     (base.extend if base is deque else base.update)(container, content)
 
 
-def _kept_tensor(tensor: Tensor) -> Restore:
-    return partial(_refill_tensor, tensor, tensor.data, tensor.detach().clone(), tensor.grad, tensor.requires_grad)
-
-
 @torch.no_grad()
 def _refill_tensor(tensor: Tensor, data: Tensor, value: Tensor, gradient: Tensor | None, needs_gradient: bool) -> None:
     tensor.grad = None
@@ -500,19 +496,6 @@ def _is_writable(tensor: Tensor) -> bool:
     if not tensor.is_leaf or tensor.layout != torch.strided or tensor.is_inference() or tensor.is_meta:
         return False
     return not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _kept_array(array: Any) -> Restore:
-    return partial(np.copyto, array, array.copy())
-
-
-def _kept_frame(frame: Any) -> Restore:
-    return partial(vars(frame).update, vars(frame.copy()))
-
-
-def _kept_generator(generator: Any) -> Restore:
-    get, put, _ = _access_to(generator)
-    return partial(put, generator, get(generator))
 
 
 def _access_to(generator: Any) -> Any:

@@ -22,10 +22,6 @@ from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 
 
-def _all(num_examples: int) -> int:
-    return num_examples
-
-
 @dataclass(frozen=True, eq=False)
 class ClientDirectory:
     """The clients of one model, numbered from 0. The server reads it and never sees their data.
@@ -50,7 +46,7 @@ class ClientDirectory:
     sizes: Tensor
     capacities: Assigned[float]
     available: Tensor | None = None
-    examples_per_epoch: Callable[[int], int] = _all
+    examples_per_epoch: Callable[[int], int] = int
 
     def begin_round(self, round_idx: int) -> None:
         """Look who is there, before a round's cohort is drawn; in a simulation, always everybody."""

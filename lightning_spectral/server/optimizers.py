@@ -82,7 +82,7 @@ class BoundedMomentum(FedOptimizer):
     It is no average of rounds, whose length would shrink where they cancel. The common length has a price: beside a
     large layer that swings, a small one may move further than its own change. Around an optimum the weights are noisier
     than with plain averaging, and with few and unequal clients in a round they end up beside the optimum
-    (``tests/server/test_bounded_momentum.py`` has the figures).
+    (``tests/server/test_optimizers.py`` has the figures).
 
     Args:
         lr: Server learning rate eta.

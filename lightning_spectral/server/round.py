@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
@@ -50,20 +50,6 @@ RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
 NUMBER = 4  # bytes of the one number that a measured client uploads
-
-
-class SubModelSize(NamedTuple):
-    """The size of the sub-models of one keep ratio, which all of its clients share.
-
-    Attributes:
-        num_parameters: Number of values in its parameters.
-        downlink_bytes: Bytes sent to a client.
-        uplink_bytes: Bytes that it sends back.
-    """
-
-    num_parameters: int = 0
-    downlink_bytes: int = 0
-    uplink_bytes: int = 0
 
 
 @dataclass(eq=False)
@@ -113,7 +99,7 @@ class Engine:
     make_measuring: Callable[[Engine], Executor] | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
-    _sizes: dict[float, SubModelSize] = field(default_factory=dict, init=False)
+    _sizes: dict[float, tuple[int, int, int]] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
     _round: OpenRound | None = field(default=None, init=False)
@@ -141,16 +127,19 @@ class Engine:
             self._executor = self.make_executor(self)
         return self._executor
 
-    def size_of(self, opened: Round, unit: WorkUnit, keep_ratio: float) -> SubModelSize:
-        """The size of a unit's sub-model; measured once for each keep ratio, on a temporary sub-model."""
-        if keep_ratio not in self._sizes:
+    def size_of(self, opened: Round, unit: WorkUnit, capacity: float) -> tuple[int, int, int]:
+        """The number of parameters of a unit's sub-model, and the bytes that it is sent and sends back.
+
+        Measured once for each capacity, on a temporary sub-model.
+        """
+        if capacity not in self._sizes:
             download, _ = opened.send(unit)
             side = self.half.device_half
             with Forms(self.server, side.take_form).client(download.capacity) as client:
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
                 uplink_bytes = side.collect(client, download).num_bytes
-            self._sizes[keep_ratio] = SubModelSize(num_parameters, download.num_bytes, uplink_bytes)
-        return self._sizes[keep_ratio]
+            self._sizes[capacity] = num_parameters, download.num_bytes, uplink_bytes
+        return self._sizes[capacity]
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
         """Open a round and prepare it for its cohort, from the server's weights.
@@ -296,11 +285,14 @@ class OpenRound:
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
-        engine, keep_ratio, size = self.engine, self.cohort.capacity_of(unit), SubModelSize()
+        engine, capacity = self.engine, self.cohort.capacity_of(unit)
+        num_parameters = downlink_bytes = uplink_bytes = 0
         if engine.conditions.clock is not None:
-            size = engine.size_of(self.opened, unit, keep_ratio)
-            size = size._replace(downlink_bytes=size.downlink_bytes - engine.frozen_base.bytes_held_by(unit))
-        return SimulatedTask(keep_ratio, engine.clients.epoch_of(unit.client_id), engine.local_epochs, *size)
+            num_parameters, downlink_bytes, uplink_bytes = engine.size_of(self.opened, unit, capacity)
+            downlink_bytes -= engine.frozen_base.bytes_held_by(unit)
+        num_examples = engine.clients.epoch_of(unit.client_id)
+        size = num_parameters, downlink_bytes, uplink_bytes
+        return SimulatedTask(capacity, num_examples, engine.local_epochs, *size)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""

@@ -192,6 +192,8 @@ def mess_up(client: Any) -> None:
         for tensor in own_tensors(client):
             tensor.fill_(9)
     for parameter in client.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda gradient: 2 * gradient)
         parameter.grad = torch.ones_like(parameter)
     client.requires_grad_(False)
     client.eval()
@@ -283,19 +285,6 @@ class TestServer:
             ours = case.train(client, case.capacities[0])
         assert same_state(ours, expected)
         assert all(parameter.grad is None for parameter in case.server.parameters())
-
-    def test_it_has_no_gradient_hooks_of_a_client(self, name: str) -> None:
-        case = Case(name)
-        expected = {capacity: case.by_itself(capacity) for capacity in case.capacities}
-        before = everything(case)
-        for capacity in (*case.capacities, *case.capacities):
-            with case.client(capacity) as client:
-                assert same_state(case.train(client, capacity), expected[capacity])
-                for parameter in client.parameters():
-                    if parameter.requires_grad:
-                        parameter.register_hook(lambda gradient: 2 * gradient)
-                assert not same_state(case.train(client, capacity), expected[capacity])
-            assert everything(case) == before
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
     def test_it_comes_back_if_a_form_cannot_be_taken(self, name: str, error: type[BaseException]) -> None:
@@ -422,7 +411,7 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 @EVERY_ALGORITHM
 class TestHooks:
     @pytest.mark.parametrize("kind", HOOKS)
-    @pytest.mark.parametrize("layer", ["first", "middle", "norm"])
+    @pytest.mark.parametrize("layer", ["first", "middle"])
     def test_those_of_a_layer_act_in_every_form_whenever_they_are_added(self, name: str, kind: str, layer: str) -> None:
         called = [0]
 

@@ -1,4 +1,4 @@
-"""One client's local steps: gradient scaling, and never waiting for the device."""
+"""A client's steps are the user's, with the hooks that Lightning would call; what it logs is averaged over its turn."""
 
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 from federation import Fit, seeded
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -18,9 +20,16 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTask, Placement, Recorder
+from lightning_spectral.client.local_loop import (
+    LocalLoop,
+    LocalSettings,
+    LocalTask,
+    Placement,
+    Recorder,
+    isolate_metrics,
+)
 from lightning_spectral.plugin.user_hooks import defines
-from lightning_spectral.protocol.records import Download, WorkUnit
+from lightning_spectral.protocol.records import Download, LoggedValue, WorkUnit
 
 
 class LitPlain(pl.LightningModule):
@@ -210,30 +219,6 @@ def test_only_hooks_that_the_user_wrote_are_called(client_data: ClientData, monk
     assert len(called) == 2 + 10 + 10 + 10 + 10
 
 
-def test_the_algorithm_acts_before_each_forward_pass_and_before_each_step(client_data: ClientData) -> None:
-    events: list[str] = []
-
-    class Lit(LitPlain):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            events.append("training_step")
-            return super().training_step(batch, batch_idx)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            events.append("the user's hook")
-
-    module = Lit()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
-    task = LocalTask(
-        SENT,
-        client_data,
-        Recorder(module),
-        before_forward=lambda: events.append("before_forward"),
-        before_step=[[lambda: events.append("before_step")]],
-    )
-    LocalLoop(module, [optimizer], LocalSettings())(task)
-    assert events == ["before_forward", "training_step", "the user's hook", "before_step"] * 5
-
-
 def test_a_device_half_acts_in_every_step(data: Any, fit: Fit) -> None:
     """Its actions belong to one client: they are asked for once a turn, after the client's values are there."""
     events: list[str] = []
@@ -350,3 +335,62 @@ def test_a_step_that_was_replaced_on_the_optimizer_is_the_one_that_is_taken(clie
     LocalLoop(module, [optimizer], LocalSettings(defines=defines))(LocalTask(SENT, client_data, Recorder(module)))
     assert taken == [5]
     assert same(module, seeded(LitPlain))
+
+
+def test_a_clients_value_is_the_mean_over_its_examples() -> None:
+    recorder = Recorder(nn.Linear(1, 1))
+    finished = []
+    for batches in ([(1.0, 3), (5.0, 1)], [(7.0, 6)]):
+        recorder.start_client()
+        for value, batch_size in batches:
+            recorder.num_examples = batch_size
+            recorder.log("loss", torch.tensor(value))
+        finished.append(recorder.finish_client()["loss"].value)
+    assert finished == [2.0, 7.0]
+    recorder.start_client()
+    assert recorder.finish_client() == {}
+
+
+def test_metric_is_computed_once_per_client_and_starts_empty() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+    module = Module()
+    recorder = Recorder(module)
+    module.mean.update(1e6)
+    for value in (1.0, 4.0):
+        recorder.start_client()
+        module.mean.update(value)
+        recorder.log_dict({"mean": module.mean}, prog_bar=True, logger=False)
+        assert recorder.finish_client() == {"mean": LoggedValue(value, prog_bar=True, logger=False)}
+
+
+def test_names_and_weights_follow_lightning() -> None:
+    recorder = Recorder(nn.Linear(1, 1))
+    recorder.start_client()
+    recorder.log("both", 1.0, on_step=True, on_epoch=True)
+    recorder.log("own", 1.0, batch_size=3)
+    recorder.log("own", 5.0, batch_size=1, sync_dist=True)
+    finished = recorder.finish_client()
+    assert set(finished) == {"both_epoch", "own"}
+    assert finished["own"].value == pytest.approx(2.0)
+
+
+def test_metrics_of_clients_never_sync() -> None:
+    module = nn.ModuleList([torchmetrics.MeanMetric()])
+    isolate_metrics(module)
+    assert not module[0].distributed_available_fn()
+
+
+@pytest.mark.parametrize("value", ["text", [1.0, 2.0], None])
+def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^`self\.log\('x', \.\.\.\)` takes a number, a tensor or a metric.*, got "):
+        Recorder().log("x", value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    recorder = Recorder()
+    recorder.log("x", np.float32(0.5))  # type: ignore[arg-type]
+    assert recorder.finish_client()["x"].value == 0.5

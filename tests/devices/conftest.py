@@ -58,6 +58,12 @@ def quiet(quiet: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
+def fit(fit: Fit) -> Fit:
+    """Three clients a round are enough as well."""
+    return partial(fit, clients_per_round=3)
+
+
+@pytest.fixture
 def there(fit: Fit, device: Device) -> Fit:
     """The fixture `fit`, but on the device."""
 

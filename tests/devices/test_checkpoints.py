@@ -66,7 +66,7 @@ def test_what_the_server_keeps_of_clients_is_on_the_cpu(
     saved = Saved()
     there(lit(), data, algorithm=MEMORY[name], callbacks=[saved, every_round(tmp_path)], trainer=SAVING)
     kept = list(ours(saved.checkpoint))
-    assert len(kept) >= 4  # one for each client
+    assert len(kept) >= 3  # one for each client
     assert {tensor.device.type for tensor in kept} == {"cpu"}
     weights = saved.checkpoint["state_dict"]
     assert weights["net.0.weight"].device == device.torch  # or the test would show nothing

@@ -59,7 +59,8 @@ def waits_of(there: Fit, data: Any, algorithm: Any, **options: Any) -> Counter[s
     """Waits of the second round, which builds nothing that the first has built."""
     count, trainer = CountWaits(), {"limit_val_batches": 0}
     lit = seeded(LitSmall, momentum=0.0)
-    there(lit, data, algorithm=algorithm, max_epochs=3, callbacks=[count], trainer=trainer, **options)
+    options = {"clients_per_round": 4, "max_epochs": 2, **options}
+    there(lit, data, algorithm=algorithm, callbacks=[count], trainer=trainer, **options)
     return count.rounds[1]
 
 

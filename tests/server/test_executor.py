@@ -1,24 +1,39 @@
-"""Rounds without Lightning: the device half's executor is exchangeable, and the order of its uploads has no effect."""
+"""Executors may answer in any order, elsewhere, and with less than they were sent: the weights are the same."""
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import Fit, Fitted, same_state, seeded
+from other_process import (
+    LitFails,
+    LitFrozen,
+    LitPlain,
+    OtherProcess,
+    Worker,
+    data_of_clients,
+    sorted_data,
+    sorted_data_of_clients,
+    toy_data,
+)
 from torch import Tensor
+from toy_models import LitMLP, LitSmall
 from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.forms import options_of
 from lightning_spectral.client.local_loop import LocalSettings
+from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
-from lightning_spectral.server.round import Engine, OpenRound
+from lightning_spectral.server.round import Engine, OpenRound, downloads_sent, uploads_of
 from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)
@@ -193,3 +208,244 @@ def test_downloads_are_drawn_as_the_executor_takes_them(
 
     played(ls.FedAvg(), Watched, seeded(lit_mlp), uneven, rounds=1)
     assert trained == list(range(len(SIZES)))
+
+
+@dataclass
+class Devices(Executor):
+    """Each answers with what it was sent; some have lost the weight, and some say so whatever they were sent."""
+
+    lost: set[int]
+    stubborn: set[int] = field(default_factory=set)
+    asked: list[int] = field(default_factory=list)
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        for download in downloads:
+            client = download.unit.client_id
+            self.asked.append(client)
+            lacks = client in self.stubborn or (client in self.lost and download.held)
+            yield Upload(download.unit, {} if lacks else download.travelling, missing=("weight",) if lacks else ())
+
+
+def downloads(*held: bool) -> list[Download]:
+    """One for each client, without the weight where it holds that."""
+    tensors = {"weight": torch.ones(3), "bias": torch.ones(1)}
+    names = frozenset({"weight"})
+    return [
+        Download(WorkUnit(i), 1.0, tensors, frozen={"weight": "digest"}, held=names if holds else frozenset())
+        for i, holds in enumerate(held)
+    ]
+
+
+def test_what_a_device_lost_is_sent_after_the_others_have_answered() -> None:
+    devices, asked = Devices({1, 2}), downloads(True, True, True, False)
+    uploads = {upload.unit.client_id: upload for upload in uploads_of(devices, asked)}
+    assert devices.asked == [0, 1, 2, 3, 1, 2]
+    assert [upload.missing for upload in uploads.values()] == [(), (), ("weight",), ("weight",)]
+    assert {client: set(upload.tensors) for client, upload in uploads.items()} == {
+        0: {"bias"},
+        1: {"weight", "bias"},
+        2: {"weight", "bias"},
+        3: {"weight", "bias"},
+    }
+    sent = {client: downloads_sent(asked[client], upload) for client, upload in uploads.items()}
+    assert {client: [download.num_bytes for download in both] for client, both in sent.items()} == {
+        0: [4],
+        1: [4, 16],
+        2: [4, 16],
+        3: [16],
+    }
+    assert downloads_sent(None, uploads[0]) == []
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_device_that_lacks_what_it_was_just_sent_has_failed(held: bool) -> None:
+    devices = Devices(set(), stubborn={0})
+    (upload,) = uploads_of(devices, downloads(held))
+    assert devices.asked == ([0, 0] if held else [0])
+    assert upload.failure is not None
+    assert upload.failure.stage == "loading"
+    assert upload.failure.message == "the device says that it lacks weight, which came with this download."
+
+
+def test_downloads_are_drawn_one_by_one_if_some_are_sent_again() -> None:
+    devices, drawn = Devices({0}), list[int]()
+
+    def drawing() -> Iterator[Download]:
+        for download in downloads(True, False):
+            drawn.append(download.unit.client_id)
+            yield download
+
+    uploads = uploads_of(devices, drawing())
+    assert (next(uploads).unit.client_id, drawn) == (1, [0, 1])
+    assert next(uploads).missing == ("weight",)
+    assert next(uploads, None) is None
+
+
+PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
+FitAs = Callable[..., Fitted]
+SYSTEMS = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(
+        ls.Unbiased(),
+        keep_ratio={0.3: 0.5, 0.6: 0.5},
+        clip_tau=2.0,
+        layers=ls.LayerChoices(keep_first_and_last_dense=False),
+    ),
+    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+    "Zampling": ls.Zampling(4, degree=3),
+    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
+    "SCAFFOLD": ls.Scaffold(),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
+    "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+    "averages of each width": ls.WidthSharding(
+        keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
+    ),
+    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
+}
+
+
+class Elsewhere(ls.FederatedModule):
+    """A federation whose clients train in another process."""
+
+    worker: Worker
+    executor: OtherProcess
+    keeps = True
+
+    def make_executor(self, engine: Engine) -> Executor:
+        trainer, self.module.trainer = self.module._trainer, None
+        data = sorted_data_of_clients if self.local_hooks else data_of_clients
+        half = engine.half.device_half, self.module, self.templates()
+        self.executor = OtherProcess(self.worker, *half, data, self.local_hooks, self.keeps)
+        self.module.trainer = trainer
+        return self.executor
+
+
+class OverABadLine(ls.FederatedModule):
+    """A federation whose uploads are shuffled and sometimes lost."""
+
+    executor: Unreliable
+
+    def make_executor(self, engine: Engine) -> Executor:
+        in_order = super().make_executor(engine)
+        assert isinstance(in_order, SequentialExecutor)
+        self.executor = Unreliable(in_order.device)
+        return self.executor
+
+
+@contextmanager
+def closing(model: ls.FederatedModule) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(model, Elsewhere):
+            model.executor.close()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def fit_as(fit: Fit, worker: Worker) -> FitAs:
+    """Fits of three rounds with the given class of federation."""
+
+    def fit_as(
+        federated: type[ls.FederatedModule],
+        algorithm: Any,
+        lit: type[LitMLP] = LitMLP,
+        callbacks: Sequence[pl.Callback] = (),
+        local_hooks: Sequence[ls.client.LocalHook] = (),
+    ) -> Fitted:
+        options: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
+        model = federated(seeded(lit), algorithm=algorithm, local_hooks=local_hooks, **options)
+        if isinstance(model, Elsewhere):
+            model.worker = worker
+        with closing(model):
+            return fit(model, sorted_data() if local_hooks else toy_data(), max_epochs=3, callbacks=callbacks)
+
+    return fit_as
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_other_executors_give_the_same_bits(name: str, fit_as: FitAs) -> None:
+    lit = {"SCAFFOLD": LitPlain, "averages of each width": LitSmall}.get(name, LitMLP)
+    theirs = fit_as(ls.FederatedModule, SYSTEMS[name], lit)
+    assert all(row["train_loss"] > 0 and row["train_acc"] > 0 for row in theirs.rows)
+    elsewhere, over_a_bad_line = (fit_as(federated, SYSTEMS[name], lit) for federated in (Elsewhere, OverABadLine))
+    for ours in elsewhere, over_a_bad_line:
+        assert same_state(ours.tensors, theirs.tensors)
+        assert ours.ledger.rows == theirs.ledger.rows
+        assert ours.rows == theirs.rows
+        assert ours.logged == theirs.logged
+    executor = over_a_bad_line.model.executor
+    assert (executor.num_calls, executor.num_lost) == (3, 3)  # a call for each round; 12 of 15 uploads arrived
+
+
+class WritesFrozenWeight(pl.Callback):
+    """Writes before round 1, so that the weight the other process was given at the start is out of date."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.module.net[0].weight.data.mul_(0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
+def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) -> None:
+    ours, theirs = (
+        fit_as(federated, SYSTEMS["spectral"], LitFrozen, [WritesFrozenWeight()])
+        for federated in (Elsewhere, ls.FederatedModule)
+    )
+    assert same_state(ours.tensors, theirs.tensors)
+    assert ours.ledger.rows == theirs.ledger.rows
+    assert {4 * 6 * 12, 0} <= {row.frozen_bytes for row in ours.ledger.rows if row.round_idx > 0}
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "spectral", "width"])
+def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, fit_as: FitAs) -> None:
+    hooks = [ls.client.MaskedLogits("net.5")]
+    ours, theirs = (
+        fit_as(federated, SYSTEMS[name], local_hooks=hooks) for federated in (Elsewhere, ls.FederatedModule)
+    )
+    assert same_state(ours.tensors, theirs.tensors)
+    assert ours.rows == theirs.rows
+    unmasked = fit_as(ls.FederatedModule, SYSTEMS[name], local_hooks=[ls.client.GradientClip(float("inf"))])
+    assert not same_state(ours.state, unmasked.state)
+
+
+def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:
+    executor = fit_as(Elsewhere, ls.FedAvg()).model.executor
+    sent = [decode(*parts, Download) for parts in executor.sent]
+    assert [download.unit for download in sent] == [decode(*parts, Upload).unit for parts in executor.received]
+    assert [download.round_idx for download in sent] == 4 * [0] + 4 * [1] + 4 * [2]
+
+
+class Forgetting(Elsewhere):
+    """Every client has a device that has just been switched on."""
+
+    keeps = False
+
+
+@pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
+def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> None:
+    ours, theirs = (fit_as(federated, SYSTEMS["spectral"], LitFrozen) for federated in (Forgetting, ls.FederatedModule))
+    assert same_state(ours.tensors, theirs.tensors)
+    assert ours.rows[0] == theirs.rows[0]  # all without the base
+    base, again = 4 * (6 * 12 + 12), 0
+    for row, expected in zip(ours.ledger.rows, theirs.ledger.rows, strict=True):
+        if not expected.frozen_bytes:  # the download came twice, the second time with the base
+            twice = 2 * expected.downlink_bytes + base
+            expected = expected._replace(downlink_bytes=twice, frozen_bytes=base)
+            again += 1
+        assert row == expected
+    assert again > 0
+    assert len(ours.model.executor.sent) == len(ours.ledger.rows) + again
+
+
+def test_a_failure_in_another_process_has_its_address(fit_as: FitAs) -> None:
+    with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: Unpicklable: the sensor is broken"):
+        fit_as(Elsewhere, ls.FedAvg(), LitFails)

@@ -1,8 +1,10 @@
-"""For every reason and every policy, the round does what the policy says and other clients are unaffected."""
+"""Clients with a fault end the run or are left out without a trace; updates too large are left out or shortened."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -11,15 +13,21 @@ import pytest
 import torch
 import torchmetrics
 from federation import Fit, Fitted, same_state, seeded
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
-from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, ExclusionReason, WorkUnit
+from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, Download, ExclusionReason, Upload, WorkUnit
+from lightning_spectral.server import MaxUpdateNorm
+from lightning_spectral.server.fault_policy import update_norm
 from lightning_spectral.simulation import Conditions
+from lightning_spectral.sums.exact_mean import LARGEST
 
 FitWith = Callable[..., Fitted]
 FAST = ls.simulation.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
@@ -113,6 +121,9 @@ def fit_with(fit: Fit) -> FitWith:
     return fit_with
 
 
+DROPPED: dict[str, Fitted] = {}  # of each algorithm, for all reasons
+
+
 def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.server.Faults:
     return (
         ls.server.Faults()
@@ -127,7 +138,8 @@ def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
     reason: ExclusionReason, algorithm: Any, fit_with: FitWith
 ) -> None:
     """The oracle is a client that does not train: it drops out. All reasons lead to the same weights, bit for bit."""
-    dropped = fit_with("dropped_out", {BAD}, algorithm=algorithm)
+    dropped = DROPPED.get(repr(algorithm)) or fit_with("dropped_out", {BAD}, algorithm=algorithm)
+    DROPPED[repr(algorithm)] = dropped
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", ls.SpectralWarning)
         fitted = fit_with(reason, {BAD}, algorithm=algorithm, faults=leave_out(reason))
@@ -313,3 +325,168 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
 def test_invalid_arguments_are_refused(make: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         make()
+
+
+FAR, PER_CLIENT = 3, 4
+LORA = {"layers": ["net.*"], "rank": 2, "alpha": 2.0, "train": ["net.5.bias"]}
+PRODUCTS = [
+    ls.SpectralSharding(ls.Collective(), keep_ratio=0.5, aggregation=ls.algorithms.MatrixMeans()),
+    ls.LoRA(**LORA, aggregation=ls.StackedProducts()),
+]
+
+
+class LitFar(LitMLP):
+    """Ends up far away at a client whose labels are all 2."""
+
+    def __init__(self, far: float = 1e8) -> None:
+        super().__init__(dropout=0.0)
+        self.far = far
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if bool((batch[1] == 2).all()):
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    if parameter.requires_grad:
+                        parameter.fill_(self.far)
+
+
+@pytest.fixture
+def few() -> ls.FederatedDataModule:
+    x = torch.randn(NUM_CLIENTS * PER_CLIENT, 6, generator=torch.Generator().manual_seed(0))
+    clients = torch.arange(NUM_CLIENTS).repeat_interleave(PER_CLIENT)
+    labels = torch.where(clients == FAR, 2, torch.arange(len(x)) % 2)
+    return ls.FederatedDataModule(TensorDataset(x, labels), ls.NaturalPartitioner(clients.tolist()), batch_size=2)
+
+
+@pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
+def test_a_client_whose_products_are_too_large_is_left_out_without_a_trace(algorithm: Any, few: Any, fit: Fit) -> None:
+    """The oracle is a client that drops out: the others' average is the same, also of what is trained whole."""
+    drops = ls.ClientDropout([float(client == FAR) for client in range(NUM_CLIENTS)])
+    options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS, "max_epochs": 2}
+    dropped = fit(seeded(LitFar), few, dropout=drops, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ls.SpectralWarning)
+        fitted = fit(seeded(LitFar), few, **options)
+    told = rf"Round [01]: client {FAR} is left out .* \(its contribution to the sums holds values up to [36]e\+16\)"
+    assert len(said) == 2
+    assert all(re.match(told, str(warning.message)) for warning in said)
+    assert same_state(fitted.state, dropped.state)
+    assert [row["fl/left_out_not_finite"] for row in fitted.rows] == [1.0, 1.0]
+    assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - 1
+
+
+class LitFarInSmallSteps(LitFar):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "far", "largest"),
+    [
+        (ls.Scaffold(), 1e10, r"5e\+12"),  # divided by two steps and the learning rate
+        (ls.StaleUpdates(), 6e11, r"1e\+12"),  # the difference of two of them
+        (ls.StaleUpdates(num_terms=1), 6e11, r"1e\+12"),
+    ],
+    ids=repr,
+)
+def test_so_is_one_whose_control_or_stale_update_is_too_large(
+    algorithm: Any, far: float, largest: str, few: Any, fit: Fit
+) -> None:
+    drops = ls.ClientDropout([float(client == FAR) for client in range(NUM_CLIENTS)])
+    options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS, "max_epochs": 3}
+    dropped = fit(seeded(LitFarInSmallSteps, far), few, dropout=drops, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ls.SpectralWarning)
+        fitted = fit(seeded(LitFarInSmallSteps, far), few, **options)
+    told = rf"Round [012]: client {FAR} is left out .* \(its contribution to the sums holds values up to {largest}\)"
+    assert len(said) == 3
+    assert all(re.match(told, str(warning.message)) for warning in said)
+    assert same_state(fitted.tensors, dropped.tensors)
+
+
+@pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
+def test_a_round_ends_where_faults_end_it(algorithm: Any, few: Any, fit: Fit) -> None:
+    faults = ls.server.Faults(on_not_finite=ls.server.Raise())
+    with pytest.raises(ls.ClientError, match=rf"Round 0, client {FAR}: .* \(its contribution to the sums holds"):
+        fit(seeded(LitFar), few, algorithm=algorithm, clients_per_round=NUM_CLIENTS, faults=faults)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.TermMeans()),
+        ls.LoRA(**LORA, aggregation=ls.TruncatedProducts()),
+    ],
+    ids=repr,
+)
+@pytest.mark.filterwarnings("ignore:Round 0. the clients' mean update:lightning_spectral.SpectralWarning")
+def test_aggregations_that_sum_factors_average_the_same_client(algorithm: Any, few: Any, fit: Fit) -> None:
+    fitted = fit(seeded(LitFar), few, algorithm=algorithm, clients_per_round=NUM_CLIENTS)
+    assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS
+
+
+@pytest.mark.filterwarnings("ignore:Round 0. the clients' mean update:lightning_spectral.SpectralWarning")
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_products_are_multiplied_out_where_the_bound_is_not_sure(factor: float, few: Any, fit: Fit) -> None:
+    """Twice the bound exceeds the limit in both cases, the product itself only in the second."""
+    far = (factor * LARGEST / 12) ** 0.5  # twelve inputs or outputs, all terms: products are sums of twelve
+    algorithm = ls.SpectralSharding.published(ls.TopN(), keep_ratio=1.0, aggregation=ls.algorithms.MatrixMeans())
+    options = {"algorithm": algorithm, "clients_per_round": NUM_CLIENTS}
+    told = pytest.warns(ls.SpectralWarning, match="its contribution to the sums") if factor > 1 else nullcontext()
+    with told:
+        fitted = fit(seeded(LitFar, far), few, **options)
+    assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - (factor > 1)
+
+
+UNIT = WorkUnit(0)
+
+
+@given(st.floats(0.01, 100), st.integers(0, 2**16))
+def test_the_norm_is_at_most_the_bound_and_the_direction_stays(bound: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sent = {"u": torch.randn(4, 3, generator=generator), "b": torch.randn(3, generator=generator)}
+    returned = {name: tensor + torch.randn(tensor.shape, generator=generator) for name, tensor in sent.items()}
+    norm = update_norm(sent, returned)
+    found = MaxUpdateNorm(bound).applied(Download(UNIT, 1.0, sent), Upload(UNIT, returned)).tensors
+    factor = min(1.0, bound / norm)
+    for name in sent:
+        expected = sent[name].double() + factor * (returned[name].double() - sent[name].double())
+        size = float(max(sent[name].abs().max(), returned[name].abs().max()))
+        assert torch.allclose(found[name].double(), expected, rtol=0, atol=4 * size * torch.finfo(torch.float32).eps)
+
+
+class Seen(ls.RoundCallback):
+    def __init__(self) -> None:
+        self.summaries: list[Any] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        self.summaries.append(summary)
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.Scaffold()])
+def test_a_round_counts_the_clients_that_were_shortened(algorithm: Any, fit: Fit, data: Any) -> None:
+    lit = seeded(LitMLP, momentum=0.0) if isinstance(algorithm, ls.Scaffold) else seeded(LitMLP)
+    before = torch.nn.utils.parameters_to_vector(lit.parameters()).detach().clone()
+    fitted = fit(lit, data, algorithm=algorithm, update_bound=MaxUpdateNorm(1e-3), callbacks=[seen := Seen()])
+    assert fitted.rows[0]["fl/clients_bounded"] == 4
+    if isinstance(algorithm, ls.FedAvg):
+        assert 0 < float((fitted.weights - before).norm()) <= 1.001e-3
+    (outcome, *_) = seen.summaries[0].clients
+    assert outcome.is_bounded
+    assert outcome.update_norm > 1e-3
+    free = fit(seeded(LitMLP), data, algorithm=ls.FedAvg(), update_bound=MaxUpdateNorm(1e6))
+    assert free.rows[0]["fl/clients_bounded"] == 0
+
+
+def test_a_bound_that_is_not_reached_changes_no_bit(fit: Fit, data: Any) -> None:
+    ours, theirs = (fit(seeded(LitMLP), data, update_bound=bound) for bound in (MaxUpdateNorm(1e6), None))
+    assert torch.equal(ours.weights, theirs.weights)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="`norm` must be"):
+        MaxUpdateNorm(0.0)
+    with pytest.raises(ValueError, match="needs update norms, which Zampling does not provide"):
+        ls.FederatedModule(LitMLP(), algorithm=ls.Zampling(4), update_bound=MaxUpdateNorm(1.0))
+    with pytest.raises(TypeError, match="`update_bound` must be an instance of MaxUpdateNorm"):
+        ls.FederatedModule(LitMLP(), update_bound=1.0)  # type: ignore[arg-type]

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from fake_line import remote, toy_line
 from federation import Fit, seeded
 from slow_cases import slow_but
 from torch import nn
 from torch.utils.data import TensorDataset
-from toy_models import LitSmall, Remembering
+from toy_models import LitMLP, LitSmall, Remembering
 
 import lightning_spectral as ls
 from lightning_spectral import models
 from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.network import workplace
+from lightning_spectral.plugin.trainer import silent_trainer
 from lightning_spectral.testing import check_algorithm, doctor
 
 HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
@@ -125,3 +128,37 @@ def examples(name: str) -> ls.FederatedDataModule:
     else:
         train = TensorDataset(torch.randn(shape, generator=generator), torch.randint(4, (12,), generator=generator))
     return ls.FederatedDataModule(train, ls.IIDPartitioner(num_clients=3), val=train, batch_size=4)
+
+
+OF_NETWORK: dict[str, Any] = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(keep_ratio=0.5),
+    "SCAFFOLD": ls.Scaffold(),
+    "LoRA": ls.LoRA(2),
+    "Zampling": ls.Zampling(compression=2, degree=3),
+    "stale updates": ls.StaleUpdates(beta=0.7),
+}
+
+
+def make() -> LitMLP:
+    return LitMLP(momentum=0.0, dropout=0.0)
+
+
+@pytest.mark.parametrize("name", OF_NETWORK)
+def test_devices_train_on_their_accelerators(
+    name: str, fit: Fit, device: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"algorithm": OF_NETWORK[name], "max_epochs": 2, "seed": 3}
+    theirs = fit(seeded(make), remote(toy_line(make)), **options)
+    placed = []
+
+    def there(kind: Any, **settings: Any) -> Any:
+        settings = {name: value for name, value in settings.items() if name not in ("accelerator", "devices")}
+        placed.append(silent_trainer(kind, **settings, **device.trainer()))
+        return placed[-1]
+
+    monkeypatch.setattr(workplace, "silent_trainer", there)
+    ours = fit(seeded(make), remote(toy_line(make)), **options)
+    assert placed
+    assert {trainer.strategy.root_device for trainer in placed} == {device.torch}
+    agree(theirs, ours)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.rng import derived_seed
 
 LEAVES = (str, bytes, int, float, complex, type, FunctionType, ModuleType, Tensor)
@@ -141,7 +142,7 @@ class KeptState:
     def __init__(self, module: nn.Module, *others: Any, without: KeptState | None = None) -> None:
         self._module = module
         self._package = package_of(module)
-        self.tensors = own_tensors(module)
+        self.tensors = list(named_state(module).values())
         self.parts: list[tuple[Any, type, dict[str, Any], dict[str, Any]]] = []
         self._contents: list[tuple[Any, Any]] = []  # of containers
         self._empty: list[Any] = []  # most are: a dozen for the hooks of each part
@@ -350,17 +351,6 @@ def _is_installed(package: str) -> bool:
 def package_of(module: nn.Module) -> str:
     """The package in which the class of a module is."""
     return type(module).__module__.partition(".")[0]
-
-
-def own_tensors(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a module, each once."""
-    found: dict[int, Tensor] = {}
-    for part in module.modules():
-        for own in (part._parameters, part._buffers):
-            for tensor in own.values():
-                if tensor is not None:
-                    found[id(tensor)] = tensor
-    return list(found.values())
 
 
 def changed_attributes(module: nn.Module, without: Collection[str] = ()) -> Callable[[], tuple[str, ...]]:

@@ -182,8 +182,8 @@ class Upload:
             dimension.
         discarded: Names of parameters that the user's code changed and no optimizer steps, so that the change is lost.
         missing: Names of the frozen tensors that were not sent because the device had them once, and which it has lost.
-        put_back: Names of attributes of the module that the client changed, and that were put back.
             It does not train then; the server sends it the download again, with everything.
+        put_back: Names of attributes of the module that the client changed, and that were put back.
     """
 
     unit: WorkUnit

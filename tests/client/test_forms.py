@@ -21,7 +21,7 @@ from lightning_spectral.client.forms import Forms, LocalOptimizer, options_of, p
 from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import named_state
-from lightning_spectral.protocol.kept_state import KeptState, own_tensors
+from lightning_spectral.protocol.kept_state import KeptState
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 
@@ -149,6 +149,10 @@ class Same:
 
     def __repr__(self) -> str:
         return f"<{type(self.value).__name__} at {id(self.value):x}>"
+
+
+def own_tensors(module: nn.Module) -> list[Tensor]:
+    return list(named_state(module).values())
 
 
 def structure(module: nn.Module) -> list[Any]:

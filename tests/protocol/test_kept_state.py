@@ -23,7 +23,8 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.nn import plan_layers
-from lightning_spectral.protocol.kept_state import KeptState, changed_attributes, own_tensors, trying
+from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.kept_state import KeptState, changed_attributes, trying
 
 
 class Plain:
@@ -374,10 +375,10 @@ class TestAttributes:
     def test_values_of_parameters_and_buffers_are_not_its_business(self) -> None:
         module = nn.BatchNorm1d(2)
         kept = KeptState(module)
-        for tensor in own_tensors(module):
+        for tensor in named_state(module).values():
             tensor.data.fill_(3)
         kept.restore()
-        assert [tensor.tolist() for tensor in own_tensors(module)] == [[3, 3]] * 4 + [3]
+        assert [tensor.tolist() for tensor in named_state(module).values()] == [[3, 3]] * 4 + [3]
 
     def test_gradients_are_dropped_and_what_needs_one_is_as_it_was(self) -> None:
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -602,7 +603,7 @@ def test_own_tensors_are_each_there_once() -> None:
     module: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     module[1].weight = module[0].weight
     expected = [module[0].weight, module[1].bias, *module[2].buffers()]
-    assert [id(tensor) for tensor in own_tensors(module)] == [id(tensor) for tensor in expected]
+    assert [id(tensor) for tensor in named_state(module).values()] == [id(tensor) for tensor in expected]
 
 
 class TestNamed:

@@ -25,6 +25,7 @@ from lightning_spectral.protocol.per_client import (
     values_of,
 )
 from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.simulation import Conditions
 
 SLOW, MEDIUM, FAST = (ls.simulation.DeviceProfile(speed, speed, speed) for speed in (1.0, 10.0, 100.0))
 
@@ -34,7 +35,9 @@ def keep_ratios(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
 
 
 def devices(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
-    return ls.VirtualClock(value).assign(num_clients, seed)
+    profiles = Conditions(clock=ls.VirtualClock(value)).prepare(num_clients, seed).profiles
+    assert profiles is not None
+    return profiles
 
 
 def probabilities(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
@@ -164,7 +167,7 @@ def test_a_list_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="`profiles` lists 1 values for 2 clients"):
         ls.VirtualClock([SLOW]).check(2, clients_per_round=1)
     with pytest.raises(ValueError, match="`probability` lists 3 values for 2 clients"):
-        ls.ClientDropout([0.1] * 3).check(2)
+        Conditions(ls.ClientDropout([0.1] * 3)).check(2, 1)
 
 
 @pytest.mark.parametrize(

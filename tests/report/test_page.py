@@ -1,3 +1,5 @@
+"""The page of a report: it loads nothing, has every section, says what is wrong, and shows names as text."""
+
 import os
 import re
 import shutil
@@ -10,17 +12,27 @@ from typing import Any
 
 import pytest
 from made_up_runs import rounds, strategies, write_run
+from matplotlib.figure import Figure
+from slow_cases import slow_but
 
+import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report import main
 from lightning_spectral.report.compared import group_runs
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.page import POLICY, write_report
-from lightning_spectral.report.printed import PRINTED
-from lightning_spectral.report.runs import Histogram, LoggedRun, Table, read_run
-from lightning_spectral.report.sections import BITS, SWITCH_ON, Contents, Section, all_sections, pareto_section
+from lightning_spectral.report.printed import PRINTED, Canvas, draw_line, legend_above, look, printed
+from lightning_spectral.report.runs import Histogram, LoggedRun, Table, printable, read_run
+from lightning_spectral.report.sections import (
+    BITS,
+    SWITCH_ON,
+    Contents,
+    Section,
+    all_sections,
+    heat_map_title,
+    pareto_section,
+)
 
-pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CLIENTS = {f"fl/clients/val_acc/{name}": x for name, x in ((LOW, 0.3), (MIDDLE, 0.5), (HIGH, 0.7))}
 BITS_LOGGED = {"fl/bit_entropy": 0.8, "fl/bits_agreed": 0.1, "val_acc/sampling_gap": 0.02}
@@ -29,11 +41,12 @@ LOADS = {"src", "href", "xlink:href", "srcset", "data", "poster", "action", "bac
 
 
 class Elements(HTMLParser):
-    """All elements of a page, and the values of attributes that make a browser load something."""
+    """All elements of a page, its texts, and the values of attributes that make a browser load something."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[str] = []
+        self.texts: set[str] = set()
         self.loaded: list[str] = []
         self.ids: list[str] = []
         self.feed(page)
@@ -42,6 +55,9 @@ class Elements(HTMLParser):
         self.tags.append(tag)
         self.loaded += [value or "" for name, value in attrs if name in LOADS]
         self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.add(data)
 
 
 def made_up(folder: Path, logged: dict[str, float], media: Any = None, **config: Any) -> LoggedRun:
@@ -105,20 +121,6 @@ def test_what_the_runs_lack_is_a_remark_on_what_to_switch_on(tmp_path: Path) -> 
     sections = sections_of(made_up(tmp_path, {"fl/loss": 1.0}))
     del sections["Settings"]
     assert {section.remark for section in sections.values() if not section.picture} == set(SWITCH_ON.values())
-
-
-def test_curves_that_lie_on_each_other_are_remarked_on(tmp_path: Path) -> None:
-    def logged(name: str, last: float) -> LoggedRun:
-        rows = tuple({"fl/round": float(index), "val_acc": value} for index, value in enumerate((0.5, last)))
-        return LoggedRun(name, tmp_path / name, {}, rows, {})
-
-    def remark(*runs: LoggedRun) -> str:
-        return sections_of(*runs)["val_acc over rounds and over megabytes"].remark
-
-    assert remark(logged("a", 0.6), logged("b", 0.7), logged("c", 0.6)).startswith(
-        "Curves that are equal to the last digit: a = c. While `fl/inclusion_entropy` is 0,"
-    )
-    assert not remark(logged("a", 0.6), logged("b", 0.7))
 
 
 def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> None:
@@ -201,27 +203,6 @@ def test_without_matplotlib_the_extra_is_named(
     assert 'this needs matplotlib; install it: pip install "lightning-spectral[report]"' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["-o", "{folder}"], "{folder} is a folder, but the page is one file: name it, as in {folder}/report.html."),
-        (["-o", "{folder}/r.pdf"], "its name must end in .html; got {folder}/r.pdf"),
-        (["-o", "{file}/new/r.html"], "{file}/new cannot be a folder: {file} is a file"),
-        (["-o", "{folder}/r.html", "--png", "{file}"], "{file} cannot be a folder: {file} is a file"),
-    ],
-    ids=["page is a folder", "not HTML", "folder is a file", "figures in a file"],
-)
-def test_a_page_that_cannot_be_written_is_refused_before_runs_are_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
-) -> None:
-    places = {"folder": tmp_path, "file": tmp_path / "file.txt"}
-    places["file"].write_text("kept")
-    before = set(tmp_path.rglob("*"))
-    assert main([str(tmp_path / "gone"), *(option.format(**places) for option in options)]) == 1
-    assert reason.format(**places) in capsys.readouterr().err
-    assert set(tmp_path.rglob("*")) == before
-
-
 def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +222,10 @@ def test_a_run_of_a_folder_without_the_metric_is_left_out_and_a_named_one_is_ref
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["{gone}", "-o", "{run}"], "{run} is a folder, but the page is one file: name it, as in {run}/report.html."),
+        (["{gone}", "-o", "{run}/r.pdf"], "its name must end in .html; got {run}/r.pdf"),
+        (["{gone}", "-o", "{file}/new/r.html"], "{file}/new cannot be a folder: {file} is a file"),
+        (["{gone}", "--png", "{file}"], "{file} cannot be a folder: {file} is a file"),
         (["{gone}"], "{gone} does not exist; expected a `rounds.jsonl`"),
         (["{long}"], "{long} cannot be read: File name too long"),
         (["{run}/notes.txt"], "{run}/notes.txt cannot be read: its first line does not say which run it is"),
@@ -263,13 +248,15 @@ def test_a_mistake_in_the_arguments_is_one_line_on_standard_error(
     places |= {"long": tmp_path / ("x" * 300), "pipe": tmp_path / "pipe.html"}
     os.mkfifo(places["pipe"])
     (tmp_path / "empty").mkdir()
-    (places["run"] / "notes.txt").write_text("")
+    places["file"] = places["run"] / "notes.txt"
+    places["file"].write_text("")
+    before = {*tmp_path.rglob("*")}
     options = [] if "-o" in arguments else ["-o", str(tmp_path / "r.html")]
     assert main([argument.format(**places) for argument in arguments] + options) == 1
     told = capsys.readouterr()
     assert told.out == ""
     assert re.fullmatch(rf"error: .*{says.format(**places)}.*\n", told.err)
-    assert not (tmp_path / "r.html").exists()
+    assert {*tmp_path.rglob("*")} == before
 
 
 @pytest.mark.parametrize("arguments", [[], [""], ["--group-by", "lr", "run"], ["run", "--mode", "most"], ["run", "-x"]])
@@ -280,6 +267,90 @@ def test_arguments_that_cannot_be_parsed_end_with_status_2(
         main(arguments)
     assert ended.value.code == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+FORMULAS = [r"$\frac{$", "x^$", "$a$ and $b$", r"\$5"]
+QUICK = "<script>$\\frac{$\x07"
+ODD = [
+    *FORMULAS,
+    'id="x" href="#y" font: 9px z #010203',
+    "two\nlines\tand\rmore",
+    "\u202egpj.exe",
+    "名前 🙂 اسم",
+    "_hidden",
+    "long" * 60,
+]
+
+
+def write_odd_run(folder: Path, name: str, seed: int = 0) -> None:
+    """A run whose metric, statistics, stage, layer, client table and setting have a name."""
+    ends = {f"fl/clients/{name}/{end}": 0.5 for end in (LOW, MIDDLE, HIGH)}
+    extra = {f"fl/seconds_{name}": 0.3, "fl/bit_entropy": 0.5, f"{name}/sampling_gap": 0.1, **ends}
+    rows = [{name if key == "val_acc" else key: row[key] for key in row} for row in rounds([0.5], **extra)]
+    layer = f"singular_values/{name}"
+    bins = {layer: {"edges": [0.0, 0.5, 1.0], "counts": [1, 1]}}
+    clients = {"tables/clients": {"columns": ["client", layer], "rows": [[3, layer]]}}
+    shown = {"round": 0, "tables": clients, "histograms": bins}
+    write_run(folder, rows, {"seed": seed, "odd": name, name: seed}, [shown])
+
+
+@pytest.mark.parametrize("name", slow_but([QUICK], [QUICK, *ODD]))
+def test_an_odd_name_is_text_wherever_it_is_shown(tmp_path: Path, name: str) -> None:
+    write_odd_run(tmp_path / "runs/<b>a", name)
+    write_odd_run(tmp_path / "runs/<b>b", name, seed=1)
+    output, figures = tmp_path / "r.html", tmp_path / "png"
+    assert main([str(tmp_path / "runs"), "-o", str(output), "--png", str(figures), "--title", name]) == 0
+    text = output.read_text(encoding="utf-8")
+    page = Elements(text)
+    assert not {"script", "b"} & {*page.tags}
+    assert len(list(figures.iterdir())) == 6
+    assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text) is None
+    if name in (QUICK, *FORMULAS):
+        shown = printable(name)
+        assert {shown, f"{shown}, last evaluation", f"{shown}: expected minus sampled"} <= page.texts
+
+
+@pytest.mark.parametrize("folder", [b"\xff\xfe", b"a\nb \x1b[31m"])
+def test_the_name_of_a_folder_may_be_no_text(tmp_path: Path, folder: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        write_run(tmp_path / os.fsdecode(folder) / "run", rounds([0.5]))
+        write_run(tmp_path / os.fsdecode(folder) / "empty", [])
+    except OSError:
+        pytest.skip("this file system knows no such names")
+    output = tmp_path / os.fsdecode(folder) / "r.html"
+    assert main([str(tmp_path), "-o", str(output)]) == 0
+    assert output.read_text(encoding="utf-8").count("Left out: ") == 1
+    told = capsys.readouterr().out
+    assert told.count("\n") == 1
+    assert "\x1b" not in told
+    assert main([str(tmp_path / os.fsdecode(folder) / "empty")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_names_are_text_in_separate_figures_too(tmp_path: Path, name: str) -> None:
+    with printed(tmp_path / "figure.svg", 4.0, 3.0) as figure:
+        draw_line(figure.subplots(), [1, 2], [1, 2], look(0), name)
+        legend_above(figure, columns=1)
+    assert f">{name}<" in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+    history = ls.RoundHistory()
+    history.rows = [{"fl/round": 0, name: 1.0}]
+    history.plot(name, tmp_path / "metric.svg")
+    assert f">{name}<" in (tmp_path / "metric.svg").read_text(encoding="utf-8")
+
+
+def test_a_formula_of_a_script_is_still_one(tmp_path: Path) -> None:
+    with printed(tmp_path / "figure.svg", 4.0, 3.0) as figure:
+        figure.supxlabel(r"$W^2$")
+    assert ">$W^2$<" not in (tmp_path / "figure.svg").read_text(encoding="utf-8")
+
+
+def test_a_name_takes_no_more_than_a_few_lines() -> None:
+    assert len(heat_map_title("layer." * 1000, "group " * 1000)) <= 16
+    figure = Figure()
+    draw_line(figure.subplots(), [1], [1], look(0), "long " * 1000)
+    Canvas(figure, PRINTED, "wide").legend()
+    assert len(figure.legends[0].get_texts()[0].get_text().splitlines()) == 8
 
 
 # Shows a page in a frame, because a window has a minimum width, unfolds everything, and says how far it overflows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -202,26 +202,14 @@ def of_model(model: str, shown: Mapping[str, Any]) -> Shown:
 
 
 def histogram(values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
-    """Count the finite ones of some values in bins of equal width between the smallest and the largest.
-
-    Example:
-        >>> histogram(torch.tensor([0.0, 0.2, 1.0, 1.0]), num_bins=2)
-        Histogram(edges=(0.0, 0.5, 1.0), counts=(2, 2))
-    """
+    """Count the finite ones of some values in bins of equal width between the smallest and the largest."""
     flat = values.detach().flatten().double().cpu()
     counts, edges = torch.histogram(flat[flat.isfinite()], num_bins)
     return Histogram(tuple(edges.tolist()), tuple(int(count) for count in counts))
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Make a table of rows; its columns are those of all rows, in order of first appearance.
-
-    Numbers that are not finite, such as a loss of NaN, become empty cells.
-
-    Example:
-        >>> table([{"client": 3, "loss": 0.5}, {"client": 4, "loss": float("nan")}])
-        Table(columns=('client', 'loss'), rows=((3, 0.5), (4, None)))
-    """
+    """Make a table with the columns of all rows, in order of first appearance; cells that are not finite are empty."""
     known = [
         {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         for row in rows
@@ -231,12 +219,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]] = ()) -> Table:
-    """One row per client of a round, in the cohort's order.
-
-    Args:
-        summary: The finished round of one model.
-        more: Further columns by title, each with values by client; a client without a value has an empty cell.
-    """
+    """One row per client of a model's round, in the cohort's order, with ``more`` columns by title and client."""
     titles = {title: values for columns in more for title, values in columns.items()}
     return table(
         {
@@ -281,41 +264,30 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
 def of_algorithm(
     opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool = False
 ) -> Shown:
-    """All there is to show of a finished round of one model, apart from its clients; nothing for a dense algorithm.
+    """All there is to show of a model's finished round, apart from its clients.
 
-    Args:
-        opened: The round.
-        others: Tensors of the algorithm's state whose histograms are shown if it draws no terms, by name.
-        round_idx: The round's index.
-        figures: Further figures of each layer, for the table.
-        draws: Whether to draw the spectra as well.
+    For sharded layers, these are spectra and, for each keep ratio, inclusion probabilities and multipliers of possible
+    terms, and a table with further ``figures`` of each layer; for other algorithms, histograms of ``others``.
     """
     layers = opened.term_draws
     if not layers:
         return {name: histogram(values) for name, values in others.items()}
-    visited = opened.visited_terms()
-    rows = (
-        {
+    visited, shown, rows = opened.visited_terms(), Shown(), []
+    for name, layer in layers.items():
+        shown[f"singular_values/{name}"] = histogram(layer.singular_values)
+        for ratio, plan in layer.groups.items():
+            shown[f"inclusion_probs/{name}/{ratio:g}"] = histogram(plan.inclusion_probs)
+            shown[f"multipliers/{name}/{ratio:g}"] = histogram(plan.multipliers[plan.inclusion_probs > 0])
+        row = {
             "round": round_idx,
             "layer": name,
             "terms": len(layer.singular_values),
             "terms_visited": float(visited[name].double().mean()),
             "largest_singular_value": float(layer.singular_values.max()),
-            **figures.get(name, {}),
         }
-        for name, layer in layers.items()
-    )
+        rows.append({**row, **figures.get(name, {})})
     pictures: Shown = {"pictures/spectra": spectra_picture(layers)} if draws else {}
-    return {**dict(spectral_histograms(layers)), "tables/layers": table(rows), **pictures}
-
-
-def spectral_histograms(layers: Mapping[str, TermDraws]) -> Iterator[tuple[str, Histogram]]:
-    """Each layer's spectrum and, for each keep ratio, inclusion probabilities and multipliers of possible terms."""
-    for name, layer in layers.items():
-        yield f"singular_values/{name}", histogram(layer.singular_values)
-        for ratio, plan in layer.groups.items():
-            yield f"inclusion_probs/{name}/{ratio:g}", histogram(plan.inclusion_probs)
-            yield f"multipliers/{name}/{ratio:g}", histogram(plan.multipliers[plan.inclusion_probs > 0])
+    return {**shown, "tables/layers": table(rows), **pictures}
 
 
 def partition_picture(split: PartitionReport) -> Pixels:

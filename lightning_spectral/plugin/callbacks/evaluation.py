@@ -88,13 +88,7 @@ class ValidatedBeside:
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        """Validate on one batch, which is left unchanged.
-
-        Args:
-            batch: As ``validation_step`` gets it, on its device.
-            batch_idx: Its index in its dataloader.
-            dataloader_idx: Which dataloader; ``None`` if there is only one.
-        """
+        """Validate on one batch, which is on its device and left unchanged; an only dataloader has no index."""
         if dataloader_idx != self._dataloader_idx:  # metrics that are logged for several dataloaders keep accumulating
             suffix = f"{SUFFIX}{self._dataloader_idx}"
             self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended
@@ -309,11 +303,7 @@ class ClientEvaluation(RoundCallback):
 def evaluate_clients(
     trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
 ) -> tuple[ClientRow, ...]:
-    """Evaluate the server's model on the held-out examples of some clients; several processes share them.
-
-    Returns:
-        One row for each client, in the order of ``client_ids``; the same rows in all processes.
-    """
+    """Evaluate the server's model on the held-out examples of some clients, in their order; processes share them."""
     sizes = model.data.held_out.sizes_of(client_ids)
     if (elsewhere := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is not None:
         sized = zip(client_ids, sizes, strict=True)
@@ -469,12 +459,7 @@ class SampledNetworks(pl.Callback):
 
 
 def sampling_figures(logged: Sequence[Mapping[str, float]], expected: Mapping[str, float]) -> dict[str, float]:
-    """The figures of each metric, by the names under which they are logged.
-
-    Example:
-        >>> sampling_figures([{"acc": 0.5}, {"acc": 0.75}], {"acc": 1.0})["acc/sampling_gap"]
-        0.375
-    """
+    """The figures of each metric, by the names under which they are logged."""
     figures: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in logged for name in metrics):
         values = torch.tensor([metrics[name] for metrics in logged if name in metrics], dtype=torch.float64)

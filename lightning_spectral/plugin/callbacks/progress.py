@@ -238,10 +238,5 @@ def loss_title(model: str) -> str:
 
 
 def megabytes(num_bytes: float) -> str:
-    """A number of bytes as text.
-
-    Example:
-        >>> megabytes(1234567)
-        '1.23 MB'
-    """
+    """A number of bytes as text."""
     return f"{num_bytes / 1e6:.3g} MB"

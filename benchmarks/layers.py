@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_spectral as ls
 from lightning_spectral.models import CCT, CharTransformer, ResNet18
-from lightning_spectral.models.gpt import GPT2Block
+from lightning_spectral.models.language import GPT2Block
 from lightning_spectral.nn import sharded_layers
 
 KEEP_RATIOS = (0.1, 0.2, 0.4, 0.8, 1.0)

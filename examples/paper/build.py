@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral import models
-from lightning_spectral.models.resnet import BasicBlock
+from lightning_spectral.models.vision import BasicBlock
 
 MOMENTUM = 0.9  # in both papers
 EVALUATION_BATCH = 500

@@ -1,13 +1,9 @@
 """The papers' models as plain `torch.nn` modules, and LightningModules that train them on a task."""
 
 from lightning_spectral.models.attention import SelfAttention
-from lightning_spectral.models.cct import CCT
-from lightning_spectral.models.cnn import FEMNISTCNN
-from lightning_spectral.models.gpt import CharTransformer
-from lightning_spectral.models.lstm import LSTMClassifier
-from lightning_spectral.models.mlp import MLP
-from lightning_spectral.models.resnet import ResNet18
+from lightning_spectral.models.language import CharTransformer, LSTMClassifier
 from lightning_spectral.models.tasks import HasExampleInput, LitClassifier, LitNextToken
+from lightning_spectral.models.vision import CCT, FEMNISTCNN, MLP, ResNet18
 
 __all__ = [
     "CCT",

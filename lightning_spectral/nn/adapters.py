@@ -58,11 +58,8 @@ class AdaptedLayer:
 
         These are not names of the sub-model, whose weight is their sum.
         """
-        return {
-            "base": join(self.name, "lora_base"),
-            "A": join(self.name, "lora_rest_A"),
-            "B": join(self.name, "lora_rest_B"),
-        }
+        own = {"base": "lora_base", "A": "lora_rest_A", "B": "lora_rest_B"}
+        return {part: join(self.name, name) for part, name in own.items()}
 
     def fold(self, tensors: dict[str, Tensor]) -> None:
         """Replace the tensors of `folded` in a download by the weight, ``base + scale B A``."""

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -106,13 +105,11 @@ def required_example(module: nn.Module, example_input: Example) -> Example:
 
 
 BYTES = Number(above=0, finite=False, hint="a plain number is in bytes; with a unit, write '512 MB' or '0.5 GiB'")
-UNITS: Mapping[str, int] = MappingProxyType(
-    {
-        "B": 1,
-        **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
-        **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
-    }
-)
+UNITS: Mapping[str, int] = {
+    "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("kMGT", start=1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)},
+}
 
 
 def show_count(number: float) -> str:
@@ -157,41 +154,35 @@ def _with_unit(number: float, base: int, units: Sequence[str]) -> str:
 
 
 Column: TypeAlias = tuple[str, Callable[[float], str]]  # its title, and how its numbers are shown
-COLUMNS: Mapping[str, Column] = MappingProxyType(
-    {
-        "parameters": ("parameters", show_count),
-        "macs": ("MACs", show_count),
-        "step_macs": ("MACs per step", show_count),
-        "kept_values": ("kept values", show_count),
-        "kept_bytes": ("kept bytes", show_bytes),
-        "held_bytes": ("held besides", show_bytes),
-        "downlink_bytes": ("down", show_bytes),
-        "uplink_bytes": ("up", show_bytes),
-        "frozen_bytes": ("down once", show_bytes),
-    }
-)
+COLUMNS: Mapping[str, Column] = {
+    "parameters": ("parameters", show_count),
+    "macs": ("MACs", show_count),
+    "step_macs": ("MACs per step", show_count),
+    "kept_values": ("kept values", show_count),
+    "kept_bytes": ("kept bytes", show_bytes),
+    "held_bytes": ("held besides", show_bytes),
+    "downlink_bytes": ("down", show_bytes),
+    "uplink_bytes": ("up", show_bytes),
+    "frozen_bytes": ("down once", show_bytes),
+}
 # In a table of its own, if a step of an optimizer was counted; all but the first add up to the first.
-MEMORY_COLUMNS: Mapping[str, Column] = MappingProxyType(
-    {
-        "memory_bytes": ("memory", show_bytes),
-        "weight_bytes": ("weights", show_bytes),
-        "gradient_bytes": ("gradients", show_bytes),
-        "optimizer_bytes": ("optimizer", show_bytes),
-        "activation_bytes": ("activations", show_bytes),
-        "download_bytes": ("download", show_bytes),
-        "held_bytes": ("held besides", show_bytes),
-    }
-)
+MEMORY_COLUMNS: Mapping[str, Column] = {
+    "memory_bytes": ("memory", show_bytes),
+    "weight_bytes": ("weights", show_bytes),
+    "gradient_bytes": ("gradients", show_bytes),
+    "optimizer_bytes": ("optimizer", show_bytes),
+    "activation_bytes": ("activations", show_bytes),
+    "download_bytes": ("download", show_bytes),
+    "held_bytes": ("held besides", show_bytes),
+}
 RARE = ("step_macs", "held_bytes", "frozen_bytes")  # columns that are shown only where something is in them
 # Titles, and line styles that remain distinguishable where lines overlap.
-LINES: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "kept_bytes": ("kept bytes", "-s"),
-        "parameters": ("parameters", "-o"),
-        "macs": ("MACs", "--x"),
-        "round_bytes": ("down and up", ":+"),
-    }
-)
+LINES: Mapping[str, tuple[str, str]] = {
+    "kept_bytes": ("kept bytes", "-s"),
+    "parameters": ("parameters", "-o"),
+    "macs": ("MACs", "--x"),
+    "round_bytes": ("down and up", ":+"),
+}
 
 
 @dataclass(frozen=True)
@@ -360,7 +351,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
 
 
-_UNKNOWN_TO_TORCH = MappingProxyType({torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops})
+_UNKNOWN_TO_TORCH = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -44,17 +43,15 @@ def _one_factor(argument: str, value: Any) -> Any:
 
 
 # The rules for the settings that `Zampling` shares with `Compression`, by the names that users know.
-COMPRESSION: Mapping[str, Rule] = MappingProxyType(
-    {
-        "compression": _one_factor,
-        "degree": Whole(at_least=1, optional=True),
-        "init": OneOf(get_args(Init)),
-        "sampled": flag,
-        "values": OneOf(get_args(Values)),
-        "memory": Whole(at_least=0),
-        "gain": Number(above=0),
-    }
-)
+COMPRESSION: Mapping[str, Rule] = {
+    "compression": _one_factor,
+    "degree": Whole(at_least=1, optional=True),
+    "init": OneOf(get_args(Init)),
+    "sampled": flag,
+    "values": OneOf(get_args(Values)),
+    "memory": Whole(at_least=0),
+    "gain": Number(above=0),
+}
 DOWNLINK_BITS = Whole(at_least=1, at_most=16, optional=True)
 
 

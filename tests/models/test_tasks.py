@@ -105,12 +105,6 @@ def test_padding_counts_neither_in_the_loss_nor_in_the_accuracy(quiet: dict[str,
     assert metrics["val_loss"] == pytest.approx(-(3 * log_probs[1] + log_probs[2]).item() / 4)
 
 
-def test_the_example_input_is_the_models() -> None:
-    lit = models.LitClassifier(models.FEMNISTCNN(), num_classes=62)
-    assert isinstance(lit.example_input_array, Tensor)
-    assert lit.example_input_array.shape == (1, 1, 28, 28)
-
-
 def test_a_users_model_needs_no_example_input() -> None:
     lit = models.LitClassifier(nn.Linear(6, 3), num_classes=3)
     assert lit.example_input_array is None

@@ -214,21 +214,24 @@ def test_rows_of_a_weight_follow_from_its_name_and_the_seed() -> None:
     assert by_name["0.weight"].scale == pytest.approx(math.sqrt(4 / (3 * 8)))
 
 
-def test_options_out_of_range_are_refused() -> None:
-    for factor in (0.5, 0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"`compression` must be at least 1 and finite, got .*; it is the n"):
-            Compression(factor)
-    with pytest.raises(ValueError, match=r"With `degree=None` each weight has a probability of its own, .* give a"):
-        Compression(2, degree=None)
-    with pytest.raises(ValueError, match=r"`exclude` must be a sequence of patterns, got '2\.\*'; write exclude="):
-        Compression(2, exclude="2.*")
-    with pytest.raises(ValueError, match="`degree` must be at least 1, or None, got 0"):
-        Compression(2, degree=0)
-    with pytest.raises(ValueError, match="`gain` must be positive and finite, got 0"):
-        Compression(2, gain=0)
-    for name in ("init", "values"):
-        with pytest.raises(ValueError, match=f"`{name}` must be '.*' or '.*', got 'other'"):
-            Compression(2, **{name: "other"})  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({"factor": f}, r"`compression` must be at least 1 and finite, got .*; it is the n") for f in (0.5, -1.0)),
+        *(({"factor": f}, r"`compression` must be at least 1 and finite, got .*") for f in (0.0, math.inf, math.nan)),
+        ({"degree": None}, r"With `degree=None` each weight has a probability of its own, .* give a"),
+        ({"exclude": "2.*"}, r"`exclude` must be a sequence of patterns, got '2\.\*'; write exclude="),
+        ({"degree": 0}, "`degree` must be at least 1, or None, got 0"),
+        ({"gain": 0}, "`gain` must be positive and finite, got 0"),
+        *(({name: "other"}, f"`{name}` must be '.*' or '.*', got 'other'") for name in ("init", "values")),
+    ],
+)
+def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Compression(**{"factor": 2, **options})
+
+
+def test_a_degree_beyond_the_columns_is_refused() -> None:
     how = Compression(20, degree=4)
     with pytest.raises(ValueError, match=r"between 1 and the number of columns, 3, got 4: .* or the compression"):
         how.matrix(how.weights_of(mlp()), seed=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -173,12 +172,10 @@ _POOLS = (
     *((F.avg_pool1d, 1), (F.avg_pool2d, 2), (F.avg_pool3d, 3)),
     *((F.adaptive_avg_pool1d, 1), (F.adaptive_avg_pool2d, 2), (F.adaptive_avg_pool3d, 3)),
 )
-_NARROW: Mapping[Any, Narrow] = MappingProxyType(
-    {
-        **{func: _elementwise(func) for func in _ELEMENTWISE},
-        **{func: _over_positions(func, num_dims) for func, num_dims in _POOLS},
-        **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__), _sum),
-        F.batch_norm: _batch_norm,
-        F.group_norm: _group_norm,
-    }
-)
+_NARROW: Mapping[Any, Narrow] = {
+    **{func: _elementwise(func) for func in _ELEMENTWISE},
+    **{func: _over_positions(func, num_dims) for func, num_dims in _POOLS},
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__), _sum),
+    F.batch_norm: _batch_norm,
+    F.group_norm: _group_norm,
+}

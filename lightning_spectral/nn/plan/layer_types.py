@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -37,35 +36,27 @@ from lightning_spectral.nn.layers.terms import WeightBlock
 
 ShardedType = type[ShardedLayer]
 
-SHARDED_LAYERS: Mapping[type[nn.Module], ShardedType] = MappingProxyType(
-    {
-        nn.Linear: SpectralShardedLinear,
-        nn.Conv1d: SpectralShardedConv1d,
-        nn.Conv2d: SpectralShardedConv2d,
-        nn.Conv3d: SpectralShardedConv3d,
-        nn.MultiheadAttention: SpectralShardedMultiheadAttention,
-        nn.modules.linear.NonDynamicallyQuantizableLinear: SpectralShardedLinear,  # an attention's `out_proj`
-        nn.LSTM: SpectralShardedLSTM,
-        nn.GRU: SpectralShardedGRU,
-    }
-)
-GROUPED: Mapping[type[nn.Module], ShardedType] = MappingProxyType(
-    {
-        nn.Conv1d: SpectralShardedGroupedConv1d,
-        nn.Conv2d: SpectralShardedGroupedConv2d,
-        nn.Conv3d: SpectralShardedGroupedConv3d,
-    }
-)
-SPLIT: Mapping[ShardedType, ShardedType] = MappingProxyType(
-    {
-        SpectralShardedLinear: SpectralShardedSplitLinear,
-        SpectralShardedTransposedLinear: SpectralShardedSplitTransposedLinear,
-    }
-)
+SHARDED_LAYERS: Mapping[type[nn.Module], ShardedType] = {
+    nn.Linear: SpectralShardedLinear,
+    nn.Conv1d: SpectralShardedConv1d,
+    nn.Conv2d: SpectralShardedConv2d,
+    nn.Conv3d: SpectralShardedConv3d,
+    nn.MultiheadAttention: SpectralShardedMultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: SpectralShardedLinear,  # an attention's `out_proj`
+    nn.LSTM: SpectralShardedLSTM,
+    nn.GRU: SpectralShardedGRU,
+}
+GROUPED: Mapping[type[nn.Module], ShardedType] = {
+    nn.Conv1d: SpectralShardedGroupedConv1d,
+    nn.Conv2d: SpectralShardedGroupedConv2d,
+    nn.Conv3d: SpectralShardedGroupedConv3d,
+}
+SPLIT: Mapping[ShardedType, ShardedType] = {
+    SpectralShardedLinear: SpectralShardedSplitLinear,
+    SpectralShardedTransposedLinear: SpectralShardedSplitTransposedLinear,
+}
 # Layers of libraries that this package does not import, by the name of their class.
-BY_NAME: Mapping[str, ShardedType] = MappingProxyType(
-    {"transformers.pytorch_utils.Conv1D": SpectralShardedTransposedLinear}
-)
+BY_NAME: Mapping[str, ShardedType] = {"transformers.pytorch_utils.Conv1D": SpectralShardedTransposedLinear}
 AFFINE = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 

@@ -102,7 +102,8 @@ def _reasons_to_stay_dense(
 ) -> dict[str, str | None]:
     """Why each layer is not sharded; ``None`` if it is."""
     shapes: dict[bool, dict[str, tuple[int, int]]] = {True: {}, False: {}}  # of frozen layers, of trained ones
-    whole = {name: _blocks(layer, LayerChoices()) for name, layer in layers.items()}
+    plain = LayerChoices()
+    whole = {name: _blocks(layer, plain) for name, layer in layers.items()}
     is_frozen = {
         name: not all(layers[name].get_parameter(block.parameter).requires_grad for block in blocks)
         for name, blocks in whole.items()

@@ -100,11 +100,7 @@ class RoundRobin(Sampler):
 
     In round t, processor p trains model number (p + t) mod c of the c models that it can train.
 
-    Args:
-        active: Expected number m of active processors in a round, above zero.
-        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
-            difference.
-        normalize: See :class:`Sampler`.
+    Its arguments are those of :class:`Uniform`.
 
     Note:
         Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed

@@ -368,24 +368,6 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
     assert same_state(one.state, two.state)
 
 
-@pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
-def test_own_clipping_is_what_it_is_in_a_hook_before_the_step(
-    algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
-) -> None:
-    class InHook(lit_mlp):  # type: ignore[misc]
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
-
-    class OwnClipping(lit_mlp):  # type: ignore[misc]
-        def configure_gradient_clipping(self, optimizer: Any, *args: Any, **options: Any) -> None:
-            self.clip_gradients(optimizer, 0.05, "norm")
-
-    one = fit(seeded(InHook), data, algorithm=algorithm)
-    two = fit(seeded(OwnClipping), data, algorithm=algorithm)
-    assert_same_run(one, two)
-    assert not same_state(two.state, fit(seeded(lit_mlp), data, algorithm=algorithm).state)
-
-
 def test_what_a_client_cannot_honour_is_refused(lit_mlp: Any) -> None:
     for name in ("configure_model", "lr_scheduler_step"):
         module = type("Lit", (lit_mlp,), {name: lambda self, *args: None})()

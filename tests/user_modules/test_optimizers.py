@@ -50,22 +50,6 @@ def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, 
     assert fit(lit, data, max_epochs=3).history.column("fl/lr") == expected
 
 
-def test_learning_rate_of_a_round_reaches_the_clients(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    seen: list[float] = []
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen.append(optimizer.param_groups[0]["lr"])
-            assert self.optimizers().optimizer is optimizer
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [StepLR(optimizer, 1, 0.5)]
-
-    fit(Lit(), data, max_epochs=2)
-    assert seen == [1.0] * (len(seen) // 2) + [0.5] * (len(seen) // 2)
-
-
 def on_plateau(lit_mlp: Any, monitor: str, **options: Any) -> Any:
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
@@ -111,54 +95,6 @@ def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fi
     ledger = fit(module, data, algorithm=ls.FedAvg(), max_epochs=1).ledger
     assert torch.equal(module.net[0].weight, before)
     assert ledger.rows[0].downlink_bytes - ledger.rows[0].uplink_bytes == 4 * (6 * 12 + 12)
-
-
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
-def test_hooks_on_the_users_optimizer_act_in_every_step_of_a_client(
-    algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
-) -> None:
-    calls: list[str] = []
-
-    @torch.no_grad()
-    def bound(optimizer: Any, *args: Any) -> None:
-        calls.append("after")
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            parameter.clamp_(-0.01, 0.01)
-
-    def configure_optimizers(self: Any) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-        optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
-        optimizer.register_step_post_hook(bound)
-        return optimizer
-
-    module = with_optimizer(lit_mlp, configure_optimizers)
-    fit(module, data, algorithm=algorithm, server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.0))
-    assert calls == 2 * 3 * 3 * ["before", "after"]  # rounds, clients, batches
-    biases = torch.cat([module.net[i].bias.detach() for i in (0, 2, 5)])
-    assert 0 < float(biases.abs().max()) <= 0.01 + 1e-6
-
-
-class ClippedSGD(torch.optim.SGD):
-    """Clips by a constructor's argument that is no option of torch."""
-
-    def __init__(self, params: Any, largest: float) -> None:
-        super().__init__(params, lr=1.0)
-        self.largest = largest
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else closure()
-        nn.utils.clip_grad_value_([p for group in self.param_groups for p in group["params"]], self.largest)
-        super().step()
-        return loss
-
-
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
-def test_an_optimizers_own_arguments_act_on_clients(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-    module = with_optimizer(lit_mlp, lambda self: ClippedSGD(self.parameters(), largest=1e-5))
-    bias = module.net[2].bias.detach().clone()
-    fit(module, data, algorithm=algorithm)
-    moved = float((module.net[2].bias.detach() - bias).abs().max())
-    assert 0 < moved <= 2 * 3 * 1e-5 * 1.01  # two rounds of three steps each
 
 
 @pytest.mark.parametrize(

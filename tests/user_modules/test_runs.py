@@ -11,14 +11,6 @@ from torch import nn
 import lightning_spectral as ls
 
 
-def test_loading_a_checkpoint_takes_the_module_again(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
-    module = lit_mlp()
-    fit(module, data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    path = str(tmp_path / "run.ckpt")
-    loaded = ls.FederatedModule.load_from_checkpoint(path, module=lit_mlp(), clients_per_round=3, weights_only=True)
-    assert torch.equal(loaded.module.net[2].weight, module.net[2].weight)
-
-
 def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
     lit_mlp: Any, data: Any, fit: Fit
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import Fit, seeded
 from torch import nn
 from torchmetrics import MeanMetric
 
@@ -69,23 +69,6 @@ def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp:
     lit = type("Lit", (lit_mlp,), {"training_step": lambda self, batch, batch_idx: output})
     with pytest.raises(ls.ClientError, match=message):
         fit(lit(), data)
-
-
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "sharded"])
-def test_a_step_may_reach_the_module_by_another_name(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Outside(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(outside(batch[0]), batch[1])
-
-    class Inside(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    outside = seeded(Outside)
-    one = fit(outside, data, algorithm=algorithm)
-    two = fit(seeded(Inside), data, algorithm=algorithm)
-    assert one.rows == two.rows
-    assert same_state(one.state, two.state)
 
 
 @pytest.mark.parametrize("form", ["args", "keyword only", "keywords"])

@@ -104,13 +104,6 @@ def test_test_and_predict_run_the_aggregated_model(lit: Any, data: Any, toy: Any
     torch.testing.assert_close(fitted.model(x), lit(x))
 
 
-def test_two_fits_of_one_module_go_on_from_its_weights(lit: Any, data: Any, fit: Fit) -> None:
-    model = federate(lit)
-    middle = copy.deepcopy(fit(model, data).state)
-    fit(model, data)
-    assert not torch.equal(middle["net.2.weight"], lit.net[2].weight)
-
-
 def test_the_tuner_is_refused_as_the_callback_that_it_adds(lit: Any, data: Any, quiet: Any) -> None:
     tuner = Tuner(pl.Trainer(max_epochs=1, **quiet))
     with pytest.raises(ValueError, match=r"^BatchSizeFinder cannot act on a federation: "):

@@ -15,13 +15,23 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.costs import turn_costs
+from lightning_spectral.arguments import first_match
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, check_is
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.frozen_base import digest
-from lightning_spectral.testing.trial import Case, Trial, change_norms, play_in_two_processes
+from lightning_spectral.testing.trial import (
+    ROUNDS,
+    SIZES,
+    Case,
+    Trial,
+    change_norms,
+    play_in_two_processes,
+    uninterrupted,
+    uninterrupted_elsewhere,
+    with_statistics,
+)
 
-ROUNDS = 3
 LEAST_SHARE = 0.5  # of a change; divided by all five clients' weights, 0.14. Draws of terms depend on the cohort.
 TOLERANCE = 1e-5  # relative; norms are of the same values, in the same type
 # Of a tensor's largest value. Devices round sums in another order, by about 1e-7 in each step; a wrong step is of 1e-2.
@@ -50,9 +60,13 @@ def check_algorithm(
     - a client that is lost after its download is as if it had not been asked: the others' average is not divided by
       its weight, and nothing else of it remains;
     - the order of clients, and which of several processes trains which of them, make no difference by one bit;
-    - a device elsewhere gives the same bits: its half is pickled, and records travel as bytes. No other process is
-      started;
+    - a device elsewhere gives the same bits: its half is pickled, and where the packages of the extra ``network`` are
+      installed, half and records travel as they would over a network;
+    - another process gives the same bits, in which Python hashes otherwise. It is started once. An algorithm or a
+      module that it cannot import, because a script, a notebook or a function defines it, is not tried there;
     - as many bytes travel as the ledger and the cost of a turn say;
+    - absolute coefficients, of an unbiased sampler, are not divided by their sum; tried if the server rests;
+    - running statistics of a BatchNorm are averaged, unless the algorithm says that they are frozen;
     - norms of updates, if the algorithm says that it has them, are those of the clients' changes;
     - on another device than the CPU, a run that is resumed after every round ends with the CPU's weights, up to
       rounding. Everything else is checked on the CPU.
@@ -86,11 +100,7 @@ def check_algorithm(
     _check_choice(algorithm)
     _check_frozen_module(algorithm, module)
     algorithm.check(copy_module(module))
-    trial = Trial(case)
-    expected = [trial.everything()]  # all that lasts of a run: before the first round, and after each
-    for _ in range(ROUNDS):
-        trial.play()
-        expected.append(trial.everything())
+    expected = uninterrupted(case)
     assert differing(expected[0], expected[-1]), (
         f"{algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a module and a "
         "batch that train."
@@ -99,12 +109,15 @@ def check_algorithm(
     if rests:
         _check_rest(case)
         _check_steps(case)
+        _check_absolute(case)
     _check_lost(case)
     _check_order(case, expected)
     _check_grouping(case, expected)
     _check_elsewhere(case, expected)
+    _check_other_process(case, expected)
     if algorithm.updates_have_norms:
         _check_norms(case)
+    _check_buffers(case)
     if torch.device(device).type != "cpu":
         _check_device(replace(case, device=torch.device(device)), expected)
 
@@ -259,6 +272,48 @@ def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> No
             assert moving == said, (
                 f"{what}{moving} bytes travelled down and up, without frozen tensors, but `turn_costs` says {said}."
             )
+
+
+def _check_other_process(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    found = uninterrupted_elsewhere(case)
+    if found is None:
+        return
+    where = f"{case.algorithm!r}, in a process with another PYTHONHASHSEED"
+    assert not isinstance(found, str), f"{where}: {found}"
+    for round_idx, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=-1):
+        what = "before the first round" if round_idx < 0 else f"round {round_idx}"
+        rule = "draw from `protocol.rng.derived_generator`, and not by `hash()` or in the order of a set"
+        assert_same_bits(ours, theirs, f"{where}, {what}: not as in this process; {rule}")
+
+
+def _check_absolute(case: Case) -> None:
+    """As weights of an unbiased sampler, coefficients of twice the size make another step, if they count at all."""
+
+    def after(absolute: float, sizes: Sequence[int] = SIZES) -> dict[str, Tensor]:
+        trial = Trial(case, absolute=absolute, sizes=sizes)
+        trial.play()
+        return trial.everything()
+
+    once = after(0.02)
+    assert differing(once, after(0.04)) or not differing(once, after(0.02, SIZES[::-1])), (
+        f"{case.algorithm!r}: absolute coefficients, of an unbiased sampler, were divided by their sum; use them as "
+        "they are if `Cohort.absolute` is true, as `MeanChange` does."
+    )
+
+
+def _check_buffers(case: Case) -> None:
+    module, name = with_statistics(case.module), "trial_statistics.running_mean"
+    if _error_of(lambda: case.algorithm.check(copy_module(module))) is not None:
+        return
+    trial = Trial(replace(case, module=module))
+    if name in trial.half.frozen_tensors() or first_match(name, getattr(case.algorithm, "buffers", {})) is not None:
+        return  # it says that this is not averaged, or the user does
+    trial.play()
+    mean = float(trial.server.get_buffer(name))
+    assert 0.1 - ROUNDING <= mean <= 0.271 + ROUNDING, (
+        f"{case.algorithm!r}: the running means of a BatchNorm were 0.1, 0.19 and 0.271 at the clients, and the "
+        f"server's became {mean:.3g}; average buffers too, as `DenseRound` does."
+    )
 
 
 def _check_norms(case: Case) -> None:

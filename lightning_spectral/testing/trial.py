@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import os
 import pickle
+import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
@@ -34,7 +40,7 @@ from lightning_spectral.server.round import Engine
 
 T = TypeVar("T")
 Record = TypeVar("Record", Download, Upload)
-SEED = 3
+SEED, ROUNDS = 3, 3
 SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
 
 
@@ -76,9 +82,14 @@ class Case:
         return SomeSteps(batch, 1 + download.unit.client_id % 3)
 
 
+def has_codec() -> bool:
+    """Whether the packages of the extra ``network`` are installed with which records and halves travel."""
+    return all(find_spec(package) is not None for package in ("msgspec", "safetensors"))
+
+
 def _sent(record: Record) -> Record:
-    """A record that has travelled as bytes: as over a network, if the packages of that extra are installed."""
-    if not (find_spec("msgspec") and find_spec("safetensors")):
+    """A record that has travelled as bytes."""
+    if not has_codec():
         return cast(Record, pickle.loads(pickle.dumps(record)))
     from lightning_spectral.protocol.codec import decode, encode
 
@@ -127,6 +138,9 @@ class Trial:
         elsewhere: Whether devices share nothing with the server.
         server_lr: Learning rate of the server.
         lost: Clients of which nothing comes back.
+        absolute: For absolute coefficients, what the ``sizes`` are multiplied by; ``None`` for those that are divided
+            by their sum.
+        sizes: Coefficients of the clients.
     """
 
     def __init__(
@@ -138,8 +152,12 @@ class Trial:
         elsewhere: bool = False,
         server_lr: float = 1.0,
         lost: Collection[int] = (),
+        absolute: float | None = None,
+        sizes: Sequence[int] = SIZES,
     ) -> None:
         self.case, self.round_idx = case, 0
+        scale = 1.0 if absolute is None else absolute
+        self.units = [WorkUnit(client_id, coefficient=scale * size) for client_id, size in enumerate(sizes)]
         self.server: nn.Module = copy_module(case.module).to(case.device)
         self.state = case.algorithm.new_state(self.server, SEED)
         if self.state is not None:
@@ -167,6 +185,7 @@ class Trial:
             lambda _: self.executor,
             seed=SEED,
             local_epochs=local_epochs,
+            absolute=absolute is not None,
             options=lambda: (options_of(self.template),),
             figure="update",
             store=self.store,
@@ -179,15 +198,21 @@ class Trial:
         """A device that trains its clients; one elsewhere shares nothing with the server."""
         half, module, optimizer = self.half.device_half, self.server, self.template
         if elsewhere:
-            half, (module, optimizer) = pickle.loads(pickle.dumps(half)), copy.deepcopy((module, optimizer))
+            half, (module, optimizer) = self._half_elsewhere(), copy.deepcopy((module, optimizer))
         placement = Placement(self.case.device, moves_batches=False)
         settings = LocalSettings(placement, self.case.local_hooks, hasattr)
         return Device(module, half, [optimizer], self.case.data, settings)
 
-    @property
-    def units(self) -> list[WorkUnit]:
-        """All clients, by id."""
-        return [WorkUnit(client_id, coefficient=size) for client_id, size in enumerate(SIZES)]
+    def _half_elsewhere(self) -> ClientSide:
+        """The device half after a journey: pickled, and as over a network unless a script or a notebook defines it."""
+        half: ClientSide = pickle.loads(pickle.dumps(self.half.device_half))
+        kind = type(half)
+        if kind.__module__ == "__main__" or not has_codec():
+            return half
+        from lightning_spectral.network.objects import read_object, write_object
+
+        makers = kind, type(self.case.algorithm), type(self.case.module)
+        return read_object(write_object(half), kind, {maker.__module__.partition(".")[0] for maker in makers})
 
     def play(self, units: Sequence[WorkUnit] | None = None) -> RoundSummary:
         """Play a round of some clients, by default all, who train in the given order."""
@@ -327,3 +352,82 @@ class _Peer:
         said = self.gather([tensor.clone() for tensor in tensors])
         for tensor, *parts in zip(tensors, *said, strict=True):
             tensor.copy_(parts[0] + parts[1])
+
+
+def with_statistics(module: nn.Module) -> nn.Module:
+    """A copy whose every ``training_step`` also moves the running mean of a batch normalisation from 0 towards 1."""
+    kind: Any = type(module)
+
+    class WithStatistics(kind):  # type: ignore[misc]
+        @wraps(kind.training_step)
+        def training_step(self, *arguments: Any) -> Any:
+            self.trial_statistics(torch.ones_like(self.trial_statistics.running_mean).expand(2, 1))
+            return kind.training_step(self, *arguments)
+
+    copied: Any = copy_module(module)
+    copied.__class__ = WithStatistics
+    copied.trial_statistics = nn.BatchNorm1d(1, affine=False)
+    return cast(nn.Module, copied)
+
+
+def uninterrupted(case: Case) -> list[dict[str, Tensor]]:
+    """All that lasts of a run: before the first round, and after each."""
+    trial = Trial(case)
+    after = [trial.everything()]
+    for _ in range(ROUNDS):
+        trial.play()
+        after.append(trial.everything())
+    return after
+
+
+def uninterrupted_elsewhere(case: Case) -> list[dict[str, Tensor]] | str | None:
+    """The same in a process with another ``PYTHONHASHSEED``.
+
+    Returns:
+        What lasts of the run, what failed there, or ``None`` if the algorithm or the module cannot be sent there,
+        because a script, a notebook or a function defines it.
+    """
+    try:
+        data = pickle.dumps(replace(case, module=copy_module(case.module)))
+    except Exception:
+        return None
+    process: Any = _other_process()
+    pickle.dump((sys.path, torch.get_num_threads(), data), process.stdin)
+    process.stdin.flush()
+    found: list[dict[str, Tensor]] | str | None = pickle.load(process.stdout)
+    return found
+
+
+@cache
+def _other_process() -> subprocess.Popen[bytes]:
+    """A process that waits for cases, since starting it takes longer than playing them; it ends with this one."""
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
+    environment, pipe = {**os.environ, "PYTHONHASHSEED": seed}, subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", command], env=environment, stdin=pipe, stdout=pipe)
+    atexit.register(process.communicate)
+    return process
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what modules print must not get between the answers
+    warnings.simplefilter("ignore")
+    while True:
+        try:
+            sys.path[:], threads, data = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        torch.set_num_threads(threads)
+        answer: list[dict[str, Tensor]] | str | None = None
+        try:
+            case = pickle.loads(data)
+        except Exception:  # its classes cannot be imported here
+            case = None
+        if case is not None:
+            try:
+                answer = uninterrupted(case)
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}"
+        pickle.dump(answer, answers)
+        answers.flush()

@@ -1,8 +1,10 @@
 """`check_algorithm` over every algorithm, two of a stranger's, and one that breaks each of its rules."""
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from toy_models import LitMLP, LitSmall
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.protocol import Upload
+from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.testing import check_algorithm
 from lightning_spectral.testing.trial import Case, Trial, change_norms
 
@@ -157,6 +160,11 @@ def test_fed_prox_passes_and_holds_clients_back(module: LitMLP, batch: Any) -> N
 # One that breaks each rule
 
 
+def variant(**parts: Any) -> Any:
+    """Federated averaging with another round or device half."""
+    return type("Variant", (ls.FedAvg,), parts)()
+
+
 class NotComparable(ls.FedAvg):
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -168,49 +176,54 @@ class Believes(ls.FedAvg):
 
 
 @dataclass(frozen=True)
-class RefusesWithoutName(ls.FedAvg):
-    power: float = 1.0
+class RefusesWithoutName(Believes):
+    message = "expected a float"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.power, float):
-            raise TypeError("expected a float")
+            raise TypeError(self.message)
 
 
-class Stumbles(ls.FedAvg):
-    def check(self, server: Any) -> None:
-        next(name for name, p in server.named_parameters() if p.requires_grad)
+class BelievesNaN(RefusesWithoutName):
+    message = "`power` must be a float."
 
 
-class SaysNoMore(ls.FedAvg):
-    def check(self, server: Any) -> None:
-        if not any(p.requires_grad for p in server.parameters()):
-            raise ValueError("bad module")
+def stumbles(self: Any, server: Any) -> None:
+    next(name for name, p in server.named_parameters() if p.requires_grad)
 
 
-class Counting(DenseRound):
+def says_no_more(self: Any, server: Any) -> None:
+    if not any(p.requires_grad for p in server.parameters()):
+        raise ValueError("bad module")
+
+
+def scaled(scale: Callable[[Any, Any], Any]) -> type[DenseRound]:
+    """A round whose pseudo-gradients are those of federated averaging times something."""
+
+    class Scaled(DenseRound):
+        def close(self) -> None:
+            super().close()
+            for parameter in self.half.server.parameters():
+                parameter.grad = scale(self, parameter)
+
+    return Scaled
+
+
+def forgets(self: Any, parameter: Any) -> Any:
     """Remembers where no checkpoint looks how many rounds there were."""
-
-    def close(self) -> None:
-        self.half.num_rounds = getattr(self.half, "num_rounds", 0) + 1  # type: ignore[attr-defined]
-        super().close()
-        for parameter in self.half.server.parameters():
-            parameter.grad /= self.half.num_rounds  # type: ignore[attr-defined,operator]
+    self.half.calls = getattr(self.half, "calls", 0) + 1
+    return parameter.grad / self.half.calls
 
 
-class Forgets(ls.FedAvg):
-    round = Counting
+def decays(self: Any, parameter: Any) -> Any:
+    return parameter.grad + 1e-3 * parameter.detach()
 
 
-class DecayRound(DenseRound):
-    def close(self) -> None:
-        super().close()
-        for parameter in self.half.server.parameters():
-            parameter.grad += 1e-3 * parameter.detach()
-
-
-class Decays(ls.FedAvg):
-    round = DecayRound
+def steps_itself(self: Any, parameter: Any) -> Any:
+    """Adds what clients changed itself, and leaves nothing for the server's optimizer."""
+    parameter.data -= parameter.grad
+    return torch.zeros_like(parameter)
 
 
 class FirstRound(DenseRound):
@@ -220,25 +233,75 @@ class FirstRound(DenseRound):
         self.mean.add(upload.tensors, receipt.unit.coefficient / (1 + self.mean.weights.num_terms))
 
 
-class FirstComes(ls.FedAvg):
-    round = FirstRound
-
-
 class AloneRound(DenseRound):
     sums = ()
 
 
-class AddsUpNothing(ls.FedAvg):
-    round = AloneRound
+class CountingRound(DenseRound):
+    """Knows which clients have reported."""
+
+    def __init__(self, half: Any, cohort: Any) -> None:
+        super().__init__(half, cohort)
+        self.asked = {unit.key: unit.coefficient for units in cohort.groups.values() for unit in units}
+        self.missing = dict(self.asked)
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        super().add(receipt, upload)
+        del self.missing[receipt.unit.key]
 
 
-@dataclass(frozen=True)
-class LambdaSide(DenseSide):
-    do: Any = field(default_factory=lambda: lambda: None)
+class AskedRound(CountingRound):
+    """Divides by the weights of all clients that were asked, whoever has reported."""
+
+    def close(self) -> None:
+        super().close()
+        for parameter in self.half.server.parameters():
+            parameter.grad *= 1 - sum(self.missing.values()) / sum(self.asked.values())
 
 
-class Unpicklable(ls.FedAvg):
-    side = LambdaSide
+class WaitingRound(CountingRound):
+    """Believes that all come back."""
+
+    def close(self) -> None:
+        if self.missing:
+            raise KeyError(next(iter(self.missing)))
+        super().close()
+
+
+class DividingRound(DenseRound):
+    """Divides by the sum of the coefficients whatever they are."""
+
+    def __init__(self, half: Any, cohort: Any) -> None:
+        super().__init__(half, replace(cohort, absolute=False))
+
+
+class ParametersRound(DenseRound):
+    """Averages what optimizers step, and forgets running statistics."""
+
+    def close(self) -> None:
+        parameters = dict(self.half.server.named_parameters())
+        apply_mean_change(self.half.server, [pair for pair in self.mean.finish() if pair[0] in parameters])
+
+
+def uploads(tensors: Callable[[Any, Any], dict[Any, Any]], **parts: Any) -> Any:
+    """Federated averaging whose clients upload something made of what they have after and before training."""
+
+    @dataclass(frozen=True)
+    class Uploading(DenseSide):
+        def collect(self, client: Any, download: Any) -> Upload:
+            after = super().collect(client, download).tensors
+            return Upload(download.unit, tensors(after, download.tensors))
+
+    Uploading.__qualname__ = f"Uploading{next(NUMBERS)}"  # so that it can be pickled
+    globals()[Uploading.__qualname__] = Uploading
+    return variant(side=Uploading, **parts)
+
+
+NUMBERS = count()
+
+
+def moved(after: Any, before: Any) -> bool:
+    return any((tensor != before[name]).any() for name, tensor in after.items())
 
 
 @dataclass(frozen=True)
@@ -258,37 +321,35 @@ class WhisperRound(DenseRound):
         return super().send(unit)
 
 
-class Whispers(ls.FedAvg):
-    side, round = WhisperSide, WhisperRound
+@dataclass(frozen=True)
+class LambdaSide(DenseSide):
+    """Holds a function, which cannot be pickled."""
+
+    do: Any = field(default_factory=lambda: lambda: None)
 
 
-class NumberedSide(DenseSide):
+@dataclass(frozen=True)
+class FunctionSide(DenseSide):
+    """Holds a function that can be pickled, and that no device would be sent."""
+
+    do: Any = torch.clone
+
+
+class HashSide(DenseSide):
+    """Sends a random half of what has changed, drawn by a hash."""
+
     def collect(self, client: Any, download: Any) -> Upload:
-        tensors: Any = {**super().collect(client, download).tensors, 7: torch.zeros(1)}
-        return Upload(download.unit, tensors)
+        after, kept = super().collect(client, download).tensors, {}
+        for name, tensor in after.items():
+            generator = torch.Generator().manual_seed(hash((name, download.round_idx)) % 2**32)
+            mask = torch.rand(tensor.shape, generator=generator) < 0.5
+            kept[name] = torch.where(mask, tensor, download.tensors[name])
+        return Upload(download.unit, kept)
 
 
-class NumbersTensors(ls.FedAvg):
-    side = NumberedSide
-
-
-class MoreSide(DenseSide):
-    """Sends more once weights have changed."""
-
-    def collect(self, client: Any, download: Any) -> Upload:
-        upload = super().collect(client, download)
-        moved = any((tensor != download.tensors[name]).any() for name, tensor in upload.tensors.items())
-        return Upload(download.unit, dict(upload.tensors) | {"moved": torch.zeros(5 if moved else 1)})
-
-
-class SendsMore(ls.FedAvg):
-    side = MoreSide
-
-
-class HalfSide(DenseSide):
-    def collect(self, client: Any, download: Any) -> Upload:
-        after = super().collect(client, download).tensors
-        return Upload(download.unit, {n: (after[n] - download.tensors[n]).bfloat16() for n in after})
+class DrawsByHash(ls.FedAvg):
+    side = HashSide
+    updates_have_norms = False
 
 
 class HalfRound(DenseRound):
@@ -296,116 +357,85 @@ class HalfRound(DenseRound):
         self.mean.add_change(upload.tensors, receipt.unit.coefficient, upload.largest)
 
 
-class HalfUplink(ls.FedAvg):
-    """The example of the documentation, but for what it says of norms."""
-
-    side, round = HalfSide, HalfRound
-    updates_have_norms = True
-
-
-class TwiceSide(DenseSide):
-    def collect(self, client: Any, download: Any) -> Upload:
-        after = super().collect(client, download).tensors
-        return Upload(download.unit, {n: torch.lerp(download.tensors[n], after[n], 2.0) for n in after})
-
-
-class Exaggerates(ls.FedAvg):
-    side = TwiceSide
-
-
-@dataclass(frozen=True)
-class BelievesAnyNumber(ls.FedAvg):
-    power: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.power, float):
-            raise TypeError(f"`power` must be a float, got {self.power!r}.")
-
-
-class SteppingRound(DenseRound):
-    """Adds what clients changed itself, and leaves nothing for the server's optimizer."""
-
-    def close(self) -> None:
-        super().close()
-        for parameter in self.half.server.parameters():
-            parameter.data -= parameter.grad
-            parameter.grad.zero_()
-
-
-class StepsItself(ls.FedAvg):
-    round = SteppingRound
-
-
-class AskedRound(DenseRound):
-    """Divides by the weights of all clients that were asked, whoever has reported."""
-
-    def close(self) -> None:
-        super().close()
-        asked = sum(unit.coefficient for units in self.cohort.groups.values() for unit in units)
-        for parameter in self.half.server.parameters():
-            parameter.grad *= self.reported / asked
-
-    def __init__(self, half: Any, cohort: Any) -> None:
-        super().__init__(half, cohort)
-        self.cohort, self.reported = cohort, 0.0
-
-    def add(self, receipt: Any, upload: Upload) -> None:
-        super().add(receipt, upload)
-        self.reported += receipt.unit.coefficient
-
-
-class DividesByTheAsked(ls.FedAvg):
-    round = AskedRound
-
-
-class WaitingRound(DenseRound):
-    """Believes that all come back."""
-
-    def __init__(self, half: Any, cohort: Any) -> None:
-        super().__init__(half, cohort)
-        self.missing = {unit.key for units in cohort.groups.values() for unit in units}
-
-    def add(self, receipt: Any, upload: Upload) -> None:
-        super().add(receipt, upload)
-        self.missing.remove(receipt.unit.key)
-
-    def close(self) -> None:
-        if self.missing:
-            raise KeyError(self.missing.pop())
-        super().close()
+NO_NORM = "set `updates_have_norms` to False"
+BROKEN: dict[str, tuple[Any, str]] = {
+    "is not equal to its copy": (NotComparable(), "a copy is not equal to it"),
+    "believes anything": (Believes(), "with power=<an object of no use>: it was not refused"),
+    "believes NaN": (BelievesNaN(), "with power=nan: it was not refused"),
+    "refuses without a name": (RefusesWithoutName(), "does not name the argument: expected a float"),
+    "stumbles": (variant(check=stumbles), "every parameter is frozen: `check` raised StopIteration"),
+    "says no more": (
+        variant(check=says_no_more),
+        "names neither the module, nor a layer, nor the algorithm: bad module",
+    ),
+    "forgets": (
+        variant(round=scaled(forgets)),
+        r"resumed after 1 of 3 rounds: not the uninterrupted run: 6 of 6 tensors, first 'module.net.0.w",
+    ),
+    "decays": (
+        variant(round=scaled(decays)),
+        "after the start: nobody trained, but the server's weights changed: 6 of 6 tensors",
+    ),
+    "steps itself": (
+        variant(round=scaled(steps_itself)),
+        "optimizer did not step, but the parameters changed; give them a gradient in `Round.close`: ",
+    ),
+    "divides by the asked": (
+        variant(round=AskedRound),
+        r"four of five clients lost .*: the server moved by .*divide by the weights of the clie",
+    ),
+    "waits for all": (
+        variant(round=WaitingRound),
+        "four of five clients lost after their downloads: the round failed: KeyError: ",
+    ),
+    "the first count more": (
+        variant(round=FirstRound),
+        "round 0, clients in reverse: their order made a difference",
+    ),
+    "adds up nothing": (variant(round=AloneRound), "round 0, process 0 of 2: grouping made a difference"),
+    "holds a lambda": (variant(side=LambdaSide), "its half cannot be sent there: .*pickle"),
+    "holds a function": (
+        variant(side=FunctionSide),
+        "its half cannot be sent there: .*FunctionSide.do cannot be sent to devices: it is of type builtin_function",
+    ),
+    "whispers": (
+        variant(side=WhisperSide, round=WhisperRound),
+        "with a device elsewhere, round 0: not as in one process",
+    ),
+    "numbers tensors": (
+        uploads(lambda after, before: {**after, 7: torch.zeros(1)}),
+        r"a record cannot be sent: .* Expected `str`, got `int` - at `key` in `\$\.tensors`",
+    ),
+    "sends more once weights have changed": (
+        uploads(lambda after, before: {**after, "moved": torch.zeros(5 if moved(after, before) else 1)}),
+        r"round 0, client 0: \(.*\) bytes .* without frozen tensors, but `turn_costs` says \(.*\)",
+    ),
+    "draws by hash": (
+        DrawsByHash(),
+        "another PYTHONHASHSEED, round 0: not as in this process; draw from `protocol.rng.derived_generator`, and not",
+    ),
+    "ignores `absolute`": (
+        variant(round=DividingRound),
+        "absolute coefficients, of an unbiased sampler, were divided by their sum; use them as they are",
+    ),
+    "uploads changes": (  # the example of the documentation, but for what it says of norms
+        uploads(lambda after, before: {n: (after[n] - before[n]).bfloat16() for n in after}, round=HalfRound),
+        rf"did not train, and the norm of its update is \d.*{NO_NORM}",
+    ),
+    "exaggerates": (
+        uploads(lambda after, before: {n: torch.lerp(before[n], after[n], 2.0) for n in after}),
+        f"client 0 moved by .*, and the norm of its update is .*{NO_NORM}",
+    ),
+    "forgets statistics": (
+        variant(round=ParametersRound),
+        "BatchNorm were 0.1, 0.19 and 0.271 at the clients, and the server's became 0; average buffers too",
+    ),
+}
 
 
-class WaitsForAll(ls.FedAvg):
-    round = WaitingRound
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "rule"),
-    [
-        (NotComparable(), "a copy is not equal to it"),
-        (Believes(), "with power=<an object of no use>: it was not refused"),
-        (RefusesWithoutName(), "does not name the argument: expected a float"),
-        (Stumbles(), "every parameter is frozen: `check` raised StopIteration"),
-        (SaysNoMore(), "names neither the module, nor a layer, nor the algorithm: bad module"),
-        (Forgets(), r"resumed after 1 of 3 rounds: not the uninterrupted run: 6 of 6 tensors, first 'module.net.0.w"),
-        (Decays(), "after the start: nobody trained, but the server's weights changed: 6 of 6 tensors"),
-        (BelievesAnyNumber(), "with power=nan: it was not refused"),
-        (StepsItself(), "optimizer did not step, but the parameters changed; give them a gradient in `Round.close`: "),
-        (DividesByTheAsked(), r"four of five clients lost .*: the server moved by .*divide by the weights of the clie"),
-        (WaitsForAll(), "four of five clients lost after their downloads: the round failed: KeyError: "),
-        (FirstComes(), "round 0, clients in reverse: their order made a difference"),
-        (AddsUpNothing(), "round 0, process 0 of 2: grouping made a difference"),
-        (Unpicklable(), "its half cannot be sent there: "),
-        (Whispers(), "with a device elsewhere, round 0: not as in one process"),
-        (NumbersTensors(), r"a record cannot be sent: .* Expected `str`, got `int` - at `key` in `\$\.tensors`"),
-        (SendsMore(), r"round 0, client 0: \(.*\) bytes .* without frozen tensors, but `turn_costs` says \(.*\)"),
-        (HalfUplink(), r"did not train, and the norm of its update is \d.*set `updates_have_norms` to False"),
-        (Exaggerates(), r"client 0 moved by .*, and the norm of its update is .*set `updates_have_norms` to False"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, ls.Algorithm) else "",
-)
-def test_each_broken_rule_is_named(algorithm: Any, rule: str, module: LitMLP, batch: Any) -> None:
+@pytest.mark.parametrize("name", BROKEN)
+def test_each_broken_rule_is_named(name: str, module: LitMLP, batch: Any) -> None:
+    algorithm, rule = BROKEN[name]
     with pytest.raises(AssertionError, match=rule):
         check_algorithm(algorithm, module, batch)
 
@@ -427,7 +457,12 @@ def test_an_algorithm_for_one_process_need_not_share_its_sums(module: LitMLP, ba
     class NoSums(DenseRound):
         sums = ls.algorithms.base.Round.sums
 
-    class OneProcess(ls.FedAvg):
-        round = NoSums
+    check_algorithm(variant(round=NoSums), module, batch)
 
-    check_algorithm(OneProcess(), module, batch)
+
+def test_it_needs_no_package_of_the_network(module: LitMLP, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("msgspec", "safetensors", "lightning_spectral.protocol.codec", "lightning_spectral.network.objects"):
+        monkeypatch.setitem(sys.modules, name, None)
+    check_algorithm(ls.FedAvg(), module, batch)
+    with pytest.raises(AssertionError, match=r"its half cannot be sent there: .*pickle"):
+        check_algorithm(variant(side=LambdaSide), module, batch)

@@ -116,7 +116,19 @@ class Round(ABC):
         return {}
 
 
-class ServerHalf(ABC):
+class _AtServer:
+    """Base of what runs at the server, where methods of the device half would never be called."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
+            raise TypeError(
+                f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
+                "return that from `ServerHalf.device_half`."
+            )
+
+
+class ServerHalf(_AtServer, ABC):
     """An algorithm bound to the server's module for one fit: all that follows from the module is computed once.
 
     Attributes:
@@ -126,10 +138,6 @@ class ServerHalf(ABC):
             nor `Round.close` sees them.
         rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _check_no_device_methods(cls)
 
     rounds_are_alike: ClassVar[bool] = False
     buffers: BufferRules = NO_RULES
@@ -199,7 +207,7 @@ class ServerHalf(ABC):
         return None
 
 
-class Algorithm(ABC):
+class Algorithm(_AtServer, ABC):
     """Decides what the server sends, and how it averages the uploads: a frozen choice, compared and printed.
 
     Several runs can use it at once. What follows from a module belongs to the `ServerHalf` that `bind` returns, what
@@ -224,10 +232,6 @@ class Algorithm(ABC):
     updates_are_expected: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
     counts_all_clients: ClassVar[bool] = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        _check_no_device_methods(cls)
 
     def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
@@ -328,15 +332,6 @@ class Algorithm(ABC):
                 stay as they are.
             decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
         """
-
-
-def _check_no_device_methods(cls: type) -> None:
-    """Raise ``TypeError`` if a class of the server's defines methods of the device half."""
-    if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
-        raise TypeError(
-            f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
-            "return that from `ServerHalf.device_half`."
-        )
 
 
 class ByKeepRatio(Algorithm):

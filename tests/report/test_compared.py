@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from made_up_runs import made_run, rounds, write_run
 
+import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
+from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.report import main
 from lightning_spectral.report.compared import (
     Group,
@@ -251,18 +253,14 @@ def test_a_legend_of_long_names_fits_into_its_figure() -> None:
         assert min(axes.bbox.height for axes in figure.axes) > 0.45 * figure.bbox.height
 
 
-def algorithm_of(strategy: str, **options: float) -> dict[str, Any]:
-    return {"name": "SpectralSharding", "strategy": {"name": strategy}, **options}
-
-
-def sharding(seed: int, strategy: str = "TopN", keep_ratio: float = 0.2) -> LoggedRun:
-    algorithm = algorithm_of(strategy, keep_ratio=keep_ratio, clip_tau=10.0)
+def sharding(seed: int, strategy: Any = ls.TopN, keep_ratio: float = 0.2) -> LoggedRun:
+    algorithm = as_config(ls.SpectralSharding(strategy(), keep_ratio))
     return made({"federation": {"algorithm": algorithm, "seed": seed}, "lr": 0.1})
 
 
 def test_runs_that_differ_in_their_seeds_are_one_group() -> None:
     dense = made({"federation": {"algorithm": {"name": "FedAvg"}, "seed": 0}, "lr": 0.1})
-    runs = [sharding(0), dense, sharding(1), sharding(0, "Collective"), sharding(0, keep_ratio=0.1)]
+    runs = [sharding(0), dense, sharding(1), sharding(0, ls.Collective), sharding(0, keep_ratio=0.1)]
     groups, names = group_runs(runs)
     assert [(group.label, len(group.runs)) for group in groups] == [
         ("TopN, keep_ratio=0.2", 2),
@@ -307,8 +305,8 @@ def test_runs_without_settings_are_not_taken_for_repetitions() -> None:
 
 
 def test_runs_are_grouped_by_the_settings_that_are_asked_for() -> None:
-    runs = [sharding(0), sharding(0, "Collective()"), sharding(0, keep_ratio=0.1)]
-    groups, _ = group_runs(runs, by=["keep_ratio"])
+    runs = [sharding(0), sharding(0, ls.Collective), sharding(0, keep_ratio=0.1)]
+    groups, _ = group_runs(runs, by=["algorithm/keep_ratio"])
     assert [(group.label, len(group.runs)) for group in groups] == [("keep_ratio=0.2", 2), ("keep_ratio=0.1", 1)]
     with pytest.raises(ReportError, match=r"No run .* `ratio`; known settings: .*federation/algorithm/keep_ratio"):
         group_runs(runs, by=["ratio"])
@@ -327,7 +325,7 @@ def test_a_band_is_over_the_rounds_that_all_repetitions_have() -> None:
 def test_groups_are_equal_if_all_their_repetitions_are() -> None:
     def logged(strategy: str, seed: int, *values: float) -> LoggedRun:
         rows = [{"fl/round": index, "val_acc": value} for index, value in enumerate(values)]
-        return made({"algorithm": algorithm_of(strategy), "seed": seed}, *rows)
+        return made({"algorithm": {"name": strategy}, "seed": seed}, *rows)
 
     def equal(*runs: LoggedRun) -> list[list[str]]:
         found = equal_groups(group_runs(runs)[0], lambda one: curve(one, "val_acc"))

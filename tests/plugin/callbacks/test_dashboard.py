@@ -128,9 +128,10 @@ def test_the_record_holds_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit,
     assert all(12 >= found[f"multipliers/net.2/{ratio}"] >= 12 * float(ratio) for ratio in ratios)
 
 
-def test_without_a_history_the_trainer_gets_one(lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("view", [ls.RoundDashboard, ls.CommunicationLedger])
+def test_without_a_history_the_trainer_gets_one(view: Any, lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name=None, version="csv")
-    trainer = pl.Trainer(max_epochs=2, callbacks=[ls.RoundDashboard()], **{**quiet, "logger": logger})
+    trainer = pl.Trainer(max_epochs=2, callbacks=[view()], **{**quiet, "logger": logger})
     trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
     (history,) = [callback for callback in trainer.callbacks if isinstance(callback, ls.RoundHistory)]
     assert [*read_run(tmp_path / "csv" / NAME).rows] == history.rows

@@ -75,7 +75,7 @@ def test_a_cost_table_shows_what_it_prints() -> None:
 def test_a_split_shows_the_clients_that_it_prints(data: ls.FederatedDataModule) -> None:
     found = data.report()
     shown = cells(found)
-    assert shown[:6] == ["client", "examples", "classes", "0", str(int(found.counts[0])), found._mixture(0)]
+    assert shown[:6] == ["client", "examples", "classes", "0", str(int(found.counts[0])), *found._mixture(0)]
     assert len(shown) == 3 * (1 + 10)
     assert "and 2 more clients" in found._repr_html_()
     assert cells(report(data.partition))[:4] == ["client", "examples", "0", str(int(found.counts[0]))]

@@ -112,6 +112,13 @@ def test_a_merge_that_is_due_in_a_round_without_clients_follows_in_the_next_that
     assert len(again.averaged) > 0
 
 
+def test_another_fit_merges_in_its_own_rounds(data: Any, fit: Fit) -> None:
+    algorithm = ls.LoRA(2, aggregation=ls.FrozenA(), merge_every=1)
+    run = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=3)
+    fit(run.model, data, max_epochs=1, callbacks=[again := Restarts()])
+    assert again.merged == [0]
+
+
 def test_each_restart_has_another_a(data: Any, fit: Fit) -> None:
     factors = [
         fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=1), max_epochs=rounds)

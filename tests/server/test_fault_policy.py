@@ -455,6 +455,10 @@ def test_the_norm_is_at_most_the_bound_and_the_direction_stays(bound: float, see
         assert torch.allclose(found[name].double(), expected, rtol=0, atol=4 * size * torch.finfo(torch.float32).eps)
 
 
+def test_the_norm_of_a_half_precision_change_does_not_overflow() -> None:
+    assert update_norm({"w": torch.zeros(2).half()}, {"w": torch.tensor([300.0, -400.0]).half()}) == 500.0
+
+
 class Seen(ls.RoundCallback):
     def __init__(self) -> None:
         self.summaries: list[Any] = []

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +38,19 @@ pytestmark = pytest.mark.filterwarnings(
 class Falling(LitMLP):
     """Its learning rate falls in most rounds: a plateau schedule that misses one, or is restored wrongly, shows."""
 
-    monitor = "val_loss"
+    monitor, strict = "val_loss", False
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
         self.plateau = ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.9)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": self.plateau, "monitor": self.monitor, "strict": False},
+            "lr_scheduler": {"scheduler": self.plateau, "monitor": self.monitor, "strict": self.strict},
         }
 
 
 class WaitsForTraining(Falling):
-    monitor = "train_loss"
+    monitor, strict = "train_loss", True
 
 
 class FailsInHook(Falling):
@@ -287,6 +288,27 @@ def test_ctrl_c_in_a_client_leaves_the_server_and_saves_the_last_whole_round(
     assert same_state(saved["state_dict"], fit(seeded(Pressed), data, **{**options, "max_epochs": rounds}).state)
     resumed, whole = (fit(seeded(Pressed), data, ckpt_path=ckpt, **options) for ckpt in (path, None))
     assert same_state(resumed.tensors, whole.tensors)
+
+
+class Pressing(torch.optim.SGD):
+    """Is interrupted in its second step, before it has changed any weight."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            press()
+        return super().step(closure)
+
+
+def test_ctrl_c_in_the_servers_step_takes_effect_after_it(data: Any, fit: Fit, tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"callbacks": [OnExceptionCheckpoint(tmp_path)], "trainer": {"enable_checkpointing": True}}
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(seeded(LitMLP), data, max_epochs=4, server_optimizer=partial(Pressing, lr=1.0), **saving)
+    saved = torch.load(ls.latest_checkpoint(tmp_path), weights_only=True)
+    assert saved["global_step"] == 2
+    assert same_state(saved["state_dict"], fit(seeded(LitMLP), data, max_epochs=2).state)
 
 
 # After the server's step, but before the end of the epoch: resuming validates the round

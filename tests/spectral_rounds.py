@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral.server import SpectralRound
+from lightning_spectral.algorithms.spectral.algorithm import SpectralRound
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, WorkUnit

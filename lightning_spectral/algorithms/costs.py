@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -169,17 +169,15 @@ def largest_that_fits(
         >>> largest_that_fits(mlp, LoRA(train=["2"]), budget_bytes=[1_000, 1_800])  # a term has 24 + 32 values
         [1, 3]
     """
-    given = {
-        "budget_bytes": budget_bytes,
-        "budget_downlink_bytes": budget_downlink_bytes,
-        "budget_uplink_bytes": budget_uplink_bytes,
-        "budget_macs": budget_macs,
-        "budget_params": budget_params,
-        "memory": memory,
-    }
     check_is("module", module, nn.Module)
     check_is("algorithm", algorithm, Algorithm)
-    name, as_given, one = _only_budget(given)
+    budgets_given = (budget_bytes, budget_downlink_bytes, budget_uplink_bytes, budget_macs, budget_params, memory)
+    given = {name: budget for name, budget in zip(NEEDS, budgets_given, strict=True) if budget is not None}
+    if len(given) != 1:
+        raise ValueError(f"Give exactly one of {', '.join(NEEDS)}; got {', '.join(given) or 'none'}.")
+    ((name, budget),) = given.items()
+    one = isinstance(budget, str) or not isinstance(budget, Sequence)
+    as_given = cast("Sequence[Any]", [budget] if one else budget)
     budgets = [(as_bytes if name == "memory" else BUDGET)(name, entry) for entry in as_given]
     if name == "memory" and optimizer is None:
         raise ValueError(
@@ -203,32 +201,18 @@ def largest_that_fits(
     def largest(budget: float, as_given: float | str) -> float:
         if needed(len(candidates) - 1) <= budget:
             return candidates[-1]
-        if needed(0) > budget:
-            raise ValueError(_nothing_fits(name, counted.capacity, as_given, needed(0)))
+        if (least := needed(0)) > budget:
+            shown = repr(as_given) if isinstance(as_given, str) else f"{as_given:,}"
+            takes = show_bytes(least) if name == "memory" else f"{least:,}"
+            smaller = "take a smaller batch, " if name == "memory" else ""
+            raise ValueError(
+                f"No {counted.capacity} fits `{name}={shown}`: the smallest sub-model takes {takes}. Raise the budget, "
+                f"{smaller}or let the algorithm cut more layers."
+            )
         return candidates[bisect_right(range(len(candidates)), budget, key=needed) - 1]
 
     found = [largest(*entry) for entry in zip(budgets, as_given, strict=True)]
     return found[0] if one else found
-
-
-def _nothing_fits(name: str, capacity: str, budget: float | str, least: int) -> str:
-    shown, needed = f"{budget!r}" if isinstance(budget, str) else f"{budget:,}", f"{least:,}"
-    remedy = "Raise the budget, or let the algorithm cut more layers."
-    if name == "memory":
-        needed, remedy = show_bytes(least), remedy.replace("or let", "take a smaller batch, or let")
-    return f"No {capacity} fits `{name}={shown}`: the smallest sub-model takes {needed}. {remedy}"
-
-
-def _only_budget(given: Mapping[str, MemoryBudget | None]) -> tuple[str, Sequence[Any], bool]:
-    """The name of the budget that was given, its entries, and whether it is one for all."""
-    budgets = [(name, budget) for name, budget in given.items() if budget is not None]
-    if len(budgets) != 1:
-        got = ", ".join(name for name, _ in budgets) or "none"
-        raise ValueError(f"Give exactly one of {', '.join(given)}; got {got}.")
-    name, budget = budgets[0]
-    if isinstance(budget, Sequence) and not isinstance(budget, str):
-        return name, budget, False
-    return name, [budget], True
 
 
 def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[float]) -> dict[float, int]:
@@ -256,7 +240,13 @@ class _Counted:
         self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
     ) -> None:
         if optimizer is not None:
-            _check_optimizer_of(optimizer, module)
+            check_is("optimizer", optimizer, Optimizer)
+            if foreign := foreign_parameters(optimizer, module):
+                raise ValueError(
+                    f"`optimizer` must train the parameters of the module, and {foreign[0][0]} is not among them; make "
+                    f"it with torch.optim.{type(optimizer).__name__}(module.parameters())."
+                )
+            check_optimizer(optimizer)
         self.module, self.optimizer = module, optimizer
         with trying(module):
             if example is not None and example_of(module) is None:
@@ -292,16 +282,6 @@ class _Counted:
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, moving=moving, round_idx=1)
         return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
-
-
-def _check_optimizer_of(optimizer: Optimizer, module: nn.Module) -> None:
-    check_is("optimizer", optimizer, Optimizer)
-    if foreign := foreign_parameters(optimizer, module):
-        raise ValueError(
-            f"`optimizer` must train the parameters of the module, and {foreign[0][0]} is not among them; make it with "
-            f"torch.optim.{type(optimizer).__name__}(module.parameters())."
-        )
-    check_optimizer(optimizer)
 
 
 def turn_costs(
@@ -379,7 +359,15 @@ def _step_memory(
             actions.before_forward()
         output = run_example(client, example)
         optimizer.zero_grad()
-        _backward(output, client)
+        ends = [tensor for tensor in _tensors([output]) if tensor.requires_grad]
+        if not ends:
+            raise ValueError(
+                "The memory of a step is counted in a backward pass, and nothing that "
+                f"{type(client).__name__} returns for the example needs a gradient; let its `forward` return what the "
+                "loss is computed from."
+            )
+        losses = [tensor for tensor in ends if tensor.dim() == 0] or ends
+        torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
         if actions.before_step is not None:
             actions.before_step(optimizer)
         optimizer.step()
@@ -391,17 +379,6 @@ def _step_memory(
         optimizer_bytes=state,
         activation_bytes=live.most + batch - gradients - (state - made_before),
     )
-
-
-def _backward(output: Any, client: nn.Module) -> None:
-    ends = [tensor for tensor in _tensors([output]) if tensor.requires_grad]
-    if not ends:
-        raise ValueError(
-            f"The memory of a step is counted in a backward pass, and nothing that {type(client).__name__} returns for "
-            "the example needs a gradient; let its `forward` return what the loss is computed from."
-        )
-    losses = [tensor for tensor in ends if tensor.dim() == 0] or ends
-    torch.autograd.backward(losses, [torch.ones_like(tensor) for tensor in losses])
 
 
 def _tensors(trees: Iterable[Any]) -> list[Tensor]:

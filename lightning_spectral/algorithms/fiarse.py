@@ -74,12 +74,7 @@ class FIARSE(ByKeepRatio):
     buffers: Rules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            keep_ratio=partial(check_per_client, rule=SHARE),
-            exclude=as_patterns,
-            buffers=as_rules,
-        )
+        check_fields(self, keep_ratio=partial(check_per_client, rule=SHARE), exclude=as_patterns, buffers=as_rules)
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
         """Names of the parameters of which clients hold only the largest entries."""

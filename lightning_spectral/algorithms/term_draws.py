@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,41 +125,21 @@ def plan_draws(
     """
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
     weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
-    drafts: list[_Draft] = []
+    drafts: list[tuple[str, float, Tensor, Tensor, Design]] = []
     for name, s in spectra.items():
         count = num_terms_of.get(name, partial(num_terms_for, len(s)))
         num_terms = {ratio: count(ratio) for ratio in cohort.groups}
         answers = strategy.for_groups(s, list(num_terms.values()), weights)
-        for (ratio, n), answer in zip(num_terms.items(), answers, strict=True):
-            chosen = design if design is not None else strategy.own_design(s, n)
-            drafts.append(_Draft(name, ratio, *answer, chosen))
+        for (ratio, n), (probs, omega) in zip(num_terms.items(), answers, strict=True):
+            drafts.append((name, ratio, probs, omega, design if design is not None else strategy.own_design(s, n)))
+    alike = [list(group) for _, group in groupby(drafts, key=lambda draft: id(draft[-1]))]
+    designs = [fitted for group in alike for fitted in group[0][-1].fit_all([probs for _, _, probs, _, _ in group])]
     plans: dict[str, dict[float, GroupPlan]] = {name: {} for name in spectra}
-    for draft, fitted in zip(drafts, _fit(drafts), strict=True):
-        plans[draft.name][draft.keep_ratio] = draft.plan(fitted, cohort)
-    return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}
-
-
-class _Draft(NamedTuple):
-    """One group's plan for one matrix, before its design is fitted."""
-
-    name: str
-    keep_ratio: float
-    inclusion_probs: Tensor
-    multipliers: Tensor
-    design: Design
-
-    def plan(self, fitted: FittedDesign, cohort: Cohort) -> GroupPlan:
-        units, probs = cohort.groups[self.keep_ratio], self.inclusion_probs
-        dealt = None
-        if self.design.draws_cohort:
-            ids = (cohort.round_idx, str(self.keep_ratio), self.name)
-            generator = derived_generator(cohort.seed, "terms of a group", *ids)
+    for (name, ratio, probs, omega, chosen), fitted in zip(drafts, designs, strict=True):
+        units, dealt = cohort.groups[ratio], None
+        if chosen.draws_cohort:
+            generator = derived_generator(cohort.seed, "terms of a group", cohort.round_idx, str(ratio), name)
             dealt = dict(zip((unit.key for unit in units), fitted.draw(len(units), generator), strict=True))
-        multipliers = self.design.multipliers(probs, self.multipliers, len(units))
-        return GroupPlan(probs, multipliers, fitted, cohort.weights_of(units), dealt)
-
-
-def _fit(drafts: Sequence[_Draft]) -> list[FittedDesign]:
-    """Fit the designs of all drafts; consecutive drafts of one design are fitted together."""
-    groups = [list(alike) for _, alike in groupby(drafts, key=lambda draft: id(draft.design))]
-    return [fitted for own in groups for fitted in own[0].design.fit_all([draft.inclusion_probs for draft in own])]
+        multipliers = chosen.multipliers(probs, omega, len(units))
+        plans[name][ratio] = GroupPlan(probs, multipliers, fitted, cohort.weights_of(units), dealt)
+    return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral.device import SpectralSide
+from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.layers.terms import SingularTerms, sharded_layers
 from lightning_spectral.protocol.records import Download

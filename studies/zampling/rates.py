@@ -19,7 +19,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from quiet import quiet_trainer, silence_lightning
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.zampling.halves import hardly_moved
+from lightning_spectral.algorithms.zampling import hardly_moved
 
 TASK = Task(mnist_fc, batch_size=32, train_stride=10, test_stride=5)
 COMPRESSION, NUM_ROUNDS = 32, 15

@@ -202,12 +202,7 @@ def test_clients_whose_only_width_is_their_own_train_as_without(
     keep_ratio: float, widths: Any, data: Any, fit: Fit
 ) -> None:
     on, off = (
-        fit(
-            seeded(LitNorms),
-            data,
-            algorithm=ours(keep_ratio, widths, averages_per_width=flag),
-            max_epochs=2,
-        )
+        fit(seeded(LitNorms), data, algorithm=ours(keep_ratio, widths, averages_per_width=flag), max_epochs=2)
         for flag in (True, False)
     )
     assert same_state(on.tensors, off.tensors)

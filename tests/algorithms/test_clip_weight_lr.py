@@ -227,11 +227,7 @@ class TestPublished:
         }
         paper = ls.SpectralSharding.published(ls.Unbiased(), {0.2: 0.6, 0.4: 0.4}, **options)
         expected = ls.SpectralSharding(
-            ls.Unbiased(),
-            {0.2: 0.6, 0.4: 0.4},
-            **options,
-            spectral_start=None,
-            clip_weight_lr=math.inf,
+            ls.Unbiased(), {0.2: 0.6, 0.4: 0.4}, **options, spectral_start=None, clip_weight_lr=math.inf
         )
         assert paper == expected
         assert paper.layers == ls.LayerChoices(exclude=["head"])

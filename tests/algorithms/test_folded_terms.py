@@ -13,7 +13,7 @@ from torch import Tensor
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.lora.halves import LoRAHalf
+from lightning_spectral.algorithms.lora.algorithm import LoRAHalf
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit
 

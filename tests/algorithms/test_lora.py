@@ -15,7 +15,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.lora.aggregation import Adapter
-from lightning_spectral.algorithms.lora.halves import write_merged
+from lightning_spectral.algorithms.lora.algorithm import write_merged
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers
 
 LAYERS = {"net.0": (12, 6), "net.2": (12, 12), "net.5": (3, 12)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral.server import SpectralHalf
+from lightning_spectral.algorithms.spectral.algorithm import SpectralHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Workers
 

@@ -11,7 +11,7 @@ from federation import Fit, Fitted, same_state, seeded
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral.server import SpectralRound
+from lightning_spectral.algorithms.spectral.algorithm import SpectralRound
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit
 

@@ -80,10 +80,7 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("budgeted", sorted(NEEDS.keys() - {"memory"}))
 @pytest.mark.parametrize(
     ("algorithm", "ratios"),
-    [
-        (ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
-        (ls.FIARSE(), [n / 30 for n in range(1, 31)]),
-    ],
+    [(ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]), (ls.FIARSE(), [n / 30 for n in range(1, 31)])],
     ids=["width", "FIARSE"],
 )
 def test_the_answer_fits_and_no_larger_ratio_does(algorithm: Any, ratios: list[float], budgeted: str) -> None:

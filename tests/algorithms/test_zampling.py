@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.zampling.halves import BITS, GRID, SCORES
+from lightning_spectral.algorithms.zampling import BITS, GRID, SCORES
 from lightning_spectral.functional.zampling import pack_bits
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
@@ -143,14 +143,7 @@ def test_the_server_holds_the_expected_network_before_and_after_every_round(data
             self.worst.append(float((flat.double() - expected).abs().max()))
 
     watching = Watching()
-    fit(
-        seeded(LitNet),
-        data,
-        algorithm=SMALL,
-        max_epochs=2,
-        callbacks=[watching],
-        trainer={"num_sanity_val_steps": 1},
-    )
+    fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, callbacks=[watching], trainer={"num_sanity_val_steps": 1})
     assert len(watching.worst) == 3
     assert max(watching.worst) < 1e-6
 

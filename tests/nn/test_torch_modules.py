@@ -8,7 +8,7 @@ from torch import nn
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import ClientSum
-from lightning_spectral.algorithms.zampling.halves import ZamplingState
+from lightning_spectral.algorithms.zampling import ZamplingState
 from lightning_spectral.functional.zampling import InfluenceMatrix
 from lightning_spectral.nn import use_batch_statistics
 from lightning_spectral.nn.local_zampling import local_weights

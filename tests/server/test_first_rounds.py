@@ -158,7 +158,7 @@ class TestLosses:
 class TestSubModels:
     def test_random_terms_of_random_weights_are_told_once_with_the_figure(self, data: Any, fit: Fit) -> None:
         (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=random_start()))
-        assert message.startswith("Round 0: sub-models of keep ratio 0.1 are mostly noise, or mostly empty: the")
+        assert message.startswith("Round 0: sub-models of keep ratio 0.1 are mostly noise: the expected")
         figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "be below"))
         assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
         assert 0.5 < least < 0.9

@@ -6,13 +6,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.lora.config import ALPHA, LoRA, changes_base
-from lightning_spectral.algorithms.lora.halves import LoRAState
+from lightning_spectral.algorithms.lora.algorithm import ALPHA, LoRA, LoRAState
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
 
@@ -31,25 +29,39 @@ def save_adapter(
     """
     if not (isinstance(algorithm, LoRA) and isinstance(state, LoRAState)):
         raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm).__name__}.")
-    if changes_base(algorithm.aggregation, algorithm.merge_every):
+    if algorithm.changes_base:
         what = "`merge_every`" if algorithm.merge_every else type(algorithm.aggregation).__name__
         raise ValueError(
             f"{what} changes the base, so that an adapter alone is not what was learned; save the module's "
             "`state_dict`."
         )
     layers = state.layers
-    trained = algorithm.whole_of(server, layers)
-    alpha = ALPHA if algorithm.alpha is None else algorithm.alpha
     if any(layer.brings_factors for layer in layers):
         raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
     names = dict(_inside(submodule, [layer.name for layer in layers]))
-    whole = _modules(server, submodule, trained, layers)
-    tensors = {name: t for module in whole for name, t in _tensors_of(server, submodule, module)}
+    whole = _modules(server, submodule, algorithm.whole_of(server, layers), layers)
+    part = server.get_submodule(submodule)
+    tensors = {f"{module}.{n}": t for module in whole for n, t in part.get_submodule(module).state_dict().items()}
     for layer, adapter in state.pairs:
-        for part in ("A", "B"):
-            tensors[f"{names[layer.name]}.lora_{part}.weight"] = adapter.get_parameter(part)
-    config = {"r": algorithm.max_rank, "lora_alpha": alpha, **_config(layers, list(names.values()), whole)}
-    _write(folder, config, tensors)
+        for factor in ("A", "B"):
+            tensors[f"{names[layer.name]}.lora_{factor}.weight"] = adapter.get_parameter(factor)
+    config = {
+        "r": algorithm.max_rank,
+        "lora_alpha": ALPHA if algorithm.alpha is None else algorithm.alpha,
+        "peft_type": "LORA",
+        "use_rslora": True,
+        "target_modules": "|".join(map(re.escape, names.values())),  # a pattern, which PEFT matches with whole names
+        "fan_in_fan_out": any(layer.transposed for layer in layers),
+        "modules_to_save": whole or None,
+        "inference_mode": True,
+    }
+    with from_extra("peft"):
+        from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {PREFIX + name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    save_file(values, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 def _inside(submodule: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -82,29 +94,3 @@ def _modules(server: nn.Module, submodule: str, trained: Tensors, layers: Sequen
                 "`state_dict`."
             )
     return found
-
-
-def _tensors_of(server: nn.Module, submodule: str, module: str) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in server.get_submodule(submodule).get_submodule(module).state_dict().items():
-        yield f"{module}.{name}", tensor
-
-
-def _config(layers: Sequence[AdaptedLayer], names: Sequence[str], whole: Sequence[str]) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "use_rslora": True,
-        "target_modules": "|".join(map(re.escape, names)),  # a pattern, which PEFT matches with the whole name
-        "fan_in_fan_out": any(layer.transposed for layer in layers),
-        "modules_to_save": list(whole) or None,
-        "inference_mode": True,
-    }
-
-
-def _write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    with from_extra("peft"):
-        from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {PREFIX + name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(values, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

@@ -95,7 +95,7 @@ def compress(update: Tensors, num_terms: int | None) -> dict[str, Tensor]:
     """
     entry: dict[str, Tensor] = {}
     for name, change in update.items():
-        if num_terms is None or not _saves(change, num_terms):
+        if num_terms is None or change.ndim < 2 or num_terms * sum(weight_to_matrix(change).shape) >= change.numel():
             entry[name] = change
         else:
             _, u, v = singular_terms(change)
@@ -119,7 +119,3 @@ def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
         else (wide(f"{name}:u", tensor) @ wide(f"{name}:v", tensor)).view(tensor.shape)
         for name, tensor in like.items()
     }
-
-
-def _saves(tensor: Tensor, num_terms: int) -> bool:
-    return tensor.ndim >= 2 and num_terms * sum(weight_to_matrix(tensor).shape) < tensor.numel()

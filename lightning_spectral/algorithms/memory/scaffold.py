@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.client.device import StepActions
@@ -66,6 +65,97 @@ def corrections(tensors: Tensors) -> dict[str, torch.Tensor]:
     return {n.removeprefix(CORRECTION): t for n, t in tensors.items() if n.startswith(CORRECTION)}
 
 
+def check_one_rate(rates: set[float]) -> None:
+    """Raise ``ValueError`` if there are several learning rates."""
+    if len(rates) > 1:
+        raise ValueError(
+            f"SCAFFOLD needs one learning rate for all parameters, got {', '.join(map(str, sorted(rates)))}; give all "
+            "parameter groups the same, in every round."
+        )
+
+
+def _distance(upload: Upload) -> float:
+    return upload.num_steps * float(upload.tensors[LEARNING_RATE])
+
+
+class ScaffoldRound(DenseRound):
+    """One open round of SCAFFOLD.
+
+    Attributes:
+        control: The server's control c, as it was when the round opened.
+        change: Running sum of its change.
+    """
+
+    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+        super().__init__(half, cohort)
+        assert isinstance(half.state, ClientSum), "made by `new_state`"
+        self.control = half.state
+        trained = [n for n, p in half.server.named_parameters() if p.requires_grad and n in self.mean.names]
+        self.change = self.control.change(trained, cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        server = self.control.pieces()
+        correction = {
+            f"{CORRECTION}{name}": (server[name] - control).to(self.tensors[name].dtype)
+            for name, control in self.controls(unit).items()
+        }
+        return Download(unit, 1.0, {**self.tensors, **correction}), Receipt(unit, 1.0, correction)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        super().add(receipt, upload)
+        unit, distance = receipt.unit, _distance(upload)
+        if distance == 0.0:
+            return  # nothing to learn from: the control is unchanged
+        before, after = self.controls(unit), self.new_controls(receipt, upload, distance)
+        self.change.add({name: after[name].double() - before[name] for name in after}, self.cohort.shares[unit.key])
+        self.cohort.store[unit] = after
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        r"""Largest magnitude in the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound."""
+        distance = _distance(upload)
+        if distance == 0.0:
+            return 0.0
+        weights, controls = self.largest
+        bounds = [(upload.largest[n] + weights[n]) / distance + controls[n] for n in self.change.names]
+
+        def change() -> Tensor:
+            before, after = self.controls(receipt.unit), self.new_controls(receipt, upload, distance)
+            return nn.utils.parameters_to_vector([after[name].double() - before[name] for name in after])
+
+        return largest_within(max(bounds, default=0.0), change)
+
+    def controls(self, unit: WorkUnit) -> dict[str, Tensor]:
+        """The control of one client, float64; zeros if it has none yet."""
+        store = self.cohort.store
+        return {name: t.double() for name, t in store[unit].items()} if unit in store else dict(self.change.before)
+
+    def new_controls(self, receipt: Receipt, upload: Upload, distance: float) -> dict[str, Tensor]:
+        """The new control of one client; ``distance`` is its number of steps times the learning rate, above 0."""
+        after = {}
+        for name, correction in corrections(receipt.drawn).items():
+            moved = upload.tensors[name].double() - self.tensors[name].double()
+            after[name] = (-moved / distance - correction).to(torch.promote_types(correction.dtype, torch.float32))
+        return after
+
+    @cached_property
+    def largest(self) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Largest magnitude of each trained parameter before the round, and of the server's control for it."""
+        held = self.tensors, self.control.pieces()
+        weights, controls = (largest_magnitudes({name: of[name] for name in self.change.names}) for of in held)
+        return weights, controls
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.mean, self.change]
+
+    def close(self) -> None:
+        super().close()
+        self.control.add(self.change)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {"control_norm": float(self.control.values.norm())}
+
+
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
     r"""Federated averaging in which clients add :math:`c - c_i` to their gradients, so that they do not drift apart.
@@ -101,146 +191,30 @@ class Scaffold(FedAvg):
     """
 
     side: ClassVar[type[DenseSide]] = ScaffoldSide
+    round: ClassVar[type[DenseRound]] = ScaffoldRound
     updates_have_norms: ClassVar[bool] = True
     counts_all_clients: ClassVar[bool] = True
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        check_plain_sgd(template, server)
+        """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""
+        if type(template) is not SGD:
+            raise ValueError(
+                f"SCAFFOLD needs plain SGD, got {type(template).__name__}; use torch.optim.SGD without momentum, and "
+                "an adaptive optimizer at the server, e.g. FedAdam."
+            )
+        for name, value in ((name, group[name]) for group in template.param_groups for name in UNLIKE):
+            if value:
+                raise ValueError(
+                    f"SCAFFOLD needs plain SGD, got {name}={value!r}; leave it out. A server may have momentum: "
+                    "FedAvgM."
+                )
+        check_one_rate({float(group["lr"]) for group in template.param_groups})
+        held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
+        if missing := [name for name, p in server.named_parameters() if p.requires_grad and id(p) not in held]:
+            raise ValueError(
+                "SCAFFOLD needs one optimizer for all trainable parameters, and yours does not step "
+                f"{', '.join(missing)}; give it all of them, or freeze the others with `requires_grad_(False)`."
+            )
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
-
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
-    ) -> ServerHalf:
-        assert isinstance(state, ClientSum), "made by `new_state`"
-        return ScaffoldHalf(self, server, state, decisions)
-
-
-class ScaffoldHalf(DenseHalf):
-    """SCAFFOLD, bound to a module."""
-
-    def __init__(
-        self, choice: Scaffold, server: nn.Module, control: ClientSum, decisions: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(choice, server, control, decisions)
-        self.control = control
-
-    def open(self, cohort: Cohort) -> ScaffoldRound:
-        return ScaffoldRound(self, cohort)
-
-
-class ScaffoldRound(DenseRound):
-    """One open round of SCAFFOLD.
-
-    Attributes:
-        control: The server's control c, as it was when the round opened.
-        change: Running sum of its change.
-    """
-
-    def __init__(self, half: ScaffoldHalf, cohort: Cohort) -> None:
-        super().__init__(half, cohort)
-        self.control = half.control
-        trained = [n for n, p in half.server.named_parameters() if p.requires_grad and n in self.mean.names]
-        self.change = self.control.change(trained, cohort)
-
-    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        server = self.control.pieces()
-        correction = {
-            f"{CORRECTION}{name}": (server[name] - control).to(self.tensors[name].dtype)
-            for name, control in self.controls(unit).items()
-        }
-        return Download(unit, 1.0, {**self.tensors, **correction}), Receipt(unit, 1.0, correction)
-
-    def add(self, receipt: Receipt, upload: Upload) -> None:
-        super().add(receipt, upload)
-        unit, distance = receipt.unit, _distance(upload)
-        if distance == 0.0:
-            return  # nothing to learn from: the control is unchanged
-        before, after = self.controls(unit), self.new_controls(receipt, upload, distance)
-        self.change.add({name: after[name].double() - before[name] for name in after}, self.cohort.shares[unit.key])
-        self.cohort.store[unit] = after
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        r"""Largest magnitude in the change of the client's control, :math:`(x - y) / (K \eta) - c`, or a bound."""
-        distance = _distance(upload)
-        if distance == 0.0:
-            return 0.0
-        bounds = [(upload.largest[n] + weight) / distance + control for n, (weight, control) in self.largest.items()]
-
-        def change() -> Tensor:
-            before, after = self.controls(receipt.unit), self.new_controls(receipt, upload, distance)
-            return nn.utils.parameters_to_vector([after[name].double() - before[name] for name in after])
-
-        return largest_within(max(bounds, default=0.0), change)
-
-    def controls(self, unit: WorkUnit) -> dict[str, Tensor]:
-        """The control of one client, float64; zeros if it has none yet."""
-        store = self.cohort.store
-        return {name: t.double() for name, t in store[unit].items()} if unit in store else dict(self.change.before)
-
-    def new_controls(self, receipt: Receipt, upload: Upload, distance: float) -> dict[str, Tensor]:
-        """The new control of one client; ``distance`` is its number of steps times the learning rate, above 0."""
-        after = {}
-        for name, correction in corrections(receipt.drawn).items():
-            moved = upload.tensors[name].double() - self.tensors[name].double()
-            after[name] = (-moved / distance - correction).to(torch.promote_types(correction.dtype, torch.float32))
-        return after
-
-    @cached_property
-    def largest(self) -> dict[str, tuple[float, float]]:
-        """Largest magnitude of each trained parameter before the round, and of the server's control for it."""
-        names, pieces = self.change.names, self.control.pieces()
-        weights = largest_magnitudes({name: self.tensors[name] for name in names})
-        controls = largest_magnitudes({name: pieces[name] for name in names})
-        return {name: (weights[name], controls[name]) for name in names}
-
-    @property
-    def sums(self) -> Sequence[RunningMean]:
-        return [self.mean, self.change]
-
-    def close(self) -> None:
-        super().close()
-        self.control.add(self.change)
-
-    def metrics(self) -> Mapping[str, float]:
-        return {"control_norm": float(self.control.values.norm())}
-
-
-def _distance(upload: Upload) -> float:
-    return upload.num_steps * float(upload.tensors[LEARNING_RATE])
-
-
-def check_plain_sgd(template: Optimizer, server: nn.Module) -> None:
-    """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""
-    if type(template) is not SGD:
-        raise ValueError(
-            f"SCAFFOLD needs plain SGD, got {type(template).__name__}; use torch.optim.SGD without momentum, and an "
-            "adaptive optimizer at the server, e.g. FedAdam."
-        )
-    for name, value in ((name, group[name]) for group in template.param_groups for name in UNLIKE):
-        if value:
-            raise ValueError(
-                f"SCAFFOLD needs plain SGD, got {name}={value!r}; leave it out. A server may have momentum: FedAvgM."
-            )
-    check_one_rate({float(group["lr"]) for group in template.param_groups})
-    held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
-    if missing := [name for name, p in server.named_parameters() if p.requires_grad and id(p) not in held]:
-        raise ValueError(
-            f"SCAFFOLD needs one optimizer for all trainable parameters, and yours does not step {', '.join(missing)}; "
-            "give it all of them, or freeze the others with `requires_grad_(False)`."
-        )
-
-
-def check_one_rate(rates: set[float]) -> None:
-    """Raise ``ValueError`` if there are several learning rates."""
-    if len(rates) > 1:
-        raise ValueError(
-            f"SCAFFOLD needs one learning rate for all parameters, got {', '.join(map(str, sorted(rates)))}; give all "
-            "parameter groups the same, in every round."
-        )

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg, dense_mean, sum_of
 from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
@@ -37,25 +36,18 @@ class StaleRound(DenseRound):
         table: Running sum of the changes of H.
     """
 
-    def __init__(self, half: StaleHalf, cohort: Cohort) -> None:
+    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
-        self.choice, self.total = half.choice, half.total
+        assert isinstance(half.state, ClientSum), "made by `new_state`"
+        assert isinstance(half.algorithm, StaleUpdates)
+        self.choice, self.total = half.algorithm, half.state
         weighted = by_share(cohort) if self.choice.coefficients == "data" else cohort
         self.mean = dense_mean(half.server, self.mean.before, weighted)
-        trained = {name: tensor for name, tensor in self.mean.before.items() if name in self.total.pieces()}
-        units = [unit for units in cohort.groups.values() for unit in units]
+        pieces, units = self.total.pieces(), [unit for units in cohort.groups.values() for unit in units]
+        self.trained: Tensors = {name: tensor for name, tensor in self.mean.before.items() if name in pieces}
         self.entries = {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store}
-        self.drawn = sum_of(trained, weighted)
-        self.table = self.total.change([*trained, SEEN], cohort)
-
-    @property
-    def trained(self) -> Tensors:
-        return {name: self.mean.before[name] for name in self.drawn.names}
-
-    @property
-    def zero(self) -> Tensors:
-        """The entry of a client that the table does not hold."""
-        return self.drawn.before
+        self.drawn = sum_of(self.trained, weighted)
+        self.table = self.total.change([*self.trained, SEEN], cohort)
 
     @cached_property
     def over_all(self) -> Tensors:
@@ -71,7 +63,7 @@ class StaleRound(DenseRound):
 
     def entry(self, unit: WorkUnit) -> Tensors:
         """What the table held of a client when the round opened, float64; zeros if nothing."""
-        return restore(self.entries[unit.key], self.trained) if unit.key in self.entries else self.zero
+        return restore(self.entries[unit.key], self.trained) if unit.key in self.entries else self.drawn.before
 
     def stale_update(self, unit: WorkUnit) -> Tensors:
         """What a client contributes unless it takes part, float64."""
@@ -96,10 +88,8 @@ class StaleRound(DenseRound):
 
         No entry of an update's leading terms exceeds the norm of the update.
         """
-        norms = [
-            math.sqrt(before.numel()) * (upload.largest[name] + self.largest[name])
-            for name, before in self.trained.items()
-        ]
+        largest = upload.largest
+        norms = [math.sqrt(t.numel()) * (largest[name] + self.largest[name]) for name, t in self.trained.items()]
 
         def doubled() -> Tensor:
             entry = compress(update_of(self.trained, upload.tensors), self.choice.num_terms)
@@ -116,34 +106,22 @@ class StaleRound(DenseRound):
         return [self.mean, self.drawn, self.table]
 
     def close(self) -> None:
-        apply_mean_change(self.half.server, self._corrected())
-        self.total.add(self.table)
-
-    def _corrected(self) -> Iterator[tuple[str, Tensor]]:
         drawn = dict(self.drawn.finish()) if self.choice.beta else {}
-        for name, change in self.mean.finish():
-            if name in drawn:
-                change.add_(self.over_all[name] - drawn[name], alpha=self.choice.beta)
-            yield name, change
+
+        def corrected() -> Iterator[tuple[str, Tensor]]:
+            for name, change in self.mean.finish():
+                if name in drawn:
+                    change.add_(self.over_all[name] - drawn[name], alpha=self.choice.beta)
+                yield name, change
+
+        apply_mean_change(self.half.server, corrected())
+        self.total.add(self.table)
 
     def metrics(self) -> Mapping[str, float]:
         """The share of all examples whose clients are in the table, and the norm of the sum over all clients."""
         pieces = self.total.pieces()
         share = float(pieces.pop(SEEN))
         return {"stale_share": share, "stale_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm())}
-
-
-class StaleHalf(DenseHalf):
-    """Stale updates, bound to a module."""
-
-    def __init__(
-        self, choice: StaleUpdates, server: nn.Module, total: ClientSum, decisions: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(choice, server, total, decisions)
-        self.choice, self.total = choice, total
-
-    def open(self, cohort: Cohort) -> StaleRound:
-        return StaleRound(self, cohort)
 
 
 @dataclass(frozen=True)
@@ -193,6 +171,7 @@ class StaleUpdates(FedAvg):
         StaleUpdates(buffers={}, beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
 
+    round: ClassVar[type[DenseRound]] = StaleRound
     updates_have_norms: ClassVar[bool] = True
     counts_all_clients: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = True
@@ -220,14 +199,3 @@ class StaleUpdates(FedAvg):
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         return ClientSum({**{name: p.shape for name, p in server.named_parameters()}, SEEN: ()})
-
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
-    ) -> ServerHalf:
-        assert isinstance(state, ClientSum), "made by `new_state`"
-        return StaleHalf(self, server, state, decisions)

@@ -1,8 +1,7 @@
 """Spectral sharding: clients train sampled singular terms of every affine layer."""
 
 from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans
-from lightning_spectral.algorithms.spectral.config import SpectralSharding
-from lightning_spectral.algorithms.spectral.device import SpectralSide
+from lightning_spectral.algorithms.spectral.algorithm import SpectralSharding, SpectralSide
 from lightning_spectral.algorithms.spectral.start import SpectralStart, spectral_start
 
 __all__ = [

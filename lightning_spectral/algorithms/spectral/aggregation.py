@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.algorithms.spectral.start import with_absent_rows
 from lightning_spectral.functional.spectra import weight_change
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.sums import MeanChange, RunningMean
+from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 
@@ -43,15 +43,17 @@ class LayerMean(ABC):
         u: Left vectors before training, shape ``(c_out, N)``.
         v: Right vectors before training, shape ``(N, c_in k)``.
         held_rows: Number of leading rows of ``u`` that clients hold; ``None`` for all. The others never change.
+
+    Attributes:
+        running: The sum over clients, which several processes add up; a subclass sets it.
+        truncates: Whether there may be anything in the `truncation`; by default not.
     """
+
+    running: MeanChange
+    truncates = False
 
     def __init__(self, u: Tensor, v: Tensor, held_rows: int | None) -> None:
         self.u, self.v, self.held_rows = u, v, held_rows
-
-    @property
-    @abstractmethod
-    def running(self) -> RunningMean:
-        """The sum over clients, which several processes add up."""
 
     @property
     @abstractmethod
@@ -69,11 +71,6 @@ class LayerMean(ABC):
     @abstractmethod
     def weight_change(self) -> Tensor:
         """The mean change by training, float64, with rows that no client holds; exactly zero where nothing changed."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether there may be anything in the `truncation`; by default not."""
-        return False
 
     def truncation(self) -> Tensor:
         """What the matrix loses however clients train, float64, with rows that no client holds; by default nothing.
@@ -97,24 +94,20 @@ class MeanOfTerms(LayerMean):
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
         before = {"u": u[:held_rows], "v": v}
-        self._mean = MeanChange(before, cohort.total, cohort.absolute, by_index={"u": 1, "v": 0})
-
-    @property
-    def running(self) -> MeanChange:
-        return self._mean
+        self.running = MeanChange(before, cohort.total, cohort.absolute, by_index={"u": 1, "v": 0})
 
     @property
     def visited(self) -> Tensor:
-        return self._mean.held["u"] > 0
+        return self.running.held["u"] > 0
 
     def add(self, client: TrainedTerms, weight: float) -> None:
         largest = dict(zip("uv", client.magnitudes, strict=True))
-        self._mean.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.terms))
+        self.running.add({"u": client.u, "v": client.v}, weight, largest, where=dict.fromkeys("uv", client.terms))
 
     def weight_change(self) -> Tensor:
         """Rows of ``u`` that no client holds are unchanged, but are multiplied by the new ``v``."""
-        visited = self._mean.visited("u")
-        u_change, v_change = (self._mean.change(name, visited) for name in "uv")
+        visited = self.running.visited("u")
+        u_change, v_change = (self.running.change(name, visited) for name in "uv")
         u_change = with_absent_rows(u_change, len(self.u))
         return weight_change(self.u[:, visited].double(), self.v[visited].double(), u_change, v_change)
 
@@ -141,20 +134,18 @@ class MeanOfMatrices(LayerMean):
     exact zeros, however the factors were rounded.
     """
 
+    truncates = True
+
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
         of_terms, zero = v[:, 0], u.new_zeros(())
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
         self._before = tuple(largest_magnitudes({"u": u, "v": v}).values())
-        self._mean = sum_of({"holders": of_terms, "multiples": of_terms, "matrix": matrix}, cohort)
-
-    @property
-    def running(self) -> MeanChange:
-        return self._mean
+        self.running = sum_of({"holders": of_terms, "multiples": of_terms, "matrix": matrix}, cohort)
 
     @property
     def visited(self) -> Tensor:
-        _, holders = next(self._mean.finish())
+        _, holders = next(self.running.finish())
         return holders > 0
 
     def add(self, client: TrainedTerms, weight: float) -> None:
@@ -162,7 +153,7 @@ class MeanOfMatrices(LayerMean):
         matrix = self._matrix(client, omega)
         holders, multiples = omega.new_zeros(len(self.v)), omega.new_full((len(self.v),), -1.0)
         holders[client.terms], multiples[client.terms] = 1.0, omega - 1.0
-        self._mean.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
+        self.running.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
 
     def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
         """How far a client's training moved its own matrix; in its own type, since it is a sum of small products."""
@@ -178,15 +169,11 @@ class MeanOfMatrices(LayerMean):
         return largest_within(bound, lambda: self._matrix(client, omega))
 
     def weight_change(self) -> Tensor:
-        return with_absent_rows(self._mean.change("matrix"), len(self.u))
-
-    @property
-    def truncates(self) -> bool:
-        return True
+        return with_absent_rows(self.running.change("matrix"), len(self.u))
 
     def truncation(self) -> Tensor:
         u = self.u[: self.held_rows].double()
-        return with_absent_rows(-(u * self._mean.change("multiples")) @ self.v.double(), len(self.u))
+        return with_absent_rows(-(u * self.running.change("multiples")) @ self.v.double(), len(self.u))
 
 
 @dataclass(frozen=True)
@@ -225,10 +212,7 @@ class MeanWithinReach(MeanOfMatrices):
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor) -> None:
         super().__init__(u, v, cohort, held_rows)
         self._lost = torch.nonzero(~reachable).flatten()
-
-    @property
-    def truncates(self) -> bool:
-        return len(self._lost) > 0
+        self.truncates = len(self._lost) > 0
 
     def truncation(self) -> Tensor:
         of = self._lost.to(self.v.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,10 +61,7 @@ class WidthAverages(nn.Module):
     @property
     def widths(self) -> dict[float, dict[str, Tensor]]:
         """The averages of each width, by their names in the server's module."""
-        return {width: {name: self._buffer(name, width) for name in self._names} for width in self._widths}
-
-    def _buffer(self, name: str, width: float) -> Tensor:
-        return self.get_buffer(_key(name, width))
+        return {width: {name: self.get_buffer(_key(name, width)) for name in self._names} for width in self._widths}
 
     @torch.no_grad()
     def begin(self, server: nn.Module) -> None:
@@ -107,37 +104,22 @@ def arrange(
     positions and largest magnitudes for `MeanChange.add`.
     """
     tensors, places, largest = dict(upload.tensors), dict(positions), dict(upload.largest)
-    like = next(iter(upload.tensors.values()))
-    for place, source in _sources(names, capacity, widths, _widths_used(upload.tensors, capacity, widths)):
-        if source is None:
-            tensors[place], largest[place] = like.new_empty(0), 0.0  # on the device of the sums
-            places[place] = torch.empty(0, dtype=torch.int64)
-        else:
-            tensors[place], largest[place] = upload.tensors[source], upload.largest[source]
-    return tensors, places, largest
-
-
-def _sources(
-    names: Iterable[str], capacity: float, widths: Sequence[float], used: Collection[float]
-) -> Iterator[tuple[str, str | None]]:
-    """For each of the server's averages, the client's that is added to it, if any."""
+    none = next(iter(upload.tensors.values())).new_empty(0)  # on the device of the sums
+    used = {capacity}  # the widths at which the client took steps; if it has no narrower ones, its own
+    if STEP_COUNTS in upload.tensors:
+        own = [*(width for width in widths if width < capacity), capacity]
+        used = {w for w, count in zip(own, upload.tensors[STEP_COUNTS].tolist(), strict=True) if count}
     for name in names:
-        for width in widths:
-            key = at_width(name, width)
-            yield key, (name if width == capacity else key) if width in used else None
-        yield name, name if capacity in used and capacity not in widths else None
-
-
-def _widths_used(tensors: Tensors, capacity: float, widths: Sequence[float]) -> set[float]:
-    """The widths at which a client took steps; if it has no narrower ones, its own."""
-    if STEP_COUNTS not in tensors:
-        return {capacity}
-    own = [*(width for width in widths if width < capacity), capacity]
-    return {width for width, count in zip(own, tensors[STEP_COUNTS].tolist(), strict=True) if count}
-
-
-def _key(name: str, width: float) -> str:
-    return at_width(name, width).replace(".", ":")
+        places_of = {width: at_width(name, width) for width in widths}
+        sources = {key: name if width == capacity else key for width, key in places_of.items() if width in used}
+        if capacity in used and capacity not in widths:
+            sources[name] = name
+        for place in (*places_of.values(), name):
+            if place in sources:
+                tensors[place], largest[place] = upload.tensors[sources[place]], upload.largest[sources[place]]
+            else:
+                tensors[place], largest[place], places[place] = none, 0.0, torch.empty(0, dtype=torch.int64)
+    return tensors, places, largest
 
 
 def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -153,3 +135,7 @@ def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dic
         stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows[name].cpu(), False)
         left[name], where[name] = tensor[stays.to(tensor.device)], all_positions[stays.to(all_positions.device)]
     return left, where
+
+
+def _key(name: str, width: float) -> str:
+    return at_width(name, width).replace(".", ":")

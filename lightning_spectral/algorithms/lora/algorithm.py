@@ -1,0 +1,530 @@
+"""Federated LoRA: clients train low-rank adapters of different ranks on a frozen model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.algorithms.lora.aggregation import (
+    Adapter,
+    AdapterAggregation,
+    OpenAdapter,
+    SampledTerms,
+    drawn_rows,
+)
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each, first_match
+from lightning_spectral.client.device import ClientSide
+from lightning_spectral.errors import check_is
+from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    load_tensors,
+    returned_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.per_client import (
+    Assigned,
+    PerClient,
+    assign,
+    check_num_entries,
+    check_per_client,
+    entries_of,
+)
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
+from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums.exact_mean import rows_in_a_block
+
+ALPHA = 8.0
+PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+
+
+@dataclass(frozen=True)
+class LoRA(Algorithm):
+    r"""Clients train adapters of linear layers, :math:`W_0 + s B A`, and the rest of the model is frozen.
+
+    The server's module keeps plain weights: after each round they are :math:`W_0 + s B A`. Clients hold the frozen
+    :math:`W_0`, which is sent to each of them once, and the factors B, ``(c_out, r)``, initially zero, and A,
+    ``(r, c_in)``. Everything else is frozen, except for what ``train`` names, which is averaged as in `FedAvg`.
+
+    If the module already has PEFT adapters, these are trained with PEFT's scaling, and so is everything that PEFT has
+    not frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as usual.
+
+    With R the largest rank, all clients have the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all
+    clients that hold it and learns at the same rate: a client's rank is its capacity, not its learning rate. The
+    expected first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for entries of A of variance
+    :math:`\sigma^2`, is also the same for any R.
+
+    Args:
+        rank: Rank r of a client's adapters: one for all; ``{rank: share of clients}``; or one per client. In the ledger
+            and logs, a client's keep ratio is its rank divided by R.
+        alpha: Numerator of the scale s; ``None`` for 8. It must be ``None`` if PEFT has made the adapters, which have
+            their own scale.
+        aggregation: How the clients' adapters are combined into one.
+        layers: Patterns of the names of linear layers that get an adapter; the ``Conv1D`` of transformers counts as
+            one.
+        train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Buffers that
+            match follow the rules of `FedAvg`; others keep the server's value. What matches gets no adapter.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`, whether ``train`` matches them or not.
+        merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
+            again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
+            follows the next round that has one. ``None`` for never.
+
+    Note:
+        :math:`W_0` holds the weights at the start of the first fit; changes made to them later are lost. The server
+        keeps the adapted weights in memory twice.
+
+    Reference:
+        Hu et al. (2022), LoRA; Kalajdzievski (2023) for the square root.
+
+    Example:
+        >>> LoRA({8: 0.6, 16: 0.4}).scale
+        2.0
+    """
+
+    updates_have_norms: ClassVar[bool] = True
+
+    capacity_name: ClassVar[str] = "rank"
+
+    rank: PerClient[int] = 8
+    alpha: float | None = None
+    aggregation: AdapterAggregation = field(default_factory=SampledTerms)
+    layers: Sequence[str] = ("*",)
+    train: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
+    merge_every: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            rank=partial(check_per_client, rule=Whole(at_least=1)),
+            alpha=Number(above=0, optional=True),
+            layers=as_patterns,
+            train=as_patterns,
+            buffers=as_rules,
+            merge_every=Whole(at_least=1, optional=True),
+        )
+        check_is("aggregation", self.aggregation, AdapterAggregation)
+        if self.merge_every is not None and "base" in self.aggregation.steps(is_mixed=True):
+            raise ValueError(
+                f"{type(self.aggregation).__name__} adds to the base in every round and keeps no adapters between "
+                f"rounds; leave `merge_every` out, got {self.merge_every}."
+            )
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank R of any client."""
+        return max(entries_of(self.rank))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether clients have different ranks."""
+        return len(set(entries_of(self.rank))) > 1
+
+    @property
+    def scale(self) -> float:
+        """The factor s on the product B A."""
+        return (ALPHA if self.alpha is None else self.alpha) / math.sqrt(self.max_rank)
+
+    @property
+    def trained_parts(self) -> tuple[str, ...]:
+        """The factors that clients train in some round."""
+        return tuple(sorted({part for round_idx in (0, 1) for part in self.aggregation.trained(round_idx)}))
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether a fit changes the base, so that its result is not just an adapter on the weights it started from."""
+        return self.merge_every is not None or "base" in self.aggregation.steps(is_mixed=True)
+
+    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
+        check_num_entries("rank", self.rank, num_clients)
+        ranks = assign(self.rank, num_clients, seed, "ranks")
+        return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)
+
+    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[LoRA, float]]:
+        ranks = each("capacities", capacities, Whole(at_least=1))
+        choice = replace(self, rank=ranks)
+        return {rank: (choice, rank / choice.max_rank) for rank in ranks}
+
+    def all_capacities(self, server: nn.Module) -> range:
+        """The ranks up to the smallest side of an adapted layer."""
+        layers = self.adapted(server)
+        if any(layer.brings_factors for layer in layers):
+            raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
+        return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
+
+    def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
+        """The layers of ``server`` that get an adapter."""
+        return adapted_layers(server, self.layers, self.train, self.scale)
+
+    def check(self, server: nn.Module) -> None:
+        """Also refuse patterns of ``train`` that match nothing, and adapters of PEFT that could not keep their form."""
+        layers, kind = self.adapted(server), type(self.aggregation).__name__
+        for layer in layers:
+            layer.check_rank(self.max_rank)
+        trainable = {name for name, p in server.named_parameters() if p.requires_grad} - factors_of(layers)
+        for pattern in self.train:
+            if not any(matches(name, [pattern]) for name in trainable):
+                raise ValueError(
+                    f"`train`: {pattern!r} matches no trainable parameter of {type(server).__name__}; give patterns of "
+                    "names of modules or parameters, such as 'head' or '*.bias'."
+                )
+        if not any(layer.brings_factors for layer in layers):
+            return
+        if self.alpha is not None:
+            raise ValueError(
+                f"`alpha` must be None where PEFT has made the adapters, which it scales itself, got {self.alpha}; "
+                "give PEFT's `LoraConfig` a `lora_alpha`."
+            )
+        if self.changes_base:
+            what = f"`merge_every={self.merge_every}`" if self.merge_every else kind
+            raise ValueError(
+                f"{what} changes the base, which is no part of an adapter of PEFT; leave it out, or take the module "
+                "without PEFT."
+            )
+        for name in (layer.parts[part] for layer in layers for part in self.trained_parts):
+            if not server.get_parameter(name).requires_grad:
+                raise ValueError(
+                    f"{name} is frozen, and {kind} trains it. Load the adapter with `is_trainable=True`; if A alone is "
+                    "frozen, take FrozenA."
+                )
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Raise ``ValueError`` unless the user's optimizer holds all that clients train."""
+        layers = self.adapted(server)
+        origins = [layer.origins[layer.parts[part]] for layer in layers for part in self.trained_parts]
+        held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
+        parameters, wanted = dict(server.named_parameters()), dict.fromkeys([*origins, *self.whole_of(server, layers)])
+        if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
+            raise ValueError(
+                "LoRA gives an adapter the options of its weight in your optimizer, which lacks "
+                f"{', '.join(missing[:3])}{' and more' if len(missing) > 3 else ''}. Give your "
+                f"{type(template).__name__} all parameters of the module; what is frozen stays frozen."
+            )
+
+    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+        """Raise ``ValueError`` for any but plain averaging if the server's factors are replaced between steps."""
+        plain = (group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items())
+        if isinstance(optimizer, SGD) and all(plain):
+            return
+        kind = type(optimizer).__name__
+        gone = f"the state of a server optimizer such as {kind} would refer to factors that no longer exist"
+        if self.merge_every:
+            raise ValueError(
+                f"With `merge_every={self.merge_every}` adapters restart, and {gone}; leave `server_optimizer` or "
+                "`merge_every` out."
+            )
+        if not self.aggregation.steps(self.is_mixed):
+            raise ValueError(
+                f"{type(self.aggregation).__name__} factorises its product anew in each round, and {gone}; leave "
+                "`server_optimizer` out, or take PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
+            )
+
+    def new_state(self, server: nn.Module, seed: int) -> LoRAState:
+        """B is zero and A drawn, unless the layers bring their factors."""
+        layers, adapters, rank = self.adapted(server), [], self.max_rank
+        for layer in layers:
+            if layer.brings_factors:
+                own = (server.get_parameter(layer.parts[part]).detach().clone() for part in "BA")
+                adapter = Adapter(None, *own)
+            else:
+                weight = server.get_parameter(layer.weight).detach()
+                B, A = weight.new_zeros(layer.out_features, rank), drawn_rows(layer, rank, weight, seed)
+                adapter = Adapter(weight.clone(), B, A)
+            for part in self.aggregation.steps(self.is_mixed):
+                adapter.get_parameter(part).requires_grad_(True)
+            adapters.append(adapter)
+        return LoRAState(layers, adapters, seed)
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
+        assert isinstance(state, LoRAState), "made by `new_state`"
+        return LoRAHalf(self, server, state, self._buffer_rules(server, decisions))
+
+    def _buffer_rules(self, server: nn.Module, decisions: Mapping[str, Any] | None = None) -> BufferRules:
+        named = (name for name, _ in server.named_buffers())
+        chosen = frozenset(
+            name for name in named if matches(name, self.train) or first_match(name, self.buffers) is not None
+        )
+        return buffer_rules(server, self.buffers, decisions).only(chosen)
+
+    def whole_of(
+        self, server: nn.Module, layers: Sequence[AdaptedLayer], buffers: BufferRules | None = None
+    ) -> dict[str, Tensor]:
+        """What clients send back beside the factors: parameters by patterns of names, and buffers with a rule.
+
+        If PEFT has made the layers' factors, all that it has not frozen is trained, too.
+        """
+        rules = self._buffer_rules(server) if buffers is None else buffers
+        by_peft = any(layer.brings_factors for layer in layers)
+        named = {name for name, _ in server.named_parameters() if by_peft or matches(name, self.train)}
+        chosen = (named | rules.returned) - factors_of(layers)
+        return {name: t for name, t in returned_tensors(server, buffers=rules).items() if name in chosen}
+
+
+class LoRAHalf(ServerHalf):
+    """Federated LoRA, bound to a module; ``dense`` names the parameters and buffers that are trained whole."""
+
+    state: LoRAState
+
+    def __init__(self, choice: LoRA, server: nn.Module, state: LoRAState, buffers: BufferRules) -> None:
+        super().__init__(server, state, buffers)
+        self.choice, self.aggregation = choice, choice.aggregation
+        self.is_mixed, self.max_rank = choice.is_mixed, choice.max_rank
+        self.dense = tuple(choice.whole_of(server, state.layers, buffers))
+
+    @cached_property
+    def device_half(self) -> LoRASide:
+        return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense)
+
+    def initialize(self, workers: Workers) -> str:
+        layers, whole = self.state.layers, self.trained_whole().values()
+        adapters = sum(self.max_rank * (layer.out_features + layer.in_features) for layer in layers)
+        total = sum(parameter.numel() for parameter in self.server.parameters())
+        return (
+            f"LoRA: adapters of {len(layers)} layers, of rank up to {self.max_rank}, have {adapters:,} parameters; "
+            f"{sum(tensor.numel() for tensor in whole):,} values are trained whole, and the rest of the {total:,} "
+            "parameters are frozen."
+        )
+
+    def trained_whole(self) -> dict[str, Tensor]:
+        """What is trained beside the factors, as it is now."""
+        tensors = travelling_tensors(self.server)
+        return {name: tensors[name] for name in self.dense}
+
+    def sent_to_all(self) -> dict[str, Tensor]:
+        """What every client is sent: bases in place of adapted weights, and the rest of the module except factors."""
+        tensors = travelling_tensors(self.server, without=factors_of(self.state.layers))
+        for layer, adapter in self.state.pairs:
+            weight = tensors.pop(layer.weight)
+            name = layer.folded["base"] if self.folds else layer.weight
+            tensors[name] = weight if adapter.base is None else adapter.base.detach()
+        return tensors
+
+    @property
+    def folds(self) -> bool:
+        """Whether clients are also sent the terms that they do not train."""
+        return self.is_mixed and self.aggregation.folds
+
+    def frozen_tensors(self) -> Mapping[str, Tensor]:
+        """All that is not trained, and A if the aggregation never changes it and all clients have all of it."""
+        frozen = {name: tensor for name, tensor in self.sent_to_all().items() if name not in self.dense}
+        parts = () if self.is_mixed else self.aggregation.frozen()
+        for layer, adapter in self.state.pairs:
+            frozen.update({layer.parts[part]: adapter.get_parameter(part).detach() for part in parts})
+        return frozen
+
+    @property
+    def moving_tensors(self) -> set[str]:
+        moves = "base" in self.aggregation.steps(self.is_mixed)
+        return {layer.weight for layer in self.state.layers} if moves else set()
+
+    def open(self, cohort: Cohort) -> LoRARound:
+        return LoRARound(self, cohort)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Write ``W0 + s B A`` or factors into the server's module; before the first round, take over its values."""
+        state, begins = self.state, not self.state.has_begun
+        for layer, adapter in state.pairs:
+            if adapter.base is None:
+                for part, name in layer.factors.items():
+                    whole, own = self.server.get_parameter(name), adapter.get_parameter(part)
+                    if begins:
+                        own.copy_(whole)
+                    whole.copy_(own)
+                continue
+            weight = self.server.get_parameter(layer.weight)
+            if begins:
+                adapter.base.copy_(weight)
+            write_merged(layer, adapter, weight)
+            if state.merge_is_due:  # the merged weight becomes the base bit for bit
+                adapter.base.copy_(weight)
+                adapter.B.zero_()
+                adapter.A.copy_(drawn_rows(layer, self.max_rank, adapter.A, state.seed, int(state.num_rounds)))
+        state.merge_is_due = False
+        state.has_begun.fill_(True)
+
+
+class LoRARound(Round):
+    """One open round of federated LoRA.
+
+    Attributes:
+        tensors: What every client is sent: bases, and all else but factors, by name.
+        adapters: The adapted layers with their open rounds.
+        dense: Running mean of the changes of what is trained whole.
+    """
+
+    def __init__(self, half: LoRAHalf, cohort: Cohort) -> None:
+        self.half = half
+        self.cohort = cohort
+        self.tensors = half.sent_to_all()
+        ranks = {ratio: round(ratio * half.max_rank) for ratio in cohort.groups}
+        opened = [
+            OpenAdapter(layer, adapter.B.detach(), adapter.A.detach(), cohort, ranks, half.is_mixed)
+            for layer, adapter in half.state.pairs
+        ]
+        self.adapters = dict(zip(half.state.layers, half.aggregation.open_all(opened), strict=True))
+        self.dense = dense_mean(half.server, half.buffers.averaged(half.trained_whole()), cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        keep_ratio = self.cohort.capacity_of(unit)
+        tensors, terms = dict(self.tensors), {}
+        for layer, adapter in self.adapters.items():
+            terms[layer.name], parts = adapter.draw(unit)
+            tensors.update({layer.parts[part]: tensor for part, tensor in parts.items()})
+            rest = adapter.rest(terms[layer.name]) if self.half.folds else {}
+            tensors.update({layer.folded[part]: tensor for part, tensor in rest.items()})
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        for layer, adapter in self.adapters.items():
+            adapter.add(receipt.unit, receipt.drawn[layer.name], *sent_back(upload, layer))
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
+        found = (adapter.largest_summand(*sent_back(upload, layer)) for layer, adapter in self.adapters.items())
+        return max(found, default=0.0)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.dense, *(adapter.mean for adapter in self.adapters.values())]
+
+    def close(self) -> None:
+        apply_mean_change(self.half.server, self.dense.finish())
+        self.half.state.note_round(self.cohort.round_idx, self.half.choice.merge_every)
+        for adapter, (_, own) in zip(self.adapters.values(), self.half.state.pairs, strict=True):
+            adapter.close(own)
+
+
+def sent_back(upload: Upload, layer: AdaptedLayer) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """The factors of one layer that a client sent back, and the largest magnitude of each."""
+    sent = {part: name for part, name in layer.factors.items() if name in upload.tensors}
+    tensors = {part: upload.tensors[name] for part, name in sent.items()}
+    return tensors, {part: upload.largest[name] for part, name in sent.items()}
+
+
+class LoRAState(nn.Module):
+    """What the server holds between rounds.
+
+    Attributes:
+        layers: The adapted layers, found once for all rounds.
+        adapters: One for each of them, in their order.
+        has_begun: Whether a fit has begun; until then bases follow the weights, which a user may still load.
+        num_rounds: Number of rounds up to the last one that was averaged.
+        merge_is_due: Whether adapters are merged and restarted when this round is settled.
+    """
+
+    has_begun: Tensor
+    num_rounds: Tensor
+
+    def __init__(self, layers: Sequence[AdaptedLayer], adapters: Sequence[Adapter], seed: int) -> None:
+        super().__init__()
+        self.layers = tuple(layers)
+        self.adapters = nn.ModuleList(adapters)
+        self.seed = seed
+        self.register_buffer("has_begun", torch.tensor(False))
+        self.register_buffer("num_rounds", torch.tensor(0))
+        self.merge_is_due = False
+
+    @property
+    def pairs(self) -> list[tuple[AdaptedLayer, Adapter]]:
+        """Each adapted layer with what is held of it."""
+        held = [adapter for adapter in self.adapters if isinstance(adapter, Adapter)]
+        return list(zip(self.layers, held, strict=True))
+
+    def note_round(self, round_idx: int, merge_every: int | None) -> None:
+        """Note an averaged round; a merge is due if this round, or one without clients before it, calls for one."""
+        before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit counts from zero again
+        self.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
+        self.num_rounds.fill_(now)
+
+
+@torch.no_grad()
+def write_merged(layer: AdaptedLayer, adapter: Adapter, weight: Tensor) -> None:
+    """Write ``W0 + s B A``, rounded once from float64, into a weight; exactly W0 where the product is zero.
+
+    This is done in place and block by block, so that a weight is never copied as a whole.
+    """
+    assert adapter.base is not None
+    left, right = adapter.B.double(), adapter.A.double()
+    if layer.transposed:
+        left, right = right.T, left.T
+    count = rows_in_a_block(weight)
+    parts = (torch.split(whole, count) for whole in (weight, adapter.base, left))
+    for into, base, own in zip(*parts, strict=True):
+        into.copy_(torch.addmm(base.double(), own, right, alpha=layer.scale))
+
+
+@dataclass(frozen=True)
+class LoRASide(ClientSide):
+    """Sub-models whose chosen layers compute ``W0 x + s B A x``, in which only A and B are trained.
+
+    Attributes:
+        layers: The layers with adapters.
+        max_rank: Largest rank in the federation; a capacity is a share of it.
+        aggregation: Says which factors are trained in a round, and whether terms have multipliers.
+        is_mixed: Whether the federation has clients of different ranks; only then are there multipliers.
+        dense: Names of the tensors that are trained whole and travel back.
+    """
+
+    layers: tuple[AdaptedLayer, ...]
+    max_rank: int
+    aggregation: AdapterAggregation
+    is_mixed: bool
+    dense: tuple[str, ...]
+
+    @cached_property
+    def _weight_of(self) -> dict[str, str]:
+        """Maps each trained parameter to the server's parameter whose optimizer options it gets."""
+        factors = [layer.origins for layer in self.layers]
+        return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
+
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in self.dense)
+        rank, multiplied = round(capacity * self.max_rank), self.is_mixed and self.aggregation.has_multipliers
+        for layer in self.layers:
+            layer.attach(module, rank, multiplied)
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        tensors = dict(download.tensors)
+        for layer in self.layers if self.is_mixed and self.aggregation.folds else ():
+            layer.fold(tensors)
+        load_tensors(client, tensors)
+        trained, parameters = self.aggregation.trained(download.round_idx), dict(client.named_parameters())
+        for layer in self.layers:
+            for part, name in layer.factors.items():
+                parameters[name].requires_grad_(part in trained)
+
+    def origin(self, name: str) -> str:
+        return self._weight_of.get(name, "")
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        parts = self.aggregation.trained(download.round_idx)
+        factors = [layer.parts[part] for layer in self.layers for part in parts]
+        return Upload(download.unit, select_tensors(client, [*self.dense, *factors]))
+
+    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
+        own = dict(client.named_parameters())
+        pairs = {layer.name: (layer.factors["B"], layer.factors["A"]) for layer in self.layers}
+        return {layer: next(own[name] for name in pair if own[name].requires_grad) for layer, pair in pairs.items()}

@@ -1,0 +1,565 @@
+"""Spectral sharding: clients train sampled singular terms of every affine layer."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, AdamW, Optimizer
+
+from lightning_spectral.algorithms.base import ByKeepRatio, Moment, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.algorithms.spectral.aggregation import (
+    LayerMean,
+    MeanWithinReach,
+    TermAggregation,
+    TermMeans,
+    TrainedTerms,
+)
+from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy, naming_layer
+from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
+from lightning_spectral.arguments import Number, as_patterns, check_fields
+from lightning_spectral.client.device import ClientSide, StepActions
+from lightning_spectral.designs import Design
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.functional.figures import marginal_entropy
+from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, singular_terms
+from lightning_spectral.nn.layers.terms import sharded_layers
+from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
+from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
+from lightning_spectral.nn.plan.planner import check_layers, plan_of, untraced_ends
+from lightning_spectral.nn.plan.swap import swap_layers
+from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
+from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.per_client import (
+    PerClient,
+    Schedule,
+    check_per_client,
+    entries_of,
+    value_at,
+    values_of,
+)
+from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
+from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
+from lightning_spectral.sums import RunningMean
+
+AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}
+LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
+ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the largest one is zero
+DECAY = "frobenius_decay"  # option of a group of factors
+
+
+@dataclass(frozen=True)
+class SpectralSide(ClientSide):
+    """Sub-models whose sharded layers hold the terms that were sent.
+
+    Attributes:
+        plan: How clients hold each layer.
+        dense: Names of the tensors that travel back whole.
+        clip_tau: Bound on the learning rate of a term's vectors.
+        clip_weight_lr: Bound on the learning rate of the weight.
+        frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
+    """
+
+    plan: ModulePlan
+    dense: tuple[str, ...]
+    clip_tau: float
+    clip_weight_lr: float
+    frobenius_decay: float
+
+    @cached_property
+    def weight_of(self) -> dict[str, str]:
+        """Maps the name of a factor to that of the dense weight that it stands for."""
+        return {
+            f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in ("u", "v")
+        }
+
+    @cached_property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the tensors that travel back; multipliers do not."""
+        return (*self.dense, *self.weight_of)
+
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        load_tensors(client, download.tensors)
+
+    def origin(self, name: str) -> str:
+        return self.weight_of.get(name, name)
+
+    def overrides(self, name: str, options: Options) -> Options:
+        """Factors have Frobenius decay in place of weight decay, which would act on each of them alone."""
+        if name not in self.weight_of:
+            return {}
+        return {"weight_decay": 0.0, DECAY: self.frobenius_decay + options.get("weight_decay", 0.0)}
+
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        """Frobenius decay, then clipping, just before each step."""
+        rates = TermRates(client, self.clip_tau, self.clip_weight_lr)
+        rates.start_client()
+        acts: dict[int, Sequence[Callable[[], None]]] = {}
+
+        def acting(optimizer: Optimizer) -> Sequence[Callable[[], None]]:
+            groups = optimizer.param_groups
+            group_of = {id(parameter): group for group in groups for parameter in group["params"]}
+            layers = {name: id(layer.u) for name, layer in sharded_layers(client).items()}
+            decays = {name: group_of[u][DECAY] for name, u in layers.items() if u in group_of}
+            # decoupled weight decay is a step of its own
+            decoupled = isinstance(optimizer, AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
+            return FrobeniusDecay(decays, decoupled).acting(optimizer, client), rates.acting(optimizer)
+
+        def before_step(optimizer: Optimizer) -> None:
+            if id(optimizer) not in acts:
+                acts[id(optimizer)] = acting(optimizer)
+            for act in acts[id(optimizer)]:
+                act()
+
+        return StepActions(before_step=before_step)
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        return Upload(download.unit, select_tensors(client, self.returned))
+
+    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
+        return {name: layer.u for name, layer in sharded_layers(client).items()}
+
+
+@dataclass(frozen=True)
+class SpectralSharding(ByKeepRatio):
+    """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
+
+    Args:
+        strategy: Turns a layer's singular values into inclusion probabilities and multipliers; or a `Schedule` of
+            strategies.
+        keep_ratio: Share r of the terms a client holds: one for all; ``{ratio: share of clients}``; or one per client.
+        design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling; for
+            PriSM successive sampling, as in its paper). May also be a `Schedule` of designs.
+        clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
+            Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
+        frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
+            ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
+        exclude: Shell-style patterns of the names of layers that stay dense: short for
+            ``layers=LayerChoices(exclude=...)``, where they are stored.
+        layers: Which layers are sharded, how finely, and the rules of buffers; or the plan that `validate`
+            returned, which fixes the outcome for every layer. Given choices, the plan is made when training starts,
+            with a traced forward pass if the module has an ``example_input_array``.
+        clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
+            nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
+            at 2 omega^2 s times the rate of a dense layer; with 1, not faster than in a dense layer. That is exact for
+            SGD and a client's first step, for which the bound is computed: factors that grow during a turn move faster,
+            and adaptive optimizers undo it.
+        spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
+            train from the weights as they are. Weights that look trained are unchanged.
+        output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
+            others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
+            where it is stored.
+        aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
+            FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
+            nothing worth keeping, and means of terms elsewhere, as in the paper.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, ``clip_tau`` is below 1, ``clip_weight_lr`` is
+            not positive, ``frobenius_decay`` is negative, or ``layers`` is given together with ``exclude``, or has
+            another ``output_ratio``.
+
+    Note:
+        Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
+        clients in this round, as in the 2024 paper.
+
+    Reference:
+        Korzhenkov & Louizos (2024), section 3.1. Niu et al. (2023), section 3.2.1 and Eq. (5), for ``output_ratio``.
+
+    Example:
+        >>> SpectralSharding(Collective(), keep_ratio={0.2: 0.6, 0.4: 0.4}).keep_ratio
+        {0.2: 0.6, 0.4: 0.4}
+        >>> SpectralSharding(exclude=["head"]) == SpectralSharding(layers=LayerChoices(exclude=["head"]))
+        True
+    """
+
+    side: ClassVar[type[SpectralSide]] = SpectralSide
+    updates_have_norms: ClassVar[bool] = True
+
+    strategy: ShardingStrategy | Schedule[ShardingStrategy] = field(default_factory=Collective)
+    keep_ratio: PerClient[float] = 0.2
+    design: Design | Schedule[Design | None] | None = None
+    clip_tau: float = 10.0
+    frobenius_decay: float = 1e-4
+    exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`; empty afterwards
+    layers: LayerChoices | ModulePlan = LayerChoices()
+    clip_weight_lr: float = 1.0
+    spectral_start: SpectralStart | None = SpectralStart()
+    output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
+    aggregation: TermAggregation | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            clip_tau=TAU,
+            frobenius_decay=Number(at_least=0),
+            clip_weight_lr=WEIGHT_LR,
+            exclude=as_patterns,
+        )
+        for name, setting in {"strategy": self.strategy, "design": self.design}.items():
+            if isinstance(setting, Mapping):
+                raise TypeError(f"`{name}` by round must be a Schedule, got {setting!r}; write Schedule({setting!r}).")
+        for strategy in values_of(self.strategy):
+            check_is("strategy", strategy, ShardingStrategy)
+        for design in values_of(self.design):
+            if design is not None:
+                check_is("design", design, Design)
+        if self.spectral_start is not None:
+            check_is("spectral_start", self.spectral_start, SpectralStart)
+        if self.aggregation is not None:
+            check_is("aggregation", self.aggregation, TermAggregation)
+        check_layers(self.layers)
+        if self.exclude:
+            choices = LayerChoices(exclude=self.exclude)
+            if self.layers != LayerChoices():
+                raise ValueError(
+                    f"`exclude={choices.exclude}` is short for `layers=LayerChoices(exclude={choices.exclude})`, but "
+                    "`layers` is given too. Put the patterns there; for a plan, pass them to `validate`."
+                )
+            object.__setattr__(self, "layers", choices)
+            object.__setattr__(self, "exclude", ())
+        if self.output_ratio is not None:
+            choices = self._layer_choices
+            wanted = replace(choices, output_ratio=self.output_ratio)
+            if wanted != choices:
+                if isinstance(self.layers, ModulePlan) or choices.output_ratio != 1.0:
+                    raise ValueError(
+                        f"`output_ratio={self.output_ratio:g}`, but `layers` has {choices.output_ratio:g}; set it "
+                        "once, in LayerChoices(output_ratio=...), which `validate` takes as well."
+                    )
+                object.__setattr__(self, "layers", wanted)
+            object.__setattr__(self, "output_ratio", None)
+
+    @classmethod
+    def published(
+        cls,
+        strategy: ShardingStrategy | Schedule[ShardingStrategy] | None = None,
+        keep_ratio: PerClient[float] = 0.2,
+        **options: Any,
+    ) -> SpectralSharding:
+        """The paper's recipe: initial weights, steps of clients and averages as they are.
+
+        Example:
+            >>> SpectralSharding.published(keep_ratio=0.1).spectral_start is None
+            True
+        """
+        chosen = Collective() if strategy is None else strategy
+        return cls(chosen, keep_ratio, **{**AS_PUBLISHED, **options})
+
+    def plan(self, server: nn.Module) -> ModulePlan:
+        """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
+        return plan_of(server, self.layers)
+
+    def cut_sizes(self, server: nn.Module) -> set[float]:
+        return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
+
+    @property
+    def buffers(self) -> Rules:
+        """Rules for buffers by patterns of their names, which ``layers`` holds."""
+        return self._layer_choices.buffers
+
+    @property
+    def _layer_choices(self) -> LayerChoices:
+        return self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers
+
+    def check(self, server: nn.Module) -> None:
+        """Also warn if no layer is sharded, and about layers of which every client would hold all terms."""
+        plan = self.plan(server)
+        if not plan.sharded:
+            warnings.warn(
+                f"SpectralSharding shards no layer of {type(server).__name__}, so clients train whatever is not frozen "
+                "as with FedAvg(); `validate` says why for each layer.",
+                SpectralWarning,
+                stacklevel=3,
+            )
+        if plan.whole:
+            listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
+            warnings.warn(
+                f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, so every "
+                "client holds them whole whatever its keep ratio; lower it to shard them, or list them in `exclude`.",
+                SpectralWarning,
+                stacklevel=3,
+            )
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
+        if not self.plan(server).sharded:
+            return
+        kind = type(template).__name__
+        if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
+            warnings.warn(
+                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr "
+                f"does, which is exact for SGD, with or without momentum; {kind} rescales gradients by their own "
+                "history, which undoes it. Use SGD, or turn the bound off with clip_tau=float('inf').",
+                SpectralWarning,
+                stacklevel=2,
+            )
+        if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
+            listed = ", ".join(f"{decay:g}" for decay in decays)
+            warnings.warn(
+                f"weight_decay={listed} of {kind} does not act on the factors of sharded layers; it is added to their "
+                f"Frobenius decay of {self.frobenius_decay:g}.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> SpectralHalf:
+        """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
+        missing_rank = None if decisions is None else decisions.get("missing_rank", {})
+        plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
+        planned = PlannedModule(server, plan, buffer_rules(server, self.buffers, decisions))
+        return SpectralHalf(self, planned, (decisions or {}).get("started", ()))
+
+
+class SpectralHalf(ServerHalf):
+    """Factorises the sharded matrices of a module in every round.
+
+    Attributes:
+        planned: The module and how clients hold its layers.
+        started: The matrices that the spectral start has changed, perhaps in the run that this one resumes.
+    """
+
+    rounds_are_alike: ClassVar[bool] = True
+
+    def __init__(self, choice: SpectralSharding, planned: PlannedModule, started: Collection[str] = ()) -> None:
+        super().__init__(planned.module, buffers=planned.buffers)
+        self.choice, self.planned, self.plan = choice, planned, planned.plan
+        self.started = frozenset(started)
+
+    @cached_property
+    def device_half(self) -> SpectralSide:
+        choice, dense = self.choice, tuple(self.planned.returned())
+        return choice.side(self.plan, dense, choice.clip_tau, choice.clip_weight_lr, choice.frobenius_decay)
+
+    @property
+    def decisions(self) -> Mapping[str, Any]:
+        """Also which layers stay whole because their initial weights lack rank, and which matrices were changed."""
+        decided = {**super().decisions, "missing_rank": dict(self.plan.missing_rank), "started": sorted(self.started)}
+        return {name: found for name, found in decided.items() if found}
+
+    def initialize(self, workers: Workers) -> str:
+        """The spectral start, for the smallest clients unless the user says for which."""
+        if not self.plan.sharded:
+            return ""
+        said, start = [untraced_ends(self.server, self.plan)], self.choice.spectral_start
+        if start is not None:
+            if start.keep_ratio is None:
+                start = replace(start, keep_ratio=min(entries_of(self.choice.keep_ratio)))
+            report = move_energy(self.planned, start, workers)
+            self.started = frozenset(report.changed)
+            said.append(str(report))
+        return "\n".join(filter(None, said))
+
+    def open(self, cohort: Cohort) -> SpectralRound:
+        terms = self.planned.of_each_matrix(lambda _, matrix: singular_terms(matrix), cohort.workers)
+        layers = {name: self._open(name, found, cohort) for name, found in terms.items()}
+        return SpectralRound(self, cohort, layers)
+
+    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
+        """Plan the draws of one matrix from its singular values, left and right vectors, and begin its sums.
+
+        Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the clients'
+        matrices, and loses what clients never see: the start has made it small, and what training adds to it piles up.
+        """
+        (singular_values, u, v), block, choice = terms, self.plan.blocks[name], self.choice
+        strategy, design = value_at(choice.strategy, cohort.round_idx), value_at(choice.design, cohort.round_idx)
+        num_terms_of = {name: block.num_terms}
+        with naming_layer(name):
+            draws = plan_draws({name: singular_values}, strategy, design, cohort, num_terms_of=num_terms_of)[name]
+            if choice.aggregation is None and name in self.started:
+                return LayerRound(draws, MeanWithinReach(u, v, cohort, block.held_rows, draws.reachable))
+            return LayerRound(draws, (choice.aggregation or TermMeans()).open(u, v, cohort, block.held_rows))
+
+    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+        """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""
+        if moment is Moment.UNUSED_LAYERS:
+            return ["keep them dense with `SpectralSharding(exclude=[...])`"]
+        if moment is Moment.LARGE_UPDATES and self.choice.clip_weight_lr > 1:
+            return ["bound the steps along large terms and multipliers with `clip_weight_lr=1`"]
+        if moment is Moment.FLAT_LOSSES and self.started:
+            ask = "see whether `FedAvg()` learns on the same clients"
+            return [f"{ask}; if it does, try twice and four times its learning rate, then a larger keep ratio"]
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRound:
+    """One factorised matrix in one round: a layer's weight, or a block of it.
+
+    Attributes:
+        draws: How its terms are drawn.
+        mean: Holds its vectors, which have absorbed the singular values, and the sums of the clients' vectors.
+    """
+
+    draws: TermDraws
+    mean: LayerMean
+
+    def send(self, cohort: Cohort, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
+        """One unit's sorted term indices, shape ``(n,)``, and its tensors ``u``, ``v`` and ``omega``, by full name."""
+        drawn, omega = self.draws.draw(cohort, unit)
+        name, u, v = self.draws.name, self.mean.u, self.mean.v
+        terms = drawn.to(u.device)
+        parts = {"u": u[: self.mean.held_rows, terms], "v": v[terms], "omega": omega.to(u)}
+        return terms, {f"{name}.{part}": tensor for part, tensor in parts.items()}
+
+    def trained(self, receipt: Receipt, upload: Upload) -> TrainedTerms:
+        """What a unit sends back of the terms that `send` drew, with their multipliers."""
+        name = self.draws.name
+        terms, u, v = receipt.drawn[name], f"{name}.u", f"{name}.v"
+        return TrainedTerms(
+            terms,
+            upload.tensors[u],
+            upload.tensors[v],
+            magnitudes=(upload.largest[u], upload.largest[v]),
+            multipliers=lambda: self.draws.multipliers(receipt.capacity, terms.cpu()).to(self.mean.u),
+        )
+
+
+class SpectralRound(Round):
+    """One open round of spectral sharding.
+
+    Attributes:
+        layers: The sharded matrices by dotted name.
+        tensors: The tensors that travel whole, by name.
+        mean: Running mean of the clients' changes to these tensors.
+    """
+
+    def __init__(self, half: SpectralHalf, cohort: Cohort, layers: Mapping[str, LayerRound]) -> None:
+        self.half, self.planned, self.cohort, self.layers = half, half.planned, cohort, layers
+        self.tensors: Mapping[str, Tensor] = self.planned.travelling()
+        self.mean = dense_mean(half.server, self.planned.averaged(), cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        keep_ratio = self.cohort.capacity_of(unit)
+        tensors, terms = dict(self.tensors), {}
+        for name, layer in self.layers.items():
+            terms[name], parts = layer.send(self.cohort, unit)
+            tensors.update(parts)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        for layer in self.layers.values():
+            layer.mean.add(layer.trained(receipt, upload), receipt.unit.coefficient)
+
+    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
+        """The largest of any matrix: some aggregations sum products, which may be large where the factors are not."""
+        layers = self.layers.values()
+        return max((layer.mean.largest_summand(layer.trained(receipt, upload)) for layer in layers), default=0.0)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.mean, *(layer.mean.running for layer in self.layers.values())]
+
+    def close(self) -> None:
+        self.planned.apply_mean_change(self.mean.finish())
+        means = {name: layer.mean for name, layer in self.layers.items()}
+        for weight, change in self.planned.assembled(lambda name: means[name].weight_change()):
+            weight.grad = -change
+        if any(mean.truncates for mean in means.values()):
+            for weight, lost in self.planned.assembled(lambda name: means[name].truncation()):
+                weight.detach().sub_(lost)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""
+        if not self.layers:
+            return {}
+        visited = self.visited_terms().values()
+        plans = [plan for draws in self.term_draws.values() for plan in draws.groups.values()]
+        entropies = [float(marginal_entropy(plan.inclusion_probs)) for plan in plans]
+        return {
+            "terms_visited": sum(int(of_matrix.sum()) for of_matrix in visited) / sum(map(len, visited)),
+            "inclusion_entropy": sum(entropies) / len(entropies),
+            "largest_multiplier": max(float(plan.multipliers[plan.inclusion_probs > 0].max()) for plan in plans),
+        }
+
+    @property
+    def term_draws(self) -> Mapping[str, TermDraws]:
+        return {name: layer.draws for name, layer in self.layers.items()}
+
+    def visited_terms(self) -> Mapping[str, Tensor]:
+        return {name: layer.mean.visited for name, layer in self.layers.items()}
+
+    def advice(self, moment: Moment) -> Sequence[str]:
+        if moment is Moment.REMARK:
+            return self._equal_sub_models()
+        if moment is Moment.BEFORE_TRAINING:
+            return [*self._noisy_sub_models(), *self._empty_terms()]
+        return ()
+
+    def _noisy_sub_models(self) -> Sequence[str]:
+        """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only; or nothing.
+
+        A strategy is named as a remedy only if some choice of terms is good enough.
+        """
+        draws = list(self.term_draws.values())
+        if not draws:
+            return []
+        errors = [of_matrix.client_errors() for of_matrix in draws]
+        mean_errors = {ratio: fmean(of_matrix[ratio] for of_matrix in errors) for ratio in errors[0]}
+        ratio = max(mean_errors, key=mean_errors.__getitem__)
+        error, least = mean_errors[ratio], fmean(of_matrix.missing_energy(ratio) for of_matrix in draws)
+        if error <= LARGEST_ERROR:
+            return []
+        start = ["`spectral_start=SpectralStart()`"] if self.half.choice.spectral_start is None else []
+        strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
+        return [
+            f"sub-models of keep ratio {ratio:g} {'lack most of the weight' if error < 1 else 'are mostly noise'}: the "
+            f"expected squared error of one is {error:.3g} times the squared norm of the weight, averaged over the "
+            f"sharded layers; with that many terms it cannot be below {least:.3g}. The spectra are flat, as those of "
+            f"random weights are. Use {' or '.join([*start, 'a larger keep ratio', *strategy])}; SpectralDiagnostics "
+            "logs it as `fl/client_error`."
+        ]
+
+    def _empty_terms(self) -> Sequence[str]:
+        """A warning if even the smallest clients hold more terms of a matrix than its rank, up to rounding; or nothing.
+
+        The rounding of half precision is terms that can train.
+        """
+        lacking = []
+        for name, layer in self.layers.items():
+            s, rounding = layer.draws.singular_values, min(ROUNDING, torch.finfo(layer.mean.u.dtype).eps)
+            rank, fewest = int((s > rounding * s[0]).sum()), min(plan.num_terms for plan in layer.draws.groups.values())
+            if rank < fewest:
+                lacking.append(f"{name} (rank {rank} of {len(s)}; clients hold at least {fewest} terms)")
+        if not lacking:
+            return []
+        return [
+            f"clients hold more terms of some sharded layers than their weights have: {', '.join(lacking)}. Their rank "
+            "never grows, because a term of size zero has no gradient. Keep these layers dense with `exclude=`, or "
+            "initialise them differently."
+        ]
+
+    def _equal_sub_models(self) -> Sequence[str]:
+        """A remark if a strategy that could draw leaves nothing to chance in any layer, as others then would."""
+        draws = self.term_draws.values()
+        plans = [plan for of_matrix in draws for plan in of_matrix.groups.values()]
+        drawn = any(bool(((plan.inclusion_probs > 0) & (plan.inclusion_probs < 1)).any()) for plan in plans)
+        whole = all(plan.num_terms == len(plan.inclusion_probs) for plan in plans)
+        if drawn or whole or all(isinstance(of_matrix.strategy, TopN) for of_matrix in draws):
+            return []
+        return [
+            "All clients of a keep ratio hold the same terms, the largest ones, because the spectra fall steeply after "
+            "them; so far, strategies do not differ. To compare them, use `spectral_start=None` or "
+            "`SpectralSharding.published(...)`; `fl/inclusion_entropy` is 0 as long as nothing is drawn."
+        ]

@@ -1,0 +1,459 @@
+"""Sub-models by width: clients train some channels of every layer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_spectral.algorithms.base import Algorithm, ByKeepRatio, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.algorithms.width.averages import (
+    STEP_COUNTS,
+    WidthAverages,
+    arrange,
+    by_width,
+    first_entries,
+    running_averages,
+    without_rows,
+)
+from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
+from lightning_spectral.client.device import StepActions
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
+from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
+from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_outputs, cut_to, take
+from lightning_spectral.nn.width.planner import check_cut, width_plan
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    copy_module,
+    load_tensors,
+    returned_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.frozen_base import frozen_parameters
+from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
+from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+from lightning_spectral.sums import MeanChange, RunningMean
+
+Tensors = Mapping[str, Tensor]
+NARROW_STEPS = "_narrow_steps"  # of a sub-model, in its `__dict__`
+COUNTER = "num_batches_tracked"
+KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of a layer's channels that a client holds")
+
+
+def as_widths(argument: str, widths: object) -> tuple[float, ...]:
+    """Distinct keep ratios, ascending."""
+    if isinstance(widths, str) or not isinstance(widths, Sequence):
+        raise TypeError(f"`{argument}` is a sequence of keep ratios, such as (0.5, 1.0), got {widths!r}.")
+    return tuple(sorted({KEEP_RATIO(argument, width) for width in widths}))
+
+
+@dataclass(frozen=True)
+class WidthSharding(ByKeepRatio):
+    """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
+
+    Which channels belong together is found in a forward pass of the module's ``example_input_array``
+    (`lightning_spectral.nn.width_plan`). Every entry of a weight is averaged over the clients that held it; entries
+    held by no client are unchanged. Inputs and outputs of the module are never cut.
+
+    Args:
+        channels: Which channels a client gets: the first ones (HeteroFL), a window that moves on in every round
+            (FedRolex), or random ones (Federated Dropout).
+        keep_ratio: Share r of the channels a client holds: one for all; ``{ratio: share of clients}``; or one per
+            client. It is a share of the width: where both inputs and outputs of a layer are cut, its parameters and
+            multiplications shrink with the square of r.
+        scaler: While training, divide the outputs of narrowed layers by r, so that they are as large as those of the
+            whole model, which is the one that is evaluated: HeteroFL's Scaler.
+        exclude: Patterns of the names of layers that are not cut.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
+        step_widths: Keep ratios from which each local step draws its own, uniformly among those up to the client's. The
+            step uses and trains the first of the client's channels: FjORD's ordered dropout. If empty, all steps have
+            the client's width. Modules that recompute activations in the backward pass (``torch.utils.checkpoint``),
+            which would happen at the client's own width, are refused in their first step.
+        averages_per_width: Give each of ``step_widths`` its own running averages in every BatchNorm, as published.
+            Clients send back those of all widths they may draw, and `narrow_model` puts them into the model of a width.
+            The server's module has those of the largest keep ratio. If false, narrower steps do not change the
+            averages.
+        plan: The plan that `width_plan` returned for the module, which then needs no ``example_input_array``; ``None``
+            to make it when training starts.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a ratio is outside (0, 1], shares do not sum to 1, patterns are not a sequence of strings,
+            ``step_widths`` lack one of the clients' keep ratios or are combined with ``scaler`` or with ``channels``
+            other than the first ones, or ``averages_per_width`` is set without ``step_widths``.
+
+    Reference:
+        Diao et al. (2021), HeteroFL; Alam et al. (2022), FedRolex; Caldas et al. (2018), Federated Dropout; Horvath et
+        al. (2021), FjORD.
+
+    Example:
+        >>> WidthSharding(PrefixChannels(), keep_ratio={0.5: 0.6, 1.0: 0.4}).keep_ratio
+        {0.5: 0.6, 1.0: 0.4}
+    """
+
+    updates_have_norms: ClassVar[bool] = True
+
+    channels: ChannelChoice = field(default_factory=PrefixChannels)
+    keep_ratio: PerClient[float] = 0.5
+    scaler: bool = False
+    exclude: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
+    step_widths: Sequence[float] = ()
+    averages_per_width: bool = False
+    plan: WidthPlan | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
+            scaler=flag,
+            exclude=as_patterns,
+            buffers=as_rules,
+            step_widths=as_widths,
+            averages_per_width=flag,
+        )
+        check_is("channels", self.channels, ChannelChoice)
+        if self.plan is not None:
+            check_is("plan", self.plan, WidthPlan)
+        if not self.step_widths:
+            if self.averages_per_width:
+                raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")
+            return
+        if not isinstance(self.channels, PrefixChannels):
+            raise ValueError(
+                f"`step_widths` needs nested sub-models: channels=PrefixChannels(), not {self.channels!r}."
+            )
+        if self.scaler:
+            raise ValueError(
+                "`step_widths` and `scaler` exclude each other: FjORD has no Scaler. Leave one of them out."
+            )
+        if missing := {*entries_of(self.keep_ratio)} - {*self.step_widths}:
+            raise ValueError(
+                f"`step_widths` must have the keep ratios of all clients, got {self.step_widths}: {sorted(missing)} is "
+                "missing, so that some channels of a client would never be trained."
+            )
+
+    def check(self, server: nn.Module) -> None:
+        """Also warn of settings that have no effect on the module, and of averages that evaluation should not read."""
+        plan, kind = self.plan_for(server), type(server).__name__
+        ratios, found = {*entries_of(self.keep_ratio)}, []
+        if not plan.groups:
+            found.append(
+                f"WidthSharding cuts no channel of {kind}: clients train all of it, as with FedAvg(). `width_plan` "
+                "says why."
+            )
+        layers = layers_with_averages(server) if self.scaler and ratios != {1.0} else []
+        if scaled := [name for name in layers if first_match(f"{name}.running_mean", self.buffers) != "server"]:
+            found.append(
+                f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "
+                f"{', '.join(scaled)} learned of the divided ones. Use scaler=False, which a BatchNorm makes up for; "
+                "buffers={'*.running_*': 'server'} with the callback BatchNormEstimation, as HeteroFL evaluates; "
+                "`lightning_spectral.nn.use_batch_statistics`; or another norm."
+            )
+        if self.averages_per_width and not self.running_averages(server):
+            found.append(f"`averages_per_width` finds no BatchNorm with running averages in {kind}; leave it out.")
+        for sentence in found:
+            warnings.warn(sentence, SpectralWarning, stacklevel=3)
+        if self.step_widths and not getattr(server, "automatic_optimization", True):
+            raise ValueError(
+                "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
+                "its own: set `automatic_optimization = True`, or leave `step_widths` out."
+            )
+        for keep_ratio in sorted({*ratios, *self.step_widths} - {1.0}):
+            check_cut(server, plan, keep_ratio)
+
+    def check_average_estimation(self) -> None:
+        if self.averages_per_width and self.widest < 1:
+            raise ValueError(
+                "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module "
+                f"has those of width {self.widest:g}, the largest `keep_ratio`; leave the callback out, or set "
+                "averages_per_width=False."
+            )
+
+    def plan_for(self, server: nn.Module) -> WidthPlan:
+        """Which channels belong together, from the choice's own plan if it has one."""
+        if self.plan is None:
+            return width_plan(server, exclude=self.exclude)
+        self.plan.check_module(server)
+        return self.plan
+
+    def cut_sizes(self, server: nn.Module) -> set[int]:
+        return {group.num_units for group in self.plan_for(server).groups}
+
+    def planned(self, server: nn.Module) -> WidthSharding:
+        return replace(self, plan=self.plan_for(server))
+
+    def running_averages(self, server: nn.Module) -> tuple[str, ...]:
+        """Names of the running averages of which each width has its own: all, or none."""
+        return running_averages(server, self.buffers) if self.averages_per_width else ()
+
+    @property
+    def widest(self) -> float:
+        return max(entries_of(self.keep_ratio))
+
+    def new_state(self, server: nn.Module, seed: int) -> WidthAverages | None:
+        names, widths = self.running_averages(server), [width for width in self.step_widths if width < self.widest]
+        return WidthAverages(server, self.plan_for(server), names, widths) if names and widths else None
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ServerHalf:
+        return WidthHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
+
+
+def narrowed(algorithm: Algorithm, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
+    """A copy of the server's module at a smaller width, in (0, 1].
+
+    Raises:
+        ValueError: If the algorithm does not train models by width, or no model of this one.
+    """
+    if not isinstance(algorithm, WidthSharding):
+        raise ValueError(
+            f"Only a federation with WidthSharding trains models by width, got {type(algorithm).__name__}; train "
+            "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
+        )
+    keep_ratio, widest = KEEP_RATIO("width", width), algorithm.widest
+    if not isinstance(algorithm.channels, PrefixChannels):
+        raise ValueError(
+            f"Narrow models have the first channels, which {algorithm.channels!r} does not train alone; train with "
+            "PrefixChannels(), or take the whole model: `model.module`."
+        )
+    if algorithm.scaler:
+        raise ValueError(
+            "With `scaler` clients train outputs that are divided, which those of a narrow model are not; train with "
+            "scaler=False, or take the whole model: `model.module`."
+        )
+    averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}
+    if averages and keep_ratio < widest and keep_ratio not in averages:
+        raise ValueError(
+            f"`width={keep_ratio:g}` has no running averages: with `averages_per_width` only the widths of "
+            f"`step_widths={algorithm.step_widths}` have some."
+        )
+    if keep_ratio > widest:
+        warnings.warn(
+            f"No client trains the channels of width {keep_ratio:g} above {widest:g}, the largest `keep_ratio`; this "
+            f"model has them as they were. Take width={widest:g} or less.",
+            SpectralWarning,
+            stacklevel=3,
+        )
+    small: nn.Module = copy_module(server)
+    cut_to(small, algorithm.plan_for(server), keep_ratio)
+    load_tensors(small, averages.get(keep_ratio, {}))
+    return small
+
+
+class WidthHalf(ServerHalf):
+    """Sub-models by width, bound to a module.
+
+    Attributes:
+        plan: Which channels belong together.
+        averages: Names of the running averages of which each step width has its own.
+    """
+
+    state: WidthAverages | None
+
+    def __init__(self, choice: WidthSharding, server: nn.Module, state: nn.Module | None, buffers: BufferRules) -> None:
+        super().__init__(server, state if isinstance(state, WidthAverages) else None, buffers)
+        self.choice, self.plan = choice, choice.plan_for(server)
+        self.averages = choice.running_averages(server)
+
+    def averaged(self) -> dict[str, Tensor]:
+        return averaged_tensors(self.server, buffers=self.buffers)
+
+    @cached_property
+    def device_half(self) -> WidthSide:
+        returned = tuple(returned_tensors(self.server, buffers=self.buffers))
+        scaled = cut_outputs(self.server, self.plan) if self.choice.scaler else ()
+        return WidthSide(returned, self.plan, scaled, tuple(self.choice.step_widths), self.averages)
+
+    def initialize(self, workers: Workers) -> str:
+        keep_ratios = sorted({*entries_of(self.choice.keep_ratio)})
+        sizes = {ratio: self.plan.num_parameters(self.server, ratio) for ratio in keep_ratios}
+        listed = ", ".join(f"{size:,} at keep ratio {ratio:g}" for ratio, size in sizes.items())
+        total = sum(parameter.numel() for parameter in self.server.parameters())
+        widest = keep_ratios[-1]
+        untrained = isinstance(self.choice.channels, PrefixChannels) and widest < 1 and self.plan.groups
+        alone = f"No client trains the channels above keep ratio {widest:g}, which stay in the server's module."
+        notes = "".join(f"\n{note}" for note in [*[alone] * bool(untrained), *self.plan.notes])
+        return f"WidthSharding: sub-models have {listed}, of {total:,} parameters.{notes}"
+
+    def settle(self) -> None:
+        if self.state is not None:
+            self.state.begin(self.server)
+
+    def frozen_tensors(self) -> Tensors:
+        """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
+        return {name: t for name, t in frozen_parameters(self.server).items() if name not in self.plan.labels}
+
+    @property
+    def averages_may_rest(self) -> bool:
+        """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
+        return bool(self.choice.step_widths and self.averaged().keys() & {*names_of_averages(self.server)})
+
+    def open(self, cohort: Cohort) -> WidthRound:
+        return WidthRound(self, cohort)
+
+
+class WidthRound(Round):
+    """One open round.
+
+    Attributes:
+        tensors: All tensors of the server's module, by name.
+        averages: The running averages of each width that has its own on the server, by name; other widths use the first
+            entries of the module's.
+        mean: Running mean of the clients' changes.
+    """
+
+    def __init__(self, half: WidthHalf, cohort: Cohort) -> None:
+        self.half = half
+        self.cohort = cohort
+        self.tensors: Tensors = travelling_tensors(half.server)
+        self.averages: Mapping[float, Tensors] = {} if half.state is None else half.state.widths
+        averaged, own = half.averaged(), by_width(self.averages)
+        buffers = {name for name, _ in half.server.named_buffers() if name in averaged} | own.keys()
+        before = {**averaged, **own}
+        by_index = dict.fromkeys(before)
+        self.mean = MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers, by_index=by_index)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        keep_ratio = self.cohort.capacity_of(unit)
+        kept = {group.name: self._kept(unit, group, keep_ratio) for group in self.half.plan.groups}
+        indices = self.half.plan.indices(kept)
+        narrower = [width for width in self.half.choice.step_widths if width < keep_ratio]
+        tensors = self.parts(indices, keep_ratio) | self.narrower_averages(narrower)
+        return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
+
+    def _kept(self, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
+        cohort = self.cohort
+        generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
+        return self.half.choice.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
+
+    def parts(self, indices: Mapping[str, Sequence[Tensor]], keep_ratio: float) -> dict[str, Tensor]:
+        """The entries of every tensor that a client holds, with the averages of its own width if that has some."""
+        cut = {name: take(tensor, indices.get(name, ())) for name, tensor in self.tensors.items()}
+        return {**cut, **self.averages.get(keep_ratio, {})}
+
+    def narrower_averages(self, widths: Iterable[float]) -> dict[str, Tensor]:
+        """Each width's own averages, for the narrower widths that a client may draw; empty if widths share them."""
+        return by_width({width: self._averages_at(width) for width in widths}) if self.half.averages else {}
+
+    def _averages_at(self, width: float) -> Tensors:
+        return self.averages.get(width) or first_entries(self.tensors, self.half.plan, self.half.averages, width)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        tensors, positions, largest = upload.tensors, self.positions(receipt), upload.largest
+        if self.averages:
+            held = arrange(upload, positions, self.half.averages, receipt.capacity, list(self.averages))
+            tensors, positions, largest = held
+        if upload.untrained_rows:
+            tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
+        self.mean.add(tensors, receipt.unit.coefficient, largest, where=positions)
+
+    def positions(self, receipt: Receipt) -> dict[str, Tensor]:
+        return self.half.plan.positions(receipt.drawn)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.mean]
+
+    def close(self) -> None:
+        changes, state = self.mean.finish(), self.half.state
+        apply_mean_change(self.half.server, changes if state is None else state.add(changes))
+
+    def metrics(self) -> Mapping[str, float]:
+        """The share of all entries that at least one client of the round held."""
+        return {"entries_held": self.mean.share_held}
+
+
+@dataclass(frozen=True)
+class WidthSide(DenseSide):
+    """Sub-models that have some channels of each group, and are ordinary modules otherwise.
+
+    Attributes:
+        plan: Which channels belong together.
+        scaled: Names of the layers whose outputs are divided by the keep ratio while training.
+        step_widths: The keep ratios from which local steps draw, up to the client's own; empty to always use its own.
+        averages: Names of the running averages of which each of these has its own; empty if they share them.
+    """
+
+    plan: WidthPlan
+    scaled: tuple[str, ...] = ()
+    step_widths: tuple[float, ...] = ()
+    averages: tuple[str, ...] = ()
+
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        widths = [width for width in self.step_widths if width < capacity]
+        smaller = {width: cut_sizes(module, self.plan, width) for width in widths}
+        cut_to(module, self.plan, capacity)
+        for name in self.scaled if capacity < 1 else ():
+            module.get_submodule(name).register_forward_hook(partial(_divide, capacity))
+        if not self.step_widths:
+            return
+        own = {*self.averages, *(f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".") for name in self.averages)}
+        narrow = {w: narrow_to(module, small, self.plan, (capacity, w), own) for w, small in smaller.items()}
+        vars(module)[NARROW_STEPS] = NarrowSteps(module, narrow)
+
+    @torch.no_grad()
+    def load(self, client: nn.Module, download: Download) -> None:
+        averages = self._averages(client)
+        rest = {name: tensor for name, tensor in download.tensors.items() if name not in averages}
+        super().load(client, replace(download, tensors=rest))
+        for name, tensor in averages.items():
+            tensor.copy_(download.tensors[name])
+        for buffers in _buffers(client).values():
+            for name in buffers.keys() - {*self.averages}:  # counters, which do not travel back
+                buffers[name].copy_(client.get_buffer(name))
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        upload = super().collect(client, download)
+        if not (averages := self._averages(client)):
+            return upload
+        counts = vars(client)[NARROW_STEPS].counts
+        steps = torch.tensor([counts[width] for width in (*_buffers(client), download.capacity)])
+        device = next(iter(averages.values())).device
+        return replace(upload, tensors={**upload.tensors, **averages, STEP_COUNTS: steps.to(device)})
+
+    def _averages(self, client: nn.Module) -> dict[str, Tensor]:
+        """The averages of smaller widths, by the names under which they travel."""
+        found = {width: {name: own[name] for name in self.averages} for width, own in _buffers(client).items()}
+        return by_width(found)
+
+    def start(self, client: nn.Module, download: Download) -> StepActions | None:
+        widths = [width for width in self.step_widths if width <= download.capacity]
+        if not widths:
+            return None
+        steps: NarrowSteps = vars(client)[NARROW_STEPS]
+        generator = derived_generator(download.seed, "step widths", *download.ids)
+
+        def draw() -> None:
+            steps.use(widths[int(torch.randint(len(widths), (), generator=generator))])
+
+        steps.start_client()
+        return StepActions(draw, lambda _: steps.end_backward(), steps.restore)
+
+
+def _buffers(client: nn.Module) -> dict[float, Mapping[str, Tensor]]:
+    """The buffers that the smaller widths of a sub-model have of their own, by width; empty if it draws no widths."""
+    steps: NarrowSteps | None = vars(client).get(NARROW_STEPS)
+    return {} if steps is None else steps.buffers
+
+
+def _divide(keep_ratio: float, layer: nn.Module, inputs: Sequence[object], output: Tensor) -> Tensor:
+    return output / keep_ratio if layer.training else output

@@ -1,0 +1,504 @@
+"""Zampling: a short vector of probabilities goes down, and one bit for each comes back."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.algorithms.base import Algorithm, Moment, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
+from lightning_spectral.client.device import ClientSide, StepActions
+from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.functional.zampling import (
+    BYTES_PER_ENTRY,
+    Clip,
+    InfluenceMatrix,
+    Link,
+    Sigmoid,
+    Values,
+    bit_entropy,
+    coordinated_uniforms,
+    draw_bits,
+    pack_bits,
+    pack_levels,
+    unpack_bits,
+    unpack_levels,
+)
+from lightning_spectral.nn.cost import Cost
+from lightning_spectral.nn.torch_modules import keeping_type
+from lightning_spectral.nn.zampling import (
+    COMPRESSION,
+    DOWNLINK_BITS,
+    NAME,
+    CompressedWeight,
+    Compression,
+    Compressions,
+    Init,
+    SampledWeights,
+    split_weights,
+)
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    averaged_tensors,
+    load_tensors,
+    returned_tensors,
+    select_tensors,
+    travelling_tensors,
+)
+from lightning_spectral.protocol.records import Download, LoggedValue, Options, Receipt, RoundSummary, Upload, WorkUnit
+from lightning_spectral.protocol.rng import derived_generator
+from lightning_spectral.sums import MeanBits, RunningMean
+
+LEAST_MOVE = 0.3  # below it, accuracy is far below that of a larger learning rate: studies/zampling/rates.py
+GRID = 2.0**24  # probabilities are multiples of 1 / GRID, so that float32 adds and subtracts them exactly
+PROBS, PLACE, BITS = "zampling.probs", "zampling.place", "zampling.bits"  # what travels: two names down, one up
+MOVED = "fl/probs_moved"  # what every client logs
+SCORES = f"{NAME}.scores"  # name of the sub-model's parameter
+
+
+@dataclass(frozen=True)
+class Zampling(Algorithm):
+    r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
+
+    Q is derived from the run's seed and never travels. A client gets the n probabilities p and trains scores that start
+    from them, with new bits in each local step and the straight-through gradient :math:`Q^T \nabla_w`. It returns one
+    draw of bits, eight to a byte. The new p is the mean of the clients' bits, and the server's module holds Qp.
+
+    Weights and biases of affine layers and embeddings are compressed. Everything else travels whole and is averaged as
+    in `FedAvg`: parameters of normalisation layers, buffers, and modules that this package does not know. All clients
+    share one n, since bits of different Q cannot be averaged: there are no keep ratios.
+
+    Args:
+        compression: Number of weights for each probability, m / n, at least 1.
+        degree: Number d of probabilities that a weight depends on; ``None`` for one of its own, a diagonal Q.
+        init: ``"he"`` for weights with He's variance, 2 / fan-in, in the forward pass; ``"paper"`` for the variance of
+            Q printed in the paper, with which they have 3 / fan-in.
+        gain: Factor on the standard deviation of the entries of Q. As p lies in [0, 1], this also bounds how large a
+            weight can become.
+        sampled: Whether local steps use bits; ``False`` for probabilities, the paper's ContinuousModel. Bits are sent
+            either way.
+        smoothing: Pseudo-count of a symmetric Beta prior on each mean of bits. With 0, as published, a probability
+            becomes 0 or 1 if all clients' bits agree, and an absorbing `Clip` keeps it there.
+        link: From scores to probabilities; ``None`` for `Clip()`.
+        values: Distribution of the entries of Q: ``"normal"``, or ``"sign"`` for plus or minus a constant.
+        downlink_bits: Number of bits per probability in the download, from 1 to 16, rounded at random; ``None`` for a
+            float.
+        coordinated: Whether clients draw the bits that they send jointly, each with its own probabilities. The mean of
+            the bits is then closer to that of the probabilities than with independent draws, which the paper uses. Each
+            client is told its place in the round, in eight bytes.
+        normal_scores: Whether training starts from standard normal scores, whose probabilities the link gives;
+            by default the first probabilities are uniform.
+        exclude: Shell-style patterns of the names of parameters that travel whole.
+        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
+        memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
+            what does not fit is drawn again in every product.
+
+    Reference:
+        Villani, Natale & Mallmann-Trenn, Trading-off accuracy and communication cost in federated learning.
+
+    Example:
+        >>> Zampling(compression=8).new_state(nn.Linear(30, 10), seed=0).probs.shape
+        torch.Size([39])
+    """
+
+    updates_have_norms: ClassVar[bool] = False
+
+    capacity_name: ClassVar[str] = "compression"
+    capacity_is_shared: ClassVar[bool] = True
+
+    compression: float = 32
+    degree: int | None = 10
+    init: Init = "he"
+    sampled: bool = True
+    smoothing: float = 0.0
+    link: Link = field(default_factory=Clip)
+    values: Values = "normal"
+    downlink_bits: int | None = None
+    exclude: Sequence[str] = ()
+    buffers: Rules = field(default_factory=dict)
+    memory: int = 2**30
+    gain: float = 1.0
+    coordinated: bool = False
+    normal_scores: bool = False
+
+    def __post_init__(self) -> None:
+        check_is("link", self.link, Link)
+        check_fields(
+            self,
+            **COMPRESSION,
+            exclude=as_patterns,
+            buffers=as_rules,
+            smoothing=Number(at_least=0, hint="it is a pseudo-count"),
+            downlink_bits=DOWNLINK_BITS,
+            coordinated=flag,
+            normal_scores=flag,
+        )
+        self.scheme()
+
+    @classmethod
+    def supermask(cls) -> Zampling:
+        """The supermasks of Zhou et al. (2019): each weight is a random number that is either present or zero."""
+        return cls(compression=1, degree=None, link=Sigmoid())
+
+    @classmethod
+    def fed_pm(cls) -> Zampling:
+        r"""FedPM (Isik et al., 2023), as in its authors' code: a bit decides if a weight is there or zero.
+
+        Weights are :math:`\pm e / \sqrt{\text{fan-in}}`, and scores start from normal draws. The server takes the mode
+        of a Beta posterior whose prior, Beta(1, 1), is reset in each round: this is the mean of the bits. The authors
+        evaluate sampled networks, as `SampledNetworks` does. Gradients that pass through the draw are multiplied by p.
+
+        Note:
+            There, clients' bits count as 0.01 and 0.99, and their optimizers keep their state over rounds. Here, the
+            sigmoid clips the mean of the bits to these values instead, and optimizers start afresh in every round.
+        """
+        link = Sigmoid(straight_through=False)
+        return cls(compression=1, degree=None, link=link, values="sign", gain=math.e / 2, normal_scores=True)
+
+    @classmethod
+    def fed_pm_posterior_mean(cls) -> Zampling:
+        """Relative of FedPM: the *mean* of the Beta(1, 1) posterior, constants of He's variance, uniform probabilities.
+
+        No probability becomes 0 or 1, so bits that all clients agree on stay uncertain: with ten clients, one sample
+        in twelve has the other value.
+        """
+        return cls(compression=1, degree=None, link=Sigmoid(straight_through=False), values="sign", smoothing=1.0)
+
+    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
+        factors = each("capacities", capacities, COMPRESSION["compression"])
+        return {factor: (replace(self, compression=factor), 1.0) for factor in factors}
+
+    def all_capacities(self, server: nn.Module) -> Compressions:
+        """The compressions at which there is another probability, from as many as the degree to one for each weight."""
+        weights = replace(self, compression=1.0).scheme().weights_of(server)
+        return Compressions(sum(weight.num_values for weight in weights), self.degree or 1)
+
+    def scheme(self) -> Compression:
+        """How weights are compressed."""
+        options = (self.degree, self.init, self.sampled, self.values, self.exclude, self.memory, self.gain)
+        return Compression(self.compression, *options)
+
+    def check(self, server: nn.Module) -> None:
+        how = self.scheme()
+        how.matrix(how.weights_of(server), seed=0)
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """One optimizer steps all scores with the same options; warn that weight decay does not reach them."""
+        wanted = {id(server.get_parameter(weight.name)) for weight in self.weights_of(server)}
+        groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
+        if not groups:
+            return
+        held = {id(p) for group in groups for p in group["params"]} & wanted
+        first, *others = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+        if held != wanted or any(options != first for options in others):
+            raise ValueError(
+                "Zampling trains one vector of scores for all compressed weights, so one optimizer must step them with "
+                f"the same options; your {type(template).__name__} holds only some of them, or in groups whose options "
+                "differ. Put them in one group, or keep the others dense with `exclude=`."
+            )
+        if first.get("weight_decay"):
+            warnings.warn(
+                f"weight_decay={first['weight_decay']:g} of {type(template).__name__} is not applied to Zampling's "
+                "scores, since it would pull every probability to 0; it applies to dense parameters only.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
+        """The weights that are compressed."""
+        return self.scheme().weights_of(server)
+
+    def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
+        weights, how = self.weights_of(server), self.scheme()
+        first = how.first_probs(weights, seed)
+        if self.normal_scores:
+            generator = derived_generator(seed, "probabilities")
+            first = self.link.probs(torch.randn(len(first), generator=generator, dtype=torch.float32))
+        return ZamplingState(first, weights, how.matrix(weights, seed))
+
+    def bind(
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        untrained: Collection[str] = (),
+        decisions: Mapping[str, Any] | None = None,
+    ) -> ZamplingHalf:
+        assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
+        if lost := [weight.name for weight in self.weights_of(server) if weight.name in untrained]:
+            raise ValueError(
+                f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and "
+                "would not train; give it all parameters of the module, or list the layers in `exclude` to leave them "
+                "as they are."
+            )
+        self._check_unchanged(server, state)
+        return ZamplingHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
+
+    def network(
+        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
+        assert isinstance(state, ZamplingState)
+        self._check_unchanged(server, state)
+        return state.network(generator)
+
+    def histograms(self, state: nn.Module | None) -> dict[str, Tensor]:
+        return {"probs": state.probs} if isinstance(state, ZamplingState) else {}
+
+    def _check_unchanged(self, server: nn.Module, state: ZamplingState) -> None:
+        """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
+        if changed := sorted({weight.name for weight in {*state.weights} ^ {*self.weights_of(server)}}):
+            raise ValueError(
+                f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed "
+                "since: parameters were frozen, unfrozen, added or removed. Build layers in `__init__` rather than in "
+                "`setup`, freeze or unfreeze them first, and then wrap the module in a new FederatedModule, which "
+                "draws new probabilities."
+            )
+
+
+class ZamplingHalf(ServerHalf):
+    """Zampling bound to a module. In one process the device half shares the rows of Q with the state."""
+
+    state: ZamplingState
+
+    def __init__(self, choice: Zampling, server: nn.Module, state: ZamplingState, buffers: BufferRules) -> None:
+        super().__init__(server, state, buffers)
+        self.choice = choice
+        self.compressed = frozenset(weight.name for weight in state.weights)
+
+    @cached_property
+    def device_half(self) -> ZamplingSide:
+        choice, state = self.choice, self.state
+        dense = tuple(returned_tensors(self.server, self.compressed, self.buffers))
+        return ZamplingSide(state.matrix, state.weights, choice.link, dense, choice.sampled, choice.downlink_bits)
+
+    @property
+    def cost_besides(self) -> Cost:
+        """The products Qz and Q^T g of a local step, and all of Q; an accelerator keeps its transpose as well."""
+        entries = self.state.matrix.num_rows * (self.state.matrix.degree or 1)
+        return Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries)
+
+    def initialize(self, workers: Workers) -> str:
+        return (
+            f"Zampling: {self.state.matrix.num_rows:,} weights in {len(self.state.weights)} tensors become random "
+            f"combinations of {len(self.state.probs):,} bits; the values they had, trained or not, are not used."
+        )
+
+    def open(self, cohort: Cohort) -> ZamplingRound:
+        return ZamplingRound(self, cohort)
+
+    def settle(self) -> None:
+        """Bring probabilities back into [0, 1], which a server optimizer may have left, and write Qp."""
+        self.state.settle()
+        load_tensors(self.server, self.state.network())
+
+    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+        moved = summary.logged.get(MOVED) if summary and moment is Moment.AFTER_TRAINING else None
+        return hardly_moved(moved.value, len(summary.averaged)) if summary and moved else ()
+
+
+class ZamplingRound(Round):
+    """One open round.
+
+    Attributes:
+        tensors: What every client is sent: probabilities and dense tensors, by name.
+        probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
+        bits: Running mean of the clients' bits.
+        dense: Running mean of the changes of dense tensors.
+    """
+
+    def __init__(self, half: ZamplingHalf, cohort: Cohort) -> None:
+        self.half, self.cohort = half, cohort
+        sent = self.probs = half.state.probs.detach()
+        if half.choice.downlink_bits is not None:
+            generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
+            sent = pack_levels(sent, half.choice.downlink_bits, generator)
+            self.probs = half.device_half.received(sent).to(self.probs)
+        self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
+        num_clients = sum(map(len, cohort.groups.values()))
+        self.bits = MeanBits(len(self.probs), num_clients, self.probs.device)
+        self.dense = dense_mean(half.server, averaged_tensors(half.server, half.compressed, half.buffers), cohort)
+
+    def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
+        tensors = self.tensors
+        if self.half.choice.coordinated:
+            tensors = {**tensors, PLACE: torch.tensor(self.cohort.place_of(unit), dtype=torch.int32)}
+        return Download(unit, 1.0, tensors), Receipt(unit, 1.0)
+
+    def add(self, receipt: Receipt, upload: Upload) -> None:
+        """Add a client's bits, which count the same for each client, and its dense tensors."""
+        self.bits.add(unpack_bits(upload.tensors[BITS], len(self.probs)), 1.0)
+        self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+
+    @property
+    def sums(self) -> Sequence[RunningMean]:
+        return [self.bits, self.dense]
+
+    def close(self) -> None:
+        """Set the pseudo-gradients: with learning rate 1 the new probabilities are exactly the mean of the bits."""
+        probs = self.half.state.probs
+        probs.grad = probs.detach() - on_grid(self.bits.finish(self.half.choice.smoothing)).to(probs)
+        apply_mean_change(self.half.server, self.dense.finish())
+
+    def metrics(self) -> Mapping[str, float]:
+        """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""
+        count = self.bits.weights.num_terms
+        if count == 0:
+            return {}
+        mean = self.bits.finish()
+        pairs = 2 * mean * (1 - mean) * (count / (count - 1) if count > 1 else 1.0)
+        return {
+            "bit_entropy": float(bit_entropy(mean).mean()),
+            "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
+            "bit_disagreement": float(pairs.mean()),
+            "probs_settled": float(((self.probs <= 0) | (self.probs >= 1)).double().mean()),
+        }
+
+
+def hardly_moved(moved: float, num_clients: int) -> Sequence[str]:
+    r"""A warning if clients' bits say more about chance than about training; ``moved`` is a root mean square.
+
+    Drawing the bits of K clients moves their mean by some :math:`0.4 / \sqrt{K}`. This adds up over rounds: after some
+    K of them, most bits have settled by chance, unless training has moved the probabilities by then.
+    """
+    if moved * num_clients >= LEAST_MOVE:
+        return ()
+    return (
+        f"clients move their probabilities by only {moved:.2g} a round (root mean square), and drawing their bits "
+        "moves the mean by more, so chance decides what is learned. Raise the learning rate: it applies to scores, "
+        "which have to travel from 0 to 1, not to weights. The paper uses Adam with 0.1. During a warm-up, this is "
+        "expected.",
+    )
+
+
+class ZamplingState(nn.Module):
+    """The probabilities, and the weights that follow from them.
+
+    Attributes:
+        probs: Probabilities p, shape ``(n,)``, float32.
+        weights: The weights that are compressed.
+        matrix: Q, whose rows follow from the run's seed.
+    """
+
+    def __init__(self, probs: Tensor, weights: Sequence[CompressedWeight], matrix: InfluenceMatrix) -> None:
+        super().__init__()
+        self.probs = nn.Parameter(on_grid(probs))
+        self.weights = tuple(weights)
+        self.matrix = matrix
+
+    @torch.no_grad()
+    def network(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
+        probs = self.probs.detach()
+        z = probs if generator is None else draw_bits(probs, generator).to(probs.dtype)
+        parts = split_weights(self.matrix.expand(z), [weight.shape for weight in self.weights])
+        return {weight.name: values for weight, values in zip(self.weights, parts, strict=True)}
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Bring probabilities back into [0, 1] and onto the grid, which a server optimizer may have left."""
+        self.probs.copy_(on_grid(self.probs))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
+        """Move to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
+        super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def on_grid(probs: Tensor) -> Tensor:
+    """The nearest probabilities on the grid, in float32."""
+    return ((probs.double().clamp(0.0, 1.0) * GRID).round() / GRID).float()
+
+
+@dataclass(frozen=True)
+class ZamplingSide(ClientSide):
+    """Sub-models whose weights are samples.
+
+    Attributes:
+        matrix: Q. Its rows are drawn on first use, in each process that uses them; they are never pickled.
+        weights: The compressed weights.
+        link: From scores to probabilities.
+        dense: Names of the tensors that travel back whole.
+        sampled: Whether local steps use bits, or else probabilities.
+        downlink_bits: Number of bits per probability in the download; ``None`` for a float.
+    """
+
+    matrix: InfluenceMatrix = field(repr=False)
+    weights: tuple[CompressedWeight, ...]
+    link: Link
+    dense: tuple[str, ...]
+    sampled: bool = True
+    downlink_bits: int | None = None
+
+    def take_form(self, module: nn.Module, capacity: float) -> None:
+        SampledWeights(module, self.weights, self.matrix, self.link, self.sampled)
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        tensors = dict(download.tensors)
+        sampled_weights(client).set_probs(self.received(tensors.pop(PROBS)))
+        tensors.pop(PLACE, None)
+        load_tensors(client, tensors)
+
+    def origin(self, name: str) -> str:
+        return self.weights[0].name if name == SCORES else name
+
+    def overrides(self, name: str, options: Options) -> Options:
+        return {"weight_decay": 0.0} if name == SCORES else {}
+
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        weights = sampled_weights(client)
+        generator = derived_generator(download.seed, "local bits", *download.ids)
+        return StepActions(before_forward=lambda: weights.draw(generator))
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        """One more draw, packed, and dense tensors. Scores that are not finite have no bits: the client is left out.
+
+        The client logs how far its probabilities moved, root mean square.
+        """
+        weights = sampled_weights(client)
+        weights.rest()
+        if not bool(torch.isfinite(weights.scores).all()):
+            return Upload(download.unit, {}, left_out="not_finite")
+        trained, probs = weights.probs, self.received(download.tensors[PROBS])
+        moved = float((trained - probs).square().mean().sqrt())
+        logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
+        bits = pack_bits(_drawn(trained, download))
+        return Upload(download.unit, {BITS: bits, **select_tensors(client, self.dense)}, logged=logged)
+
+    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
+        return {"the compressed weights": sampled_weights(client).scores}
+
+    def received(self, sent: Tensor) -> Tensor:
+        """Probabilities as they arrive, from what was sent of them."""
+        if self.downlink_bits is None:
+            return sent
+        return unpack_levels(sent, self.matrix.num_columns, self.downlink_bits)
+
+
+def _drawn(probs: Tensor, download: Download) -> Tensor:
+    """The bits to send: drawn independently of other clients', unless the server gives the client a place."""
+    own = derived_generator(download.seed, "uploaded bits", *download.ids)
+    if PLACE not in download.tensors:
+        return draw_bits(probs, own)
+    place, num_places = download.tensors[PLACE].tolist()
+    shared = derived_generator(download.seed, "strata of bits", download.round_idx, download.unit.model)
+    numbers = coordinated_uniforms(len(probs), place, num_places, shared, own)
+    return (numbers < probs.cpu()).to(probs.device)
+
+
+def sampled_weights(client: nn.Module) -> SampledWeights:
+    """The module that makes a sub-model's weights."""
+    found = getattr(client, NAME)
+    assert isinstance(found, SampledWeights)
+    return found

@@ -30,7 +30,7 @@ Train one config with every combination of some settings and with several seeds,
   sweep --config run.yaml --vary model.algorithm=spectral,fedavg --vary data.partitioner.alpha=0.3,10 \\
         --seeds 0,1,2 --jobs 2
 
-Each run has a folder, with its config, its metrics, its last checkpoint and what it printed. The same command goes on
+Each run has a folder, with its config, its metrics, its last checkpoint and what it printed. The same command continues
 where it was interrupted, and repeats nothing. Further options are passed to every run, such as --trainer.max_epochs=20.
 """
 INTERRUPTED = 130
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return 2
     except KeyboardInterrupt:
-        _complain("interrupted; the same command goes on where this one stopped")
+        _complain("interrupted; run the same command again to continue")
         return INTERRUPTED
 
 
@@ -66,7 +66,7 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
             able[run] = folder / run.folder
         except SweepError as error:
             mistakes[str(error)].append(run)
-    for mistake, of in mistakes.items():  # each is told once
+    for mistake, of in mistakes.items():  # each is reported once
         _complain(mistake if len(of) == len(runs) else f"{'; '.join(run.name for run in of)}: {mistake}")
     if not able:
         raise SweepError("no run can be trained")

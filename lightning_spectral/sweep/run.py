@@ -25,7 +25,7 @@ from lightning_spectral.plugin.trainer import silence
 from lightning_spectral.report.runs import NAME as RECORD
 from lightning_spectral.sweep.plan import SEED, PlannedRun, SweepError
 
-OWN_ARGUMENTS = "LightningCLI's args parameter is intended"  # it wonders about those of this process
+OWN_ARGUMENTS = "LightningCLI's args parameter is intended"  # its warning: this process has arguments too
 # What is in a run's folder, beside its record: all settings, as `fit --config` takes them; what the run printed, with
 # the traceback if it failed; the last round; and a file that exists once the run is finished.
 CONFIG, OUTPUT, CHECKPOINT, FINISHED = "config.yaml", "output.txt", "last.ckpt", "finished"

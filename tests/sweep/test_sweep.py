@@ -206,7 +206,7 @@ def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(
 
     threading.Thread(target=press).start()
     told = sweep(*SLOW, "-o", "slow")
-    assert (told.status, told.err) == (130, ["error: interrupted; the same command goes on where this one stopped"])
+    assert (told.status, told.err) == (130, ["error: interrupted; run the same command again to continue"])
     check_ended()
     command = [sys.executable, "-m", "lightning_spectral", "sweep", *SLOW, "-o", "slow"]
     started = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -127,9 +127,7 @@ dynamo_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tenso
 @dynamo_warns
 @pytest.mark.parametrize("parts", [["net"], ["net.first", "net.second"]], ids=["a network", "its blocks"])
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
-def test_parts_that_are_compiled_in_place_train_compiled(
-    algorithm: Any, parts: list[str], toy: TensorDataset, fit: Fit
-) -> None:
+def test_parts_that_are_compiled_in_place_train_compiled(algorithm, parts, toy, fit):
     """With the weights of a plain run; the parts are still compiled when it ends."""
     made: list[Any] = []
     lit = seeded(LitInPlace, made, parts)
@@ -143,9 +141,7 @@ def test_parts_that_are_compiled_in_place_train_compiled(
 
 
 @dynamo_warns
-def test_parts_compiled_in_place_compile_in_the_first_round_once_for_each_keep_ratio(
-    toy: TensorDataset, fit: Fit
-) -> None:
+def test_parts_compiled_in_place_compile_in_the_first_round_once_for_each_keep_ratio(toy, fit):
     made: list[Any] = []
     after: list[int] = []
 

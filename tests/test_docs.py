@@ -16,7 +16,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from public_names import PLACES
-from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.user_hooks import REFUSED_HOOKS
@@ -70,9 +69,7 @@ def test_every_python_block_runs_and_prints_what_is_shown(page: Path, monkeypatc
             assert same, f"{page.name} shows\n{shown}\nbut the block prints\n{printed.getvalue()}"
 
 
-def test_the_readme_trains_as_it_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readme_trains_as_it_says(monkeypatch, tmp_path, capsys):
     pytest.importorskip("sklearn", reason="comes with the `examples` extra")
     monkeypatch.chdir(tmp_path)
     ((code, _),) = blocks(ROOT / "README.md")
@@ -125,9 +122,7 @@ def test_the_wrapping_page_names_every_refused_hook() -> None:
     assert not [hook for hook in REFUSED_HOOKS if f"`{hook}`" not in page]
 
 
-def test_the_metrics_page_names_every_round_metric(
-    lit: pl.LightningModule, toy: TensorDataset, quiet: dict[str, Any]
-) -> None:
+def test_the_metrics_page_names_every_round_metric(lit, toy, quiet):
     history = ls.RoundHistory()
     model = ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=2)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))

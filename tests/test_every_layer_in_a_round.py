@@ -120,9 +120,7 @@ def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
 
 
 @pytest.mark.parametrize("name", CORES)
-def test_one_client_with_all_terms_returns_the_weight_it_trained(
-    name: str, flat: TensorDataset, fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit, monkeypatch):
     lit = LitCore(CORES[name]()).double()
     dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
     algorithm = options_for(name, 1.0)
@@ -245,9 +243,7 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
     assert all(not torch.equal(before[name], lit.state_dict()[name]) for name in names)
 
 
-def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_the_factor_that_is_zero(
-    flat: TensorDataset, fit: Fit
-) -> None:
+def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_the_factor_that_is_zero(flat, fit):
     layers = {"base": nn.Linear(8, 8), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
 
     def adapted(self: Any, x: Tensor) -> Tensor:
@@ -264,9 +260,7 @@ def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_th
     assert bool(lit.up.weight.any())
 
 
-def test_a_plan_fixes_what_is_sharded_and_knows_its_module(
-    flat: TensorDataset, fit: Fit, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_fixes_what_is_sharded_and_knows_its_module(flat, fit, capsys):
     lit = LitOf(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     plan = ls.validate(lit, torch.zeros(1, 32), ls.LayerChoices(exclude=["a"]))
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)

@@ -51,9 +51,7 @@ def weights(module: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def test_one_client_without_sharding_is_plain_training(
-    regression: TensorDataset, quiet: dict[str, Any], fit: Fit
-) -> None:
+def test_one_client_without_sharding_is_plain_training(regression, quiet, fit):
     ours: list[float] = []
     theirs: list[float] = []
     federated, plain = recording(ours.append, momentum=0.9), recording(theirs.append, momentum=0.9)

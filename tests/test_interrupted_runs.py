@@ -27,9 +27,7 @@ HERE = Path(__file__).parent
     ],
     ids=lambda value: value if isinstance(value, int) else f"{len(value)} signals, first {value[0]}",
 )
-def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(
-    num_processes: int, signals: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(num_processes, signals, tmp_path):
     command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), str(num_processes), *signals]
     path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

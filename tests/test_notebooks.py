@@ -149,9 +149,7 @@ def displayed(namespace: dict[str, Any]) -> Iterator[Any]:
                 namespace["ROUNDS"] = 2
 
 
-def test_the_tutorial_runs_and_shows_tables_and_a_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tutorial_runs_and_shows_tables_and_a_figure(tmp_path, monkeypatch, capsys):
     pytest.importorskip("sklearn", reason="comes with the `examples` extra")
     pytest.importorskip("matplotlib", reason="comes with the `examples` extra")
     monkeypatch.chdir(tmp_path)

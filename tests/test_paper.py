@@ -137,9 +137,7 @@ def test_every_setting_is_part_of_the_name_of_a_run(paper: Any, settings: Any) -
     assert replace(settings, keep_ratio={0.2: 0.6, 0.4: 0.4}).key != replace(settings, keep_ratio={0.2: 1.0}).key
 
 
-def test_what_is_done_is_not_done_again(
-    paper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_is_done_is_not_done_again(paper, tmp_path, monkeypatch, capsys):
     calls: list[str] = []
 
     def train(store: Any, settings: Any, accelerator: str) -> dict[str, Any]:
@@ -159,18 +157,14 @@ def test_what_is_done_is_not_done_again(
 
 
 @pytest.mark.parametrize("seeds", ["0 0", "1 -1"])
-def test_seeds_that_are_repeated_or_negative_are_refused(
-    paper: Any, seeds: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_that_are_repeated_or_negative_are_refused(paper, seeds, capsys):
     with pytest.raises(SystemExit):
         paper.run.parsed(["table3", "--seeds", *seeds.split()])
     message = f"--seeds must be different and not negative, got {seeds}; name each once, such as --seeds 0 1 2"
     assert message in capsys.readouterr().err
 
 
-def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
-    paper: Any, store: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, settings, tmp_path, monkeypatch):
     class PowerCut(ls.RoundCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
             if trainer.current_epoch == 6:
@@ -228,9 +222,7 @@ def test_a_file_that_names_an_unknown_setting_or_too_few_numbers_is_refused(pape
         paper.grid.read_grid("made_up", text, "toy")
 
 
-def test_a_run_that_another_process_is_training_is_left_to_it(
-    paper: Any, store: Any, settings: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_another_process_is_training_is_left_to_it(paper, store, settings, monkeypatch, capsys):
     monkeypatch.setattr(paper.run, "todo", lambda *_: [settings])
     with sys.modules["records"].claimed(store.path(settings)):
         paper.run.train([], store, [0], "cpu")
@@ -240,9 +232,7 @@ def test_a_run_that_another_process_is_training_is_left_to_it(
     assert capsys.readouterr().out.startswith(settings.key)
 
 
-def test_only_curves_that_a_figure_can_show_are_kept(
-    paper: Any, tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_curves_that_a_figure_can_show_are_kept(paper, tmp_path, settings, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = {"val_accuracy": [[1, 0.2], [2, 0.5]], "rank/model.head": [[2, 0.25]]}
     run = made_up(settings, 0.5) | {"curves": shown | {"fl/bytes_up": [[1, 8], [2, 8]]}}
@@ -268,15 +258,7 @@ def test_a_long_heading_is_wrapped_and_tasks_keep_their_own_scale(paper: Any) ->
     ("name", "data", "folder"),
     [("table1", "tinyimagenet", "tiny-imagenet-200"), ("prism_figure5", "femnist", "femnist/train")],
 )
-def test_missing_data_are_skipped_with_a_reason(
-    paper: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    data: str,
-    folder: str,
-) -> None:
+def test_missing_data_are_skipped_with_a_reason(paper, tmp_path, monkeypatch, capsys, name, data, folder):
     monkeypatch.setenv("DATA", str(tmp_path / "nowhere"))
     grid = paper.run.read(name, "gpu")
     runs = [cell.settings for cell in grid.cells if cell.settings.data == data]
@@ -299,9 +281,7 @@ def test_cifar100_is_read_from_the_standard_file(paper: Any, tmp_path: Path) -> 
     torch.testing.assert_close(images[0, 0, 0, 0] > images[0, 0, 0, 1], rows[0, 2] > rows[0, 3])
 
 
-def test_cifar100_is_dealt_by_superclass(
-    paper: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar100_is_dealt_by_superclass(paper, settings, tmp_path, monkeypatch):
     rows = torch.randint(256, (400, 2 + 3 * 32 * 32), dtype=torch.uint8)
     rows[:, 1] = torch.arange(400) % 100
     rows[:, 0] = rows[:, 1] // 5
@@ -355,9 +335,7 @@ def test_femnist_is_refused_with_too_few_users(paper: Any, tmp_path: Path, monke
         paper.sources.femnist()
 
 
-def test_sub_models_of_prisms_net_run_on_femnist(
-    paper: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sub_models_of_prisms_net_run_on_femnist(paper, store, tmp_path, monkeypatch):
     write_femnist(tmp_path)
     monkeypatch.setenv("DATA", str(tmp_path))
     monkeypatch.setattr(paper.sources, "FEMNIST_USERS", 30)
@@ -398,9 +376,7 @@ def test_reviews_are_read_as_frequent_words(paper: Any) -> None:
     assert reviews.word_ids([text, ["so", "bad"], []], ids, 2).tolist() == [[1, 1], [3, 0], [0, 0]]
 
 
-def test_an_lstm_learns_from_reviews(
-    paper: Any, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_lstm_learns_from_reviews(paper, settings, tmp_path, monkeypatch):
     """60 reviews with one telling word each; the other words of the ten test reviews have no ids."""
     good = torch.arange(70) % 2
     texts = [["good" if label else "bad", f"film{i}"] for i, label in enumerate(good.tolist())]

@@ -50,9 +50,7 @@ def test_the_files_of_a_study_leave_nothing_behind(tmp_path: Path) -> None:
     assert (path, names, folder) == (list(sys.path), {"images", *MODULES} & set(sys.modules), Path.cwd())
 
 
-def test_a_package_is_downloaded_once_and_another_file_is_refused(
-    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_package_is_downloaded_once_and_another_file_is_refused(study, tmp_path, monkeypatch):
     fetch = sys.modules[study.plays.fetched.__module__]
     monkeypatch.setattr(fetch, "CACHE", tmp_path / "cache")
     command = [sys.executable, "-c", "open('package', 'x').write('data')"]  # which would fail a second time
@@ -174,9 +172,7 @@ def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("model", FIVE)
-def test_the_networks_of_the_five_models_fit_their_data(
-    study: Any, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
+def test_the_networks_of_the_five_models_fit_their_data(study, monkeypatch, model):
     synthetic(study, monkeypatch, 1000)
     federation = study.federations.FEDERATIONS["five"]
     assert list(federation.models) == list(federation.rates) == FIVE
@@ -195,9 +191,7 @@ def test_the_two_models_of_clothes_share_no_image(study: Any) -> None:
     assert not first & second
 
 
-def test_five_models_are_dealt_to_clients_of_which_a_tenth_lack_one(
-    study: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_five_models_are_dealt_to_clients_of_which_a_tenth_lack_one(study, monkeypatch):
     synthetic(study, monkeypatch, 12_000)
     modules = study.five_tasks.deal_five(0).modules.values()
     without = [[client for client, examples in enumerate(m.partition) if not len(examples)] for m in modules]
@@ -233,9 +227,7 @@ def test_what_a_speaker_says_is_read_from_a_play(study: Any) -> None:
     assert study.plays.most_text(texts, 2) == ["the most of all", "of three"]
 
 
-def test_a_speaker_is_trained_on_the_beginning_and_tested_on_the_end(
-    study: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_speaker_is_trained_on_the_beginning_and_tested_on_the_end(study, monkeypatch):
     five = study.five_tasks
     monkeypatch.setattr(five, "CONTEXT", 2)
     monkeypatch.setattr(five, "TRAIN_EVERY", 3)
@@ -385,9 +377,7 @@ def test_the_search_finds_better_probabilities_where_updates_share_much_and_diff
     assert errors[0] < 0.9 * errors[1]
 
 
-def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(
-    study: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(study, monkeypatch):
     synthetic(study, monkeypatch, 500)
     grams = study.fixed_size.trained((1, 2))
     found = list(study.fixed_size.rows(grams))

@@ -559,9 +559,7 @@ def test_a_lock_that_a_client_holds_when_it_fails_is_released(data: Any, fit_thr
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), HALF], ids=["dense", "half"])
-def test_a_client_that_fails_while_an_optimizer_is_toggled_leaves_nothing_frozen(
-    algorithm: Any, data: Any, fit_three: Fit
-) -> None:
+def test_a_client_that_fails_while_an_optimizer_is_toggled_leaves_nothing_frozen(algorithm, data, fit_three):
     class Failing(AdversarialPair):
         def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
             calls.append(loss.item())
@@ -600,9 +598,7 @@ TRAINED_BY = pytest.mark.parametrize("base", [Lit, Manual], ids=["automatic", "m
 
 @TRAINED_BY
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), HALF], ids=["dense", "half"])
-def test_the_trainer_in_a_step_is_that_of_the_run(
-    algorithm: Any, base: Any, data: Any, fit_three: Fit, tmp_path: Path
-) -> None:
+def test_the_trainer_in_a_step_is_that_of_the_run(algorithm, base, data, fit_three, tmp_path):
     def look(module: Any) -> Any:
         trainer = module.trainer
         return trainer, trainer.datamodule, trainer.logger, module.logger, dict(trainer.callback_metrics)
@@ -622,9 +618,7 @@ def test_the_trainer_in_a_step_is_that_of_the_run(
 
 @TRAINED_BY
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), HALF], ids=["dense", "half"])
-def test_a_step_that_asks_the_trainer_to_stop_ends_the_run_after_its_round(
-    algorithm: Any, base: Any, data: Any, fit_three: Fit
-) -> None:
+def test_a_step_that_asks_the_trainer_to_stop_ends_the_run_after_its_round(algorithm, base, data, fit_three):
     def stop(module: Any) -> None:
         if module.trainer.current_epoch == 1:
             module.trainer.should_stop = True

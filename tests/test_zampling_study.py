@@ -58,9 +58,7 @@ def toy_task(study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
-def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_marked(
-    study: Any, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_marked(study, monkeypatch, optimizer):
     toy = toy_task(study, monkeypatch)
     small, large = (study.rates.train(optimizer, lr, toy, num_rounds=1) for lr in (1e-3, 10.0))
     assert 0 < small.moved < large.moved < 1
@@ -75,9 +73,7 @@ def test_a_larger_learning_rate_moves_probabilities_farther_and_a_small_one_is_m
     [(0.0, 0, 10 * 6), (0.0, 3, 10 * (1 + 3)), (1e-7, 3, 10 * (1 + 3)), (0.01, 3, 10 * 6)],
     ids=["none", "no progress", "less than delta", "progress"],
 )
-def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(
-    study: Any, monkeypatch: pytest.MonkeyPatch, lr: float, patience: int, steps: int
-) -> None:
+def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(study, monkeypatch, lr, patience, steps):
     """Ten clients with one batch each, and six local epochs."""
     toy, calls = toy_task(study, monkeypatch), []
 
@@ -103,9 +99,7 @@ def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(
         ("2 bits down", 8, 246, 123),
     ],
 )
-def test_a_run_says_what_travelled_and_how_good_networks_became(
-    study: Any, monkeypatch: pytest.MonkeyPatch, setup: str, compression: int, down: int, up: int
-) -> None:
+def test_a_run_says_what_travelled_and_how_good_networks_became(study, monkeypatch, setup, compression, down, up):
     toy = toy_task(study, monkeypatch)
     monkeypatch.setitem(study.tasks.TASKS, "toy", toy)
     run = study.federated.train(study.plans.Spec(setup, compression, num_rounds=study.federated.EVERY, task="toy"))

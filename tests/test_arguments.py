@@ -89,12 +89,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "zample": lambda: {"module": net()},
 }
 # Only the package creates the first ones; the last passes its arguments on to torch.
-LEFT_OUT = {
-    "ClientRow",
-    "ClientTable",
-    "CostTable",
-    "load_user_module",
-}
+LEFT_OUT = {"ClientRow", "ClientTable", "CostTable", "load_user_module"}
 MAY_BE_NEGATIVE = {"absent", "seed"}
 MAY_BE_INFINITE = re.compile(
     r"budget|every_n_seconds|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau"
@@ -254,11 +249,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (ls.nn.zample, {"module": net(), "link": ""}, r"`link` must be an instance of Link"),
     (ls.nn.zample, {"module": net(), "link": functional.zampling.Sigmoid}, r"got the class Sigmoid; write Sigmoid"),
     (ls.nn.zample, {"module": nn.Linear}, r"`module` must be .* got the class Linear"),
-    (
-        testing.check_algorithm,
-        {"algorithm": ls.FedAvg, "module": net(), "batch": EXAMPLE},
-        r"FedAvg; write FedAvg",
-    ),
+    (testing.check_algorithm, {"algorithm": ls.FedAvg, "module": net(), "batch": EXAMPLE}, r"FedAvg; write FedAvg"),
     (testing.check_design, {"design": ls.Systematic}, r"`design` must be .* got the class Systematic; write"),
     (testing.check_strategy, {"strategy": ls.Systematic()}, r"`strategy` must be an instance of ShardingStrategy"),
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),

@@ -90,8 +90,7 @@ class TestConstructor:
             ls.FederatedModule(LitTiny(), algorithm=ls.SpectralSharding(), clients_per_round=1)
 
     @pytest.mark.parametrize(
-        "hook",
-        ["lr_scheduler_step", "train_dataloader", "configure_model", *(f"{s}_epoch_end" for s in STAGES)],
+        "hook", ["lr_scheduler_step", "train_dataloader", "configure_model", *(f"{s}_epoch_end" for s in STAGES)]
     )
     def test_a_hook_that_cannot_be_honoured(self, hook: str, lit_mlp: Any) -> None:
         kind = type("LitHooked", (lit_mlp,), {hook: lambda self, *args: None})

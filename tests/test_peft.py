@@ -86,11 +86,7 @@ def test_the_plan_names_the_factors_of_lora(rank: int) -> None:
     net = peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], **{**LORA, "r": rank}))
     plan = ls.nn.plan_layers(net)
     reasons = {layer.name.rpartition("c_attn.")[2]: layer.reason for layer in plan.layers if "c_attn" in layer.name}
-    assert reasons == {
-        "base_layer": "frozen",
-        "lora_A.default": "low-rank factor",
-        "lora_B.default": "low-rank factor",
-    }
+    assert reasons == {"base_layer": "frozen", "lora_A.default": "low-rank factor", "lora_B.default": "low-rank factor"}
     assert not plan.problems
 
 
@@ -106,12 +102,7 @@ class Adapted(nn.Module):
 
 @pytest.mark.parametrize(
     ("adapted", "is_factor"),
-    [
-        (Adapted(), True),
-        (Adapted(frozen=False), False),
-        (Adapted(rank=6), False),
-        (Adapted(out=5), False),
-    ],
+    [(Adapted(), True), (Adapted(frozen=False), False), (Adapted(rank=6), False), (Adapted(out=5), False)],
     ids=["frozen base", "trained base", "full rank", "other width"],
 )
 def test_a_narrow_pair_beside_a_frozen_layer_of_its_ends_is_one_of_factors(adapted: Any, is_factor: bool) -> None:

@@ -380,8 +380,7 @@ PROGRAMS: tuple[type[Lit], ...] = (
 CHANGED = PenaltyKept, FeaturesKept  # attributes of these
 SAME = WholeStepByGlobal, CompiledInPlace, WithLock, WithFile, WithSocket, ReadsSchedule  # as without what is added
 EVERY_PROGRAM = pytest.mark.parametrize(
-    "program",
-    [pytest.param(one, id=one.__name__, marks=DROPPED if one in CHANGED else ()) for one in PROGRAMS],
+    "program", [pytest.param(one, id=one.__name__, marks=DROPPED if one in CHANGED else ()) for one in PROGRAMS]
 )
 
 

@@ -387,12 +387,7 @@ class LocalOptimizer:
         if key not in made:
             options = {name: value for name, value in before.items() if name not in NO_OPTIONS}
             names = {"param_names": group.names} if "param_names" in before else {}
-            made[key] = {
-                "params": group.parameters,
-                **names,
-                **options,
-                **self._overrides(group.name, options),
-            }
+            made[key] = {"params": group.parameters, **names, **options, **self._overrides(group.name, options)}
         return made[key]
 
     def _state_of_new(self) -> dict[Tensor, Any]:

@@ -179,12 +179,7 @@ class ResNet18(nn.Module):
     """
 
     def __init__(
-        self,
-        num_classes: int = 10,
-        in_channels: int = 3,
-        num_groups: int = 2,
-        width: int = 64,
-        image_size: int = 32,
+        self, num_classes: int = 10, in_channels: int = 3, num_groups: int = 2, width: int = 64, image_size: int = 32
     ) -> None:
         super().__init__()
         if width % num_groups:

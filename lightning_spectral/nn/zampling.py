@@ -84,12 +84,7 @@ class Compression:
     def __post_init__(self) -> None:
         rules = dict(COMPRESSION)
         factor = rules.pop("compression")
-        check_fields(
-            self,
-            factor=lambda _, value: factor("compression", value),
-            exclude=as_patterns,
-            **rules,
-        )
+        check_fields(self, factor=lambda _, value: factor("compression", value), exclude=as_patterns, **rules)
         if self.degree is None and self.factor != 1.0:
             raise ValueError(
                 f"With `degree=None` each weight has a probability of its own, so `compression` must be 1, got "

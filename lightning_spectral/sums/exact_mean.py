@@ -308,11 +308,7 @@ class MeanChange(RunningMean):
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
 
     def add(
-        self,
-        after: Tensors,
-        weight: float,
-        magnitudes: Mapping[str, float] | None = None,
-        where: Tensors | None = None,
+        self, after: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None, where: Tensors | None = None
     ) -> None:
         """Add one client's tensors, as it returned them, with its weight.
 
@@ -345,12 +341,7 @@ class MeanChange(RunningMean):
 
     @torch.no_grad()
     def _add(
-        self,
-        tensors: Tensors,
-        weight: float,
-        magnitudes: Mapping[str, float] | None,
-        where: Tensors,
-        is_change: bool,
+        self, tensors: Tensors, weight: float, magnitudes: Mapping[str, float] | None, where: Tensors, is_change: bool
     ) -> None:
         magnitudes = largest_magnitudes({n: tensors[n] for n in self.names}) if magnitudes is None else magnitudes
         for name in self.names:

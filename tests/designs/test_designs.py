@@ -36,14 +36,7 @@ from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.testing import check_design
 from lightning_spectral.testing.choices import check_rows
 
-DESIGNS = [
-    ConditionalPoisson(),
-    SuccessiveSampling(),
-    Brewer(),
-    MinimumSupport(),
-    Systematic(),
-    RandomSystematic(),
-]
+DESIGNS = [ConditionalPoisson(), SuccessiveSampling(), Brewer(), MinimumSupport(), Systematic(), RandomSystematic()]
 
 
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)

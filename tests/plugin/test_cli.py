@@ -81,10 +81,7 @@ TWO = {
     "model": {"models": {"a": MODEL, "b": MODEL}, "participation": part("LossVarianceReduced", active=3)},
     "data": {"modules": {"a": DATA, "b": part(Clients, num_clients=4)}},
 }
-CASES = {
-    "the entry point, two models": (FederatedCLI, TWO, "b"),
-    "the entry point, one model": (FederatedCLI, ONE, ""),
-}
+CASES = {"the entry point, two models": (FederatedCLI, TWO, "b"), "the entry point, one model": (FederatedCLI, ONE, "")}
 
 
 SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")

@@ -85,11 +85,7 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
 @pytest.mark.parametrize(
     ("algorithm", "width", "message"),
     [
-        (
-            ls.FedAvg(),
-            0.5,
-            "with WidthSharding trains models by width, got FedAvg; train with algorithm=WidthSharding",
-        ),
+        (ls.FedAvg(), 0.5, "with WidthSharding trains models by width, got FedAvg; train with algorithm=WidthSharding"),
         (
             ls.WidthSharding(ls.RandomChannels()),
             0.5,

@@ -38,18 +38,7 @@ def test_different_arguments_give_different_seeds(first: tuple[Any, ...], second
 
 
 def test_encoding_cannot_be_confused_by_its_own_punctuation() -> None:
-    alike = [
-        (1, 23),
-        (12, 3),
-        (123,),
-        ("1", 23),
-        (1, "23"),
-        ("1i2:23",),
-        ("1", "23"),
-        (1, 2, 3),
-        ("", 123),
-        (-1, 23),
-    ]
+    alike = [(1, 23), (12, 3), (123,), ("1", 23), (1, "23"), ("1i2:23",), ("1", "23"), (1, 2, 3), ("", 123), (-1, 23)]
     assert len({derived_seed(0, "terms", *ids) for ids in alike}) == len(alike)
 
 

@@ -148,10 +148,7 @@ def test_repetitions_are_compared_where_the_shortest_ends_and_groups_at_a_common
     ],
 )
 def test_curves_that_hardly_move_are_named_with_their_range_and_what_to_do(values: list[float], flat: bool) -> None:
-    remark = on_curves(
-        grouped(run(values, algorithm=LORA), run([0.1, 0.5, 0.9], algorithm=ZAMPLING)),
-        "val_acc",
-    )
+    remark = on_curves(grouped(run(values, algorithm=LORA), run([0.1, 0.5, 0.9], algorithm=ZAMPLING)), "val_acc")
     assert ("Curves that hardly move: LoRA (" in remark) == ("has been learned yet" in remark) == flat
     assert "Zampling" not in remark
     assert "FedAvg" not in remark

@@ -242,10 +242,7 @@ HEAD = json.dumps({"run": "a", "begun": 0.0, "config": {}}) + "\n"
         (HEAD + "{}}\n" + '{"round": 0, "evaluated": {"acc": 1}}\n', "line 2 is not JSON"),
         (HEAD + '{"round": 0, "evaluated": [1]}\n', "cannot be read: "),
         (HEAD + '{"round": 0, "tables": {"t": {"columns": ["a"], "rows": [[1, 2]]}}}\n', "a row of a table is not as"),
-        (
-            HEAD + '{"round": 0, "histograms": {"h": {"edges": [1, 0], "counts": [1]}}}\n',
-            "of a histogram descend",
-        ),
+        (HEAD + '{"round": 0, "histograms": {"h": {"edges": [1, 0], "counts": [1]}}}\n', "of a histogram descend"),
         (HEAD + '{"round": 0, "histograms": {"h": {"edges": [0], "counts": [1]}}}\n', "has 1 edges and 1 counts"),
         ("loss,acc\n1,2\n", "line 1 is not JSON"),
         ('{"run": 3, "config": {}}\n', "its first line does not say which run it is"),

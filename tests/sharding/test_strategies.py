@@ -97,10 +97,7 @@ def test_float32_singular_values_are_computed_in_float64(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 @pytest.mark.parametrize(
     ("values", "n", "message"),
-    [
-        ([1.0, 2.0], 3, r"`num_terms` must be in \[1, N=2\], got 3"),
-        ([math.nan, 2.0], 1, "got nan at index 0"),
-    ],
+    [([1.0, 2.0], 3, r"`num_terms` must be in \[1, N=2\], got 3"), ([math.nan, 2.0], 1, "got nan at index 0")],
 )
 def test_bad_input_is_named(strategy, values, n, message):
     with pytest.raises(ValueError, match=message):
@@ -232,9 +229,7 @@ UNEQUAL = [[2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [16.0, 20.0, 25.0, 30.0]]
 
 
 def error(
-    groups: list[tuple[torch.Tensor, torch.Tensor]],
-    s: torch.Tensor = STEEP,
-    weights: list[list[float]] = EQUAL,
+    groups: list[tuple[torch.Tensor, torch.Tensor]], s: torch.Tensor = STEEP, weights: list[list[float]] = EQUAL
 ) -> float:
     """Relative error of the average, term by term and client by client."""
     total, expected = sum(map(sum, weights)), 0.0

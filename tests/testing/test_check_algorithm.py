@@ -388,10 +388,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         variant(round=WaitingRound),
         "four of five clients lost after their downloads: the round failed: KeyError: ",
     ),
-    "the first count more": (
-        variant(round=FirstRound),
-        "round 0, clients in reverse: their order made a difference",
-    ),
+    "the first count more": (variant(round=FirstRound), "round 0, clients in reverse: their order made a difference"),
     "adds up nothing": (variant(round=AloneRound), "round 0, process 0 of 2: grouping made a difference"),
     "holds a lambda": (variant(side=LambdaSide), "its half cannot be sent there: .*pickle"),
     "holds a function": (

@@ -101,10 +101,7 @@ def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fi
     ("keep", "place"),
     [
         (lambda lit, layer: setattr(lit, "layers", [nn.ReLU(), layer]), r", in `self\.layers\[1\]\.weight`;"),
-        (
-            lambda lit, layer: setattr(lit.net[2], "of", {"a": (layer,)}),
-            r", in `self\.net\.2\.of\['a'\]\[0\]\.weight`",
-        ),
+        (lambda lit, layer: setattr(lit.net[2], "of", {"a": (layer,)}), r", in `self\.net\.2\.of\['a'\]\[0\]\.weight`"),
         (lambda lit, layer: FOREIGN.append(layer), r", in `FOREIGN\[0\]\.weight`;"),
         (lambda lit, layer: None, r"; parameter 1 of"),
     ],

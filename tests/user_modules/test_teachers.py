@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import lightning_spectral as ls
 
 ALGORITHMS = [
-    *(ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.FIARSE(keep_ratio=0.5), ls.Zampling(2), ls.StaleUpdates()),
+    *(ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.FIARSE(keep_ratio=0.5), ls.Zampling(2), ls.StaleUpdates())
 ]
 
 

@@ -210,11 +210,7 @@ def test_extreme_cohorts_keep_the_sum(C):
     assert collective_inclusion_probs(lam, 2, C).sum().item() == pytest.approx(2, abs=1e-14 * C / (C - 1))
 
 
-SOLVERS = [
-    top_inclusion_probs,
-    proportional_inclusion_probs,
-    lambda lam, n: collective_inclusion_probs(lam, n, 4),
-]
+SOLVERS = [top_inclusion_probs, proportional_inclusion_probs, lambda lam, n: collective_inclusion_probs(lam, n, 4)]
 
 
 @pytest.mark.parametrize("solve", SOLVERS)

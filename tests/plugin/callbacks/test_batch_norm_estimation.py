@@ -187,12 +187,7 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(train: Trai
     means: list[Tensor] = []
     seen = acting(on_round_end=lambda trainer, model, summary: means.append(model.module.net[1].running_mean.clone()))
     callbacks = [BatchNormEstimation(every_n_rounds=2), seen]
-    train(
-        algorithm=ls.FedAvg(buffers=KEEP),
-        callbacks=callbacks,
-        max_epochs=5,
-        trainer={"check_val_every_n_epoch": 2},
-    )
+    train(algorithm=ls.FedAvg(buffers=KEEP), callbacks=callbacks, max_epochs=5, trainer={"check_val_every_n_epoch": 2})
     changes = [bool((one != two).any()) for one, two in zip([torch.zeros(12), *means], means, strict=False)]
     assert changes == [False, True, False, True, True]
 

@@ -145,16 +145,17 @@ class TermRates:
     @torch.no_grad()
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now."""
-        factors = []
-        for layer in self._layers:
-            # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose
-            # norm would allow too long a step.
-            u = layer.u if layer.has_all_rows else layer.v.T
-            of_weight = weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr)
-            factors.append(torch.minimum(effective_lr_factors(layer.omega, self.clip_tau), of_weight))
-        clipped = [bool((own < 1.0).any()) for own in factors]
-        layers = zip(self._layers, factors, clipped, strict=True)
-        self._scaled = [each for layer, own, is_scaled in layers if is_scaled for each in _of_both_vectors(layer, own)]
+        factors = [(layer, self.factors(layer)) for layer in self._layers]
+        clipped = [_of_both_vectors(layer, own) for layer, own in factors if bool((own < 1.0).any())]
+        self._scaled = [each for of_layer in clipped for each in of_layer]
+
+    def factors(self, layer: SingularTerms) -> Tensor:
+        """The factor of each term that a layer holds, shape ``(n,)``."""
+        # Both vectors of a drawn term have equal length, so v stands in for a u without some of its rows, whose norm
+        # would allow too long a step.
+        u = layer.u if layer.has_all_rows else layer.v.T
+        of_weight = weight_lr_factors(u, layer.omega, layer.v, self.clip_weight_lr)
+        return torch.minimum(effective_lr_factors(layer.omega, self.clip_tau), of_weight)
 
     def acting(self, optimizer: Optimizer) -> Callable[[], None]:
         """What to do before each step; parameters that this optimizer does not step are left unchanged."""

@@ -34,8 +34,7 @@ from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, si
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
-from lightning_spectral.nn.plan.planner import check_layers, plan_of, untraced_ends
-from lightning_spectral.nn.plan.swap import swap_layers
+from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors

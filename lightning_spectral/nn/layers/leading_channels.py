@@ -98,18 +98,13 @@ def _whole(value: Any) -> Any:
     return type(value)(map(_whole, value)) if type(value) in (list, tuple) else value
 
 
-def _elementwise(func: Callable[..., Tensor]) -> Narrow:
+def _by_channel(func: Callable[..., Tensor], num_dims: int | None = None) -> Narrow:
+    """A function of each value on its own, or over the last dimensions."""
+
     def narrow(x: LeadingChannels, *args: Any, **kwargs: Any) -> Tensor | None:
-        if any(isinstance(value, Tensor) for value in [*args, *kwargs.values()]):
+        if num_dims is None and any(isinstance(value, Tensor) for value in [*args, *kwargs.values()]):
             return None
-        return func(x.held, *args, **kwargs)
-
-    return narrow
-
-
-def _over_positions(func: Callable[..., Tensor], num_dims: int) -> Narrow:
-    def narrow(x: LeadingChannels, *args: Any, **kwargs: Any) -> Tensor | None:
-        if x.channel_dim != -num_dims - 1 or kwargs.get("return_indices"):
+        if num_dims is not None and (x.channel_dim != -num_dims - 1 or kwargs.get("return_indices")):
             return None
         return func(x.held, *args, **kwargs)
 
@@ -173,8 +168,8 @@ _POOLS = (
     *((F.adaptive_avg_pool1d, 1), (F.adaptive_avg_pool2d, 2), (F.adaptive_avg_pool3d, 3)),
 )
 _NARROW: Mapping[Any, Narrow] = {
-    **{func: _elementwise(func) for func in _ELEMENTWISE},
-    **{func: _over_positions(func, num_dims) for func, num_dims in _POOLS},
+    **{func: _by_channel(func) for func in _ELEMENTWISE},
+    **{func: _by_channel(func, num_dims) for func, num_dims in _POOLS},
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__), _sum),
     F.batch_norm: _batch_norm,
     F.group_norm: _group_norm,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from lightning_spectral.functional.spectra import num_terms_for
-from lightning_spectral.nn.width.rules import is_depthwise, loses_groups
-from lightning_spectral.nn.width.units import Key, Labels
+from lightning_spectral.nn.width.rules import Key, Labels, is_depthwise, loses_groups
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.tables import Block, as_html, as_text
 

@@ -21,8 +21,20 @@ from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_module
-from lightning_spectral.nn.width.rules import Axes, Pass, fixed, labels_of, pieces, tensors_of, unknown
-from lightning_spectral.nn.width.units import FIXED, Key, Labels, Splits, Units
+from lightning_spectral.nn.width.rules import (
+    FIXED,
+    Axes,
+    Key,
+    Labels,
+    Pass,
+    Splits,
+    Units,
+    fixed,
+    labels_of,
+    pieces,
+    tensors_of,
+    unknown,
+)
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.kept_state import trying
 

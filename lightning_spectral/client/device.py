@@ -246,10 +246,12 @@ class Device:
         self._num_compared += 1
         changed = changed_attributes(self.module, form.replaced.keys())
         large = kept.not_kept()
-        note = " (not put back: too large)"
-        return lambda: tuple(
-            n + note * any(path == n or path.startswith((f"{n}.", f"{n}[")) for path in large) for n in changed()
-        )
+
+        def noted(name: str) -> str:
+            is_large = any(path == name or path.startswith((f"{name}.", f"{name}[")) for path in large)
+            return f"{name} (not put back: too large)" if is_large else name
+
+        return lambda: tuple(map(noted, changed()))
 
     def _start(self, form: Form, download: Download) -> LocalTask:
         """Prepare the client's task; it begins with the state that the server has."""

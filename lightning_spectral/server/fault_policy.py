@@ -118,12 +118,12 @@ class Faults:
             if isinstance(answer, LeaveOut) and len(client_ids) / len(outcomes) > answer.max_share:
                 *others, last = map(str, sorted(client_ids))
                 who = f"clients {', '.join(others)} and {last}" if others else f"client {last}"
-                first = f"{smaller_updates}. " if reason == "not_finite" and smaller_updates else ""
+                remedy = f"{smaller_updates}. " if reason == "not_finite" and smaller_updates else ""
                 raise RoundError(
                     f"Round {round_idx}: {len(client_ids)} of {len(outcomes)} clients are left out "
                     f"({who}: {EXPLANATIONS[reason]}), more than the share of "
                     f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
-                    f"{first}{REMEDIES[reason]}"
+                    f"{remedy}{REMEDIES[reason]}"
                 )
 
 

@@ -371,7 +371,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        """What the server knows of clients: their sizes and keep ratios, and which of them can train the model."""
         return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
 
     def client_data(self, download: Download) -> ClientData:
@@ -381,7 +380,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
 
     def check_clients(self) -> None:
-        """Raise ``ValueError`` if a client has no examples."""
         empty = (self.partition.sizes == 0).nonzero().flatten().tolist()
         if empty:
             shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
@@ -392,7 +390,6 @@ class FederatedDataModule(FixedArguments, ServerData):
             )
 
     def configuration(self) -> dict[str, str | int]:
-        """The settings that must match for a checkpoint to be resumed."""
         own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**own, "partition": self.partition.fingerprint()}
 

@@ -44,29 +44,21 @@ from lightning_spectral.server.processes import Processes
 Checkpoint = dict[str, Any]
 
 
-def on_each(hook: str) -> Callable[..., None]:
-    """Make a method that calls the hook of the same name on every user's module."""
+def passed_on(hook: str, position: int | None = None) -> Callable[..., Any]:
+    """Make a method that calls the hook of the same name on the users' modules.
 
-    def forward(self: FederatedHooks, *args: Any) -> None:
-        self.call_users(hook, *args)
-
-    return _named(forward, hook)
-
-
-def on_one(hook: str, position: int = 2) -> Callable[..., Any]:
-    """Make a method that calls the hook of the same name on the module to whose data a batch belongs.
-
-    The dataloader's index has a position among the hook's arguments, and Lightning may leave it out.
+    Args:
+        hook: Its name.
+        position: That of the dataloader's index among its arguments, which Lightning may leave out: the hook is then
+            called on the module to whose data a batch belongs, and otherwise on every module.
     """
 
     def forward(self: FederatedHooks, *args: Any) -> Any:
+        if position is None:
+            return self.call_users(hook, *args)
         with self.evaluating(args, position) as (module, own_args):
             return call_with_accepted(getattr(module, hook), *own_args)
 
-    return _named(forward, hook)
-
-
-def _named(forward: Callable[..., Any], hook: str) -> Callable[..., Any]:
     forward.__name__ = forward.__qualname__ = hook
     forward.__doc__ = f"The user's ``{hook}``, on the server's module."
     return forward
@@ -196,20 +188,20 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     # -- hooks of evaluation, and those that run once per run
 
-    validation_step = on_one("validation_step")
-    on_validation_start = on_each("on_validation_start")
-    on_validation_end = on_each("on_validation_end")
-    on_validation_epoch_start = on_each("on_validation_epoch_start")
-    on_validation_batch_start = on_one("on_validation_batch_start")
-    on_validation_batch_end = on_one("on_validation_batch_end", 3)
+    validation_step = passed_on("validation_step", 2)
+    on_validation_start = passed_on("on_validation_start")
+    on_validation_end = passed_on("on_validation_end")
+    on_validation_epoch_start = passed_on("on_validation_epoch_start")
+    on_validation_batch_start = passed_on("on_validation_batch_start", 2)
+    on_validation_batch_end = passed_on("on_validation_batch_end", 3)
 
-    test_step = on_one("test_step")
-    on_test_start = on_each("on_test_start")
-    on_test_end = on_each("on_test_end")
-    on_test_epoch_start = on_each("on_test_epoch_start")
-    on_test_epoch_end = on_each("on_test_epoch_end")
-    on_test_batch_start = on_one("on_test_batch_start")
-    on_test_batch_end = on_one("on_test_batch_end", 3)
+    test_step = passed_on("test_step", 2)
+    on_test_start = passed_on("on_test_start")
+    on_test_end = passed_on("on_test_end")
+    on_test_epoch_start = passed_on("on_test_epoch_start")
+    on_test_epoch_end = passed_on("on_test_epoch_end")
+    on_test_batch_start = passed_on("on_test_batch_start", 2)
+    on_test_batch_end = passed_on("on_test_batch_end", 3)
 
     def call_users(self, hook: str, *args: Any) -> None:
         """Call a hook of every user's module, which logs under the model's name."""

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -125,7 +124,9 @@ class Member:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         owner, runtime = self.owner, self.runtime
         owner.module.on_fit_start()
-        half = self._bind(owner.module, owner.algorithm, owner.state, self.decisions if resumed else None)
+        untrained = untrained_parameters(self.templates, owner.module)
+        decided = self.decisions if resumed else None
+        half = owner.algorithm.bind(owner.module, owner.state, untrained=untrained, decisions=decided)
         if not resumed:
             self.frozen_base = FrozenBase()
             with suspecting_weights(owner.module, 0):
@@ -142,20 +143,10 @@ class Member:
         for line in lines:
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
-    def _bind(
-        self,
-        server: pl.LightningModule,
-        algorithm: Algorithm,
-        state: nn.Module | None = None,
-        decisions: Mapping[str, Any] | None = None,
-    ) -> ServerHalf:
-        """Bind an algorithm to a module, of which the user's optimizers may not train every parameter."""
-        untrained = untrained_parameters(self.templates, self.owner.module)
-        return algorithm.bind(server, state, untrained=untrained, decisions=decisions)
-
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
-        return self._build(algorithm, self._bind(server, algorithm), Conditions(), ClientStore(), FrozenBase())
+        half = algorithm.bind(server, untrained=untrained_parameters(self.templates, self.owner.module))
+        return self._build(algorithm, half, Conditions(), ClientStore(), FrozenBase())
 
     def _build(
         self,

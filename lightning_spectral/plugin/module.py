@@ -22,7 +22,7 @@ from lightning_spectral.participation import Population, Sampler, UniformPartici
 from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import ServerData
-from lightning_spectral.plugin.hooks import FederatedHooks, on_each, on_one
+from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
 from lightning_spectral.plugin.host import Trained, is_host
 from lightning_spectral.plugin.logs import forwarded_logging, redirect
 from lightning_spectral.plugin.member import Member
@@ -230,13 +230,13 @@ class FederatedModule(FederatedHooks, Trained):
             **({} if self.update_bound is None else {"update_bound": repr(self.update_bound)}),
         }
 
-    predict_step = on_one("predict_step")
-    on_predict_start = on_each("on_predict_start")
-    on_predict_end = on_each("on_predict_end")
-    on_predict_epoch_start = on_each("on_predict_epoch_start")
-    on_predict_epoch_end = on_each("on_predict_epoch_end")
-    on_predict_batch_start = on_one("on_predict_batch_start")
-    on_predict_batch_end = on_one("on_predict_batch_end", 3)
+    predict_step = passed_on("predict_step", 2)
+    on_predict_start = passed_on("on_predict_start")
+    on_predict_end = passed_on("on_predict_end")
+    on_predict_epoch_start = passed_on("on_predict_epoch_start")
+    on_predict_epoch_end = passed_on("on_predict_epoch_end")
+    on_predict_batch_start = passed_on("on_predict_batch_start", 2)
+    on_predict_batch_end = passed_on("on_predict_batch_end", 3)
 
     @contextmanager
     def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:

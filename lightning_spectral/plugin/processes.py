@@ -139,20 +139,18 @@ class ClientParallelStrategy(DDPStrategy):
             doing = [listed(units) for units in shares] or ["between turns"] * self.world_size
             self._meetings.begin({rank: f"round {round_idx}, {what}" for rank, what in enumerate(doing)})
 
-    def note_turn(self, round_idx: int, unit: WorkUnit) -> None:
-        """Let the other processes know whose turn it is in this one."""
-        if self._meetings is not None:
-            self._meetings.note(f"round {round_idx}, {named(unit)}")
+    def may_begin(self, round_idx: int, unit: WorkUnit) -> bool:
+        """Let the others know whose turn it is here; false if this process, or another a second ago, got SIGTERM."""
+        if self._meetings is None:
+            return not self._sigterm_received
+        self._meetings.note(f"round {round_idx}, {named(unit)}")
+        return not self._meetings.must_end(self._sigterm_received)
 
     def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
         """Note the signal and forward it to processes started here; it takes effect after the turn."""
         if not self._sigterm_received and self.launcher is not None:
             self.launcher.kill(signum)
         self._sigterm_received = True
-
-    def must_stop(self) -> bool:
-        """Whether this process, or about a second ago another, has received SIGTERM."""
-        return self._sigterm_received if self._meetings is None else self._meetings.must_end(self._sigterm_received)
 
     def share_sigterm(self) -> None:
         """End all processes after a round, as Lightning does for SIGTERM, if any of them received that signal."""

@@ -86,8 +86,7 @@ class Runtime:
         strategy = self.trainer.strategy
         for unit in units:
             if isinstance(strategy, ClientParallelStrategy):
-                strategy.note_turn(self.round_idx, unit)
-                self._is_stopping |= strategy.must_stop()
+                self._is_stopping |= not strategy.may_begin(self.round_idx, unit)
             else:
                 self._is_stopping |= self.trainer.received_sigterm
             if self._is_stopping:

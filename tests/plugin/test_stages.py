@@ -61,5 +61,6 @@ def test_a_profiler_still_works_after_a_failed_validation(lit_mlp: Any, data: An
 def test_torchs_profiler_records_a_federation(lit: Any, data: Any, fit: Fit, capfd: Any, tmp_path: Any) -> None:
     profiler = PyTorchProfiler(tmp_path, export_to_chrome=False, record_module_names=True)
     options = {"profiler": profiler, "num_sanity_val_steps": 1}
-    profiled = fit(copy.deepcopy(lit), data, max_epochs=2, trainer=options)
-    assert same_state(profiled.state, fit(lit, data, max_epochs=2).state)
+    short: dict[str, Any] = {"max_epochs": 1, "clients_per_round": 2}
+    profiled = fit(copy.deepcopy(lit), data, trainer=options, **short)
+    assert same_state(profiled.state, fit(lit, data, **short).state)

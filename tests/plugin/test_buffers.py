@@ -84,15 +84,8 @@ class Watch(ls.RoundCallback):
 def test_extremes_are_those_of_all_that_clients_saw(fit: Fit) -> None:
     """From round to round, although the limits are finite from the first one on."""
     x, watch = examples(), Watch()
-    fitted = fit(
-        seeded(LitLimits),
-        data(),
-        algorithm=ls.FedAvg(buffers=RULES),
-        clients_per_round=2,
-        max_epochs=4,
-        callbacks=[watch],
-        local_epochs=2,
-    )
+    options: dict[str, Any] = {"clients_per_round": 2, "max_epochs": 4, "local_epochs": 2, "callbacks": [watch]}
+    fitted = fit(seeded(LitLimits), data(), algorithm=ls.FedAvg(buffers=RULES), **options)
     seen: set[int] = set()
     for round_idx, (clients, buffers) in enumerate(zip(watch.clients, watch.buffers, strict=True)):
         seen |= set(clients)
@@ -116,16 +109,8 @@ def test_weights_are_initialised_from_data_once_by_each_client_of_the_first_roun
                 started.append((self.trainer.current_epoch, int(batch[0].abs().max() * 1000)))
             return super().training_step(batch, batch_idx)
 
-    watch = Watch()
-    fit(
-        seeded(LitStarts),
-        data(),
-        algorithm=ls.FedAvg(buffers=RULES),
-        clients_per_round=3,
-        max_epochs=3,
-        callbacks=[watch],
-        local_epochs=2,
-    )
+    options: dict[str, Any] = {"clients_per_round": 3, "max_epochs": 3, "local_epochs": 2}
+    fit(seeded(LitStarts), data(), algorithm=ls.FedAvg(buffers=RULES), **options)
     assert [round_idx for round_idx, _ in started] == [0, 0, 0]
     assert len({client for _, client in started}) == 3
 

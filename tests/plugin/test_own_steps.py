@@ -368,13 +368,6 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
     assert same_state(one.state, two.state)
 
 
-def test_what_a_client_cannot_honour_is_refused(lit_mlp: Any) -> None:
-    for name in ("configure_model", "lr_scheduler_step"):
-        module = type("Lit", (lit_mlp,), {name: lambda self, *args: None})()
-        with pytest.raises(ValueError, match=f"`{name}`"):
-            ls.FederatedModule(module, clients_per_round=2)
-
-
 def test_an_epoch_is_a_round_and_a_step_is_one_too(lit_mlp: Any, data: Any, fit: Fit) -> None:
     """Also for a client: `self.trainer` is the Trainer of the rounds."""
     seen: list[tuple[int, int, int]] = []

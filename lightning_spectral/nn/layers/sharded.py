@@ -143,7 +143,10 @@ class ShardedLayer(_Base):
 
     @classmethod
     def like(cls: type[LayerT], dense: Any, num_terms: NumTerms) -> LayerT:
-        """An empty layer of the shape of ``dense``, with so many terms of each block; a number if there is only one."""
+        """An empty layer of the shape of ``dense``, with so many terms of each block; a number if there is only one.
+
+        By default it is made by ``cls(dense, num_terms)``, with a tuple of numbers.
+        """
         return cls(dense, counts(num_terms))
 
     @classmethod

@@ -424,7 +424,7 @@ def clients_section(contents: Contents) -> Section:
     tables, more = [], any(len(table.rows) > MAX_CLIENTS for *_, table in found)
     for run, model, index, table in found:
         kept = [position for position, name in enumerate(table.columns) if name != "round"]  # which the caption has
-        rows = (tuple(_cell(row[position]) for position in kept) for row in table.rows[:MAX_CLIENTS])
+        rows = (tuple(_short(row[position]) for position in kept) for row in table.rows[:MAX_CLIENTS])
         caption = ", ".join(filter(None, (run.name, model, f"round {index + 1}")))
         tables.append((caption, Table(tuple(table.columns[position] for position in kept), tuple(rows))))
     return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=tuple(tables))
@@ -440,12 +440,9 @@ def settings_section(contents: Contents) -> Section:
     return Section("Settings", tables=((f"The same in all runs: {len(same)}", table),))
 
 
-def _cell(value: Any) -> Any:
-    return _short(value) if isinstance(value, float) else value
-
-
-def _short(value: float) -> str:
-    return "" if np.isnan(value) else f"{value:.4g}"
+def _short(value: Any) -> Any:
+    """A number in four digits, empty if it is unknown; whatever else a table has, as it is."""
+    return value if not isinstance(value, float) else "" if np.isnan(value) else f"{value:.4g}"
 
 
 # -- what several sections draw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -32,7 +32,7 @@ REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_
 AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
 LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
-SMALL_PARTS, LARGE_PARTS = "small", "large"
+SMALL_PARTS, LARGE_PARTS, MEMORY = "small", "large", "data"
 
 
 def client_app(
@@ -65,8 +65,12 @@ def client_app(
         return services[context.node_id]
 
     def answer(message: Message, context: Context) -> Message:
-        kind, memory = message.metadata.message_type, NodeMemory(context.state)
+        kind, memory = message.metadata.message_type, memory_of(context.state)
+        before = dict(memory)
         parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory))
+        for key, data in memory.items():
+            if before.get(key) is not data:
+                context.state[key] = ArrayRecord({MEMORY: _array(data)})
         return Message(as_records(parts), reply_to=message)
 
     app.query()(answer)
@@ -216,6 +220,12 @@ def _answer(reply: Message) -> Answer:
     return Answer(ticket, parts_of(reply.content))
 
 
+def memory_of(state: RecordDict) -> dict[str, bytes]:
+    """What a node keeps between messages: each entry is a record of its own in Flower's state of the node."""
+    records = {key: record for key, record in state.items() if isinstance(record, ArrayRecord)}
+    return {key: record[MEMORY].data for key, record in records.items() if MEMORY in record}
+
+
 def as_records(parts: Mapping[str, bytes]) -> RecordDict:
     """The parts of a message, as Flower's records.
 
@@ -241,33 +251,3 @@ def parts_of(records: RecordDict) -> dict[str, bytes]:
     if isinstance(large, ArrayRecord):
         found |= {name: array.data for name, array in large.items()}
     return found
-
-
-class NodeMemory(MutableMapping[str, bytes]):
-    """What a node keeps between messages, in Flower's state of the node: each entry in a record of its own.
-
-    Args:
-        state: The state of the node in this run.
-    """
-
-    def __init__(self, state: RecordDict) -> None:
-        self._state = state
-
-    def __getitem__(self, key: str) -> bytes:
-        record = self._state[key]
-        if not isinstance(record, ArrayRecord):
-            raise KeyError(key)
-        data: bytes = record["data"].data
-        return data
-
-    def __setitem__(self, key: str, value: bytes) -> None:
-        self._state[key] = ArrayRecord({"data": _array(value)})
-
-    def __delitem__(self, key: str) -> None:
-        del self._state[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([key for key, record in self._state.items() if isinstance(record, ArrayRecord)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))

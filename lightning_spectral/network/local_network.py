@@ -94,13 +94,13 @@ class LocalNetwork:
         options += [f"--port={free_port()}", f"--auth-supernode-private-key={self.keys / f'node-{name}'}"]
         self.start(f"node-{name}", ["flower-supernode", *options, f'--node-config=client="{name}"'])
 
-    def run(self, command: list[str], *, cwd: Path | None = None) -> str:
+    def run(self, command: list[str]) -> str:
         """Run a command of Flower to its end, and return what it printed.
 
         Raises:
             RuntimeError: If it fails.
         """
-        done = subprocess.run(command, env=self.environment, cwd=cwd, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return done.stdout

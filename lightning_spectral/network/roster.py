@@ -206,8 +206,13 @@ class RemoteDirectory(ClientDirectory):
 
     def _capacity(self, name: str, holding: Holding) -> float:
         said, values = holding.keep_ratio, self.capacities.values
-        if holding.budget_bytes is not None:
-            return self._largest(holding.budget_bytes, name)
+        if (budget := holding.budget_bytes) is not None:
+            if fitting := [keep_ratio for keep_ratio, needed in self._needed.items() if needed <= budget]:
+                return max(fitting)
+            raise ValueError(
+                f"Client {name!r} says `budget_bytes={budget:,.0f}`, and the smallest sub-model takes "
+                f"{min(self._needed.values()):,} bytes a round; raise its budget, or let the algorithm cut more."
+            )
         if said is None and name in self._assigned:
             return float(self._assigned[name])
         if said is None and len(values) == 1:
@@ -219,15 +224,6 @@ class RemoteDirectory(ClientDirectory):
                 "them on the device, ClientData(keep_ratio=...), or give the algorithm its own."
             )
         return float(said)
-
-    def _largest(self, budget: float, name: str) -> float:
-        """The largest of the algorithm's keep ratios with which a client gets and sends no more than its budget."""
-        if fitting := [keep_ratio for keep_ratio, needed in self._needed.items() if needed <= budget]:
-            return max(fitting)
-        raise ValueError(
-            f"Client {name!r} says `budget_bytes={budget:,.0f}`, and the smallest sub-model takes "
-            f"{min(self._needed.values()):,} bytes a round; raise its budget, or let the algorithm cut more."
-        )
 
     @cached_property
     def _needed(self) -> Mapping[float, int]:

@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[Algor
     """Run the command; return 0, or 1 if an algorithm is not right or there is no such device."""
     parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
     parser.add_argument("--device", help="where to train, e.g. cuda:1 (default: an accelerator if there is one)")
-    name = parser.parse_args(argv).device or _default_device()
+    accelerators = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    name = parser.parse_args(argv).device or next(name for name, is_here in accelerators.items() if is_here)
     try:
         device = torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:  # as torch raises them, by device
@@ -120,13 +121,9 @@ def _is_right(name: str, algorithm: Algorithm, rests: bool, device: torch.device
     return True
 
 
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-
-
 def _first_line(error: Exception) -> str:
-    message = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {message}"
+    first, *_ = str(error).strip().split("\n")
+    return f"{type(error).__name__}: {first}"
 
 
 def version_lines() -> Iterator[str]:

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import WeightBlock, assemble, by_parameter
 
-__all__ = ["check_sharded_layer"]
-
 TOLERANCE = 1e-10  # rounding of a decomposition in float64
 
 

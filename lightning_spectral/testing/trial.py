@@ -30,7 +30,7 @@ from lightning_spectral.client.forms import options_of
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.protocol.cohort import ClientStore, Workers
-from lightning_spectral.protocol.exchange import copy_module
+from lightning_spectral.protocol.exchange import copy_module, named_state
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
@@ -272,10 +272,7 @@ class Trial:
 
 def tensors_of(module: nn.Module | None) -> dict[str, Tensor]:
     """Copies of a module's parameters and buffers, by name."""
-    if module is None:
-        return {}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
+    return {} if module is None else {n: tensor.detach().clone() for n, tensor in named_state(module).items()}
 
 
 def change_norms(trial: Trial) -> dict[int, float]:
@@ -333,19 +330,20 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
         trial.close()
 
 
+@dataclass
 class _Peer:
     """One of two processes, in a thread."""
 
+    rank: int
+    board: list[Any]
+    barrier: threading.Barrier
     size = 2
 
-    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self._board, self._barrier = rank, board, barrier
-
     def gather(self, value: T) -> list[T]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        said = list(self._board)
-        self._barrier.wait()
+        self.board[self.rank] = value
+        self.barrier.wait()
+        said = list(self.board)
+        self.barrier.wait()
         return said
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:

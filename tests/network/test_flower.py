@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_line import toy_client_data
 from federation import same_state, seeded
-from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
@@ -24,7 +24,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 import lightning_spectral.network as net
 from lightning_spectral.network import local_network
-from lightning_spectral.network.flower import LARGE, FlowerLine, NodeMemory, as_records, parts_of
+from lightning_spectral.network.flower import LARGE, FlowerLine, as_records, memory_of, parts_of
 from lightning_spectral.network.line import Question
 from lightning_spectral.network.roster import Roster
 
@@ -86,12 +86,11 @@ def test_what_is_not_a_part_is_left_out() -> None:
     assert parts_of(RecordDict({"small": ConfigRecord({"text": "no bytes"}), "other": ConfigRecord({})})) == {}
 
 
-def test_the_memory_of_a_node_is_a_mapping() -> None:
-    memory = NodeMemory(RecordDict({"of somebody else": ConfigRecord({})}))
-    memory["start"] = b"12"
-    assert dict(memory) == {"start": b"12"}
-    del memory["start"]
-    assert len(memory) == 0
+def test_a_node_keeps_what_it_was_sent_and_reads_no_record_of_others() -> None:
+    state = RecordDict({"of somebody else": ConfigRecord({}), "another's": ArrayRecord({})})
+    assert memory_of(state) == {}
+    state["start"] = ArrayRecord({"data": Array(dtype="uint8", shape=(2,), stype="bytes", data=b"12")})
+    assert memory_of(state) == {"start": b"12"}
 
 
 @pytest.mark.parametrize(("code", "reason"), [(2, "error"), (8, "error"), (4, "late"), (5, "dropped_out")])

@@ -148,7 +148,7 @@ def test_coded_bits_come_back_and_take_little_more_than_their_entropy(study: Any
     assert 8 * len(coded) <= entropy + len(bits) * 2**-10 + 40
 
 
-def test_a_coder_that_thinks_otherwise_gets_something_else(study: Any) -> None:
+def test_a_decoder_with_other_probabilities_gets_other_bits(study: Any) -> None:
     half = study.coding.HALF
     bits = [0, 1] * 100
     coded = study.coding.encode(bits, [half // 3] * 200)

@@ -320,7 +320,7 @@ def test_more_active_processors_than_can_train_are_refused_at_set_up() -> None:
         lambda scores: scores * math.nan,
     ],
 )
-def test_probabilities_of_somebody_elses_sampler_are_checked(bad: Callable[[Tensor], Tensor]) -> None:
+def test_probabilities_of_a_custom_sampler_are_checked(bad: Callable[[Tensor], Tensor]) -> None:
     class Careless(Sampler):
         def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
             return bad(scores)

@@ -480,7 +480,7 @@ def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dt
     assert all(torch.equal(mine, other) for mine, (_, other) in zip(changes, dense.finish(), strict=True))
 
 
-def test_a_client_without_terms_or_weight_visits_nothing() -> None:
+def test_a_client_without_terms_or_weight_changes_nothing() -> None:
     u, v = torch.randn(5, 7), torch.randn(7, 4)
     none = torch.tensor([], dtype=torch.long), torch.zeros(5, 0), torch.zeros(0, 4), 3.0
     weightless = torch.tensor([2]), u[:, [2]] + 1, v[[2]] + 1, 0.0
@@ -588,7 +588,7 @@ def test_the_mean_does_not_depend_on_the_order_where_a_plain_sum_does() -> None:
     assert len(plain) > 1  # or the test would show nothing
 
 
-def test_it_does_not_depend_on_how_clients_are_split_over_processes() -> None:
+def test_a_mean_of_bits_does_not_depend_on_how_clients_are_split_over_processes() -> None:
     added = random_bits((0.1, 0.2, 0.3, 0.7, 0.0))
     whole = bits_of(added, 1.3)
     for split in range(len(added) + 1):
@@ -630,6 +630,6 @@ def test_without_clients_the_mean_is_0_and_the_smoothed_one_a_half() -> None:
     assert MeanBits(2, total_weight=3.0).finish(prior=1.0).tolist() == [0.5, 0.5]
 
 
-def test_one_bit_is_not_taken_for_all() -> None:
+def test_one_bit_is_not_broadcast_to_all() -> None:
     with pytest.raises(ValueError, match=r"Bits of shape \(3,\) are averaged, got \(1,\)"):
         MeanBits(3, total_weight=1).add(torch.tensor([True]), weight=1)

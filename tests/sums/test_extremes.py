@@ -52,7 +52,7 @@ def in_processes(groups: list[Extremes]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_they_are_those_of_python_in_any_order_and_over_any_processes(dtype: torch.dtype) -> None:
+def test_extremes_equal_pythons_in_any_order_and_over_any_processes(dtype: torch.dtype) -> None:
     added, before = clients(dtype), {name: torch.zeros(6, dtype=dtype) for name in SIGNS}
     expected = slowly(added, before)
     one = dict(extremes_of(added, before).finish())
@@ -103,14 +103,14 @@ def test_entries_that_no_client_holds_do_not_change() -> None:
     assert dict(extremes.finish())["low"].tolist() == [[4, 6], [20, 9]]
 
 
-def test_a_client_may_go_on_with_the_tensor_that_it_sent() -> None:
+def test_a_client_may_overwrite_the_tensor_that_it_sent() -> None:
     sent, extremes = torch.tensor([3.0]), Extremes({"low": torch.tensor([9.0])}, {"low": torch.tensor(-1)})
     extremes.add({"low": sent})
     sent.fill_(1.0)
     assert dict(extremes.finish())["low"].item() == 3.0
 
 
-def test_what_is_not_a_number_is_named() -> None:
+def test_tensors_with_nan_are_named() -> None:
     extremes = Extremes(
         {"low": torch.zeros(2), "seen": torch.tensor(False)}, dict.fromkeys(("low", "seen"), torch.tensor(1))
     )

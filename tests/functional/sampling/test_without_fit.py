@@ -174,7 +174,7 @@ def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
 
 @settings(deadline=None, max_examples=150)
 @given(spectra, st.data())
-def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data):
+def test_supports_hold_at_most_n_samples_with_the_given_probabilities(values, data):
     n = data.draw(st.integers(1, len(values) - 1))
     pi = proportional_inclusion_probs(torch.tensor(values, dtype=torch.float64), n)
     for support in (minimum_support(pi), systematic_support(pi)):
@@ -191,7 +191,7 @@ def test_lists_hold_at_most_n_samples_with_the_given_probabilities(values, data)
 
 
 @pytest.mark.parametrize("n", [410, 4095])
-def test_lists_handle_4096_terms(n):
+def test_supports_handle_4096_terms(n):
     pi = proportional_inclusion_probs(1 / torch.arange(1, 4097, dtype=torch.float64).sqrt(), n)
     for support in (minimum_support(pi), systematic_support(pi)):
         marginals = torch.zeros(4096, dtype=torch.int64)

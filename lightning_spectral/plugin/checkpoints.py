@@ -246,10 +246,7 @@ def _settle_progress(checkpoint: Checkpoint, *, round_is_over: bool, server_has_
 def _finish_epoch(trainer: pl.Trainer, share: Share | None, *, is_validated: bool) -> None:
     """Do the rest of a round in which the server has stepped, as Lightning would have.
 
-    Args:
-        trainer: The Trainer of a resumed run that has just started, which counts the round as trained.
-        share: The round's batch, if its hooks have yet to be called.
-        is_validated: Whether validation had ended before the checkpoint was written.
+    The resumed run has just begun and counts the round as trained; ``share`` is its batch, if hooks have yet to see it.
     """
     epochs, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop
     if share is not None:

@@ -172,12 +172,8 @@ def _call_all(calls: Iterable[Callable[[], None]]) -> None:
 class Cohorts:
     """The cohorts of a federation's fits, drawn uniformly or by a sampler, and who trains them.
 
-    Args:
-        plan: Who takes part, and who could.
-        members: The models by name.
-        runtime: Whatever runs the rounds.
-
     Attributes:
+        limit: Largest number of clients in a cohort, or the largest share of them.
         sampled: The sampler's cohorts, in a fit that has a sampler.
     """
 

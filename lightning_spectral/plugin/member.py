@@ -229,10 +229,7 @@ class RoundSchedules:
     """A model's learning-rate schedules in one fit: they step at the end of a round, or on a metric that it logged.
 
     Lightning keeps the last value of every metric, so a schedule that waits for one could see an earlier round's value.
-
-    Args:
-        schedulers: Those of the user's ``configure_optimizers``.
-        name: The model's name, with which the names of its metrics begin; empty if it is trained alone.
+    The names of a model's metrics begin with its own, unless it is trained alone.
     """
 
     def __init__(self, schedulers: Sequence[RoundScheduler], name: str) -> None:
@@ -293,13 +290,7 @@ class RoundSchedules:
 def read_optimizers(
     configured: Any, owner: str, *, several: bool = False
 ) -> tuple[list[Optimizer], list[RoundScheduler]]:
-    """Read what a user's ``configure_optimizers`` returned, in any of the forms that Lightning knows.
-
-    Args:
-        configured: What it returned.
-        owner: Name of the user's class, for errors.
-        several: Whether there may be more than one optimizer.
-    """
+    """Read what the ``configure_optimizers`` of a class returned, in any of the forms that Lightning knows."""
     if configured is None:
         raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
     optimizers, schedulers = _parts(configured)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spectral.algorithms.lora.peft_export import save_adapter
-from lightning_spectral.algorithms.width.algorithm import narrowed
+from lightning_spectral.algorithms.width import narrowed
 from lightning_spectral.errors import check_is
 from lightning_spectral.plugin.module import FederatedModule
 

@@ -14,7 +14,7 @@ from toy_models import LitSmall
 from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width.averages import STEP_COUNTS, WidthAverages, arrange
+from lightning_spectral.algorithms.width import STEP_COUNTS, WidthAverages, arrange
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload, WorkUnit

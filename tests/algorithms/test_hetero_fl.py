@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width.algorithm import WidthRound
+from lightning_spectral.algorithms.width import WidthRound
 
 KEEP_RATIO = {0.5: 0.5, 1.0: 0.5}
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_models import LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width.algorithm import NARROW_STEPS
+from lightning_spectral.algorithms.width import NARROW_STEPS
 from lightning_spectral.nn.width.plan import cut_module
 from lightning_spectral.protocol.records import Download, WorkUnit
 

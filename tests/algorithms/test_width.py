@@ -12,7 +12,7 @@ from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width.algorithm import WidthRound
+from lightning_spectral.algorithms.width import WidthRound
 
 MIXED = {0.25: 0.5, 0.75: 0.5}
 CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]

@@ -142,6 +142,15 @@ def test_algorithm_2_as_printed_always_returns_top_n():
         assert np.array_equal(algorithm_2(lam, n, C, sign=-1)[0], np.arange(len(lam)) < n)
 
 
+def test_no_other_multipliers_beat_the_collective_ones():
+    """Eq. (22): the error as a function of the multipliers, term by term, against a fine grid."""
+    C, grid = 4.0, np.linspace(0, 8, 2001)
+    for pi in (0.05, 0.3, 0.9, 1.0):
+        error = 1 + grid * pi * (-2 + grid / C + grid * pi * (C - 1) / C)
+        best = collective_multipliers(torch.tensor([pi], dtype=torch.float64), C).item()
+        assert abs(grid[error.argmin()] - best) <= grid[1]
+
+
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(problems())
 def test_proportional_satisfies_its_definition(problem):
@@ -189,12 +198,32 @@ def test_collective_is_top_n_across_a_spectral_gap_of_ratio_c(n, C):
     assert C == 1 or 0 < collective_inclusion_probs(below_the_gap, 1, C)[1] < 1
 
 
+def test_collective_is_not_top_n_below_that_gap():
+    lam = torch.tensor([1.0, 1 / 2.9], dtype=torch.float64)
+    assert 0 < collective_inclusion_probs(lam, 1, 3.0)[1] < 1
+
+
 def test_collective_tends_to_the_unbiased_design_for_many_clients():
     lam = 1 / torch.arange(1, 65, dtype=torch.float64)
     limit = proportional_inclusion_probs(lam, 7)
     worst = [float((collective_inclusion_probs(lam, 7, C) - limit).abs().max()) for C in (1e2, 1e4, 1e6, 1e9)]
     # pi_C - pi = (u s / tail - 1) / (C - 1) exactly, on a common active set: below 8 / C here.
     assert all(error <= 8 / C for error, C in zip(worst, (1e2, 1e4, 1e6, 1e9), strict=True))
+
+
+def unbiased_error(pi: np.ndarray, lam: np.ndarray) -> float:
+    return float((lam**2 * (1 / pi - 1)).sum())
+
+
+def collective_error(pi: np.ndarray, lam: np.ndarray, C: float) -> float:
+    return float((lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum())
+
+
+def test_collective_error_is_at_most_the_unbiased_error_divided_by_the_cohort():
+    for lam, n, C in random_spectra(100, seed=5):
+        collective = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
+        unbiased = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
+        assert collective <= unbiased / C * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("C", [1, 1 + 1e-9])

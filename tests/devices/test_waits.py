@@ -28,7 +28,7 @@ PER_ROUND: dict[str, tuple[Any, int]] = {
     "Zampling": (ls.Zampling(compression=2, degree=3), 29),
     "WidthSharding": (ls.WidthSharding(), 104),
     "FIARSE": (ls.FIARSE(keep_ratio=0.5), 48),
-    "LoRA": (ls.LoRA(2, train=["net.1.*"]), 35),
+    "LoRA": (ls.LoRA(2, train=["net.1.*"]), 33),
     "Scaffold": (ls.Scaffold(), 86),
     "StaleUpdates": (ls.StaleUpdates(), 85),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TypeAlias
@@ -33,6 +34,20 @@ def as_html(blocks: Iterable[Block]) -> str:
         <p>1 layer</p>
     """
     return "\n".join(_paragraph(block) if isinstance(block, str) else _table(block) for block in blocks)
+
+
+class Tabular(ABC):
+    """Base of what prints as tables, and shows them in a notebook."""
+
+    def __str__(self) -> str:
+        return as_text(self._blocks())
+
+    def _repr_html_(self) -> str:
+        return as_html(self._blocks())
+
+    @abstractmethod
+    def _blocks(self) -> Sequence[Block]:
+        """Its tables, and the lines between them."""
 
 
 def _table(rows: Rows) -> str:

@@ -1,12 +1,33 @@
-"""A federation of clients with two keep ratios, for tests that have a Trainer of their own."""
+"""Clients of two keep ratios: a federation for tests that have a Trainer of their own, and every system with them."""
 
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from toy_models import LitMLP
 
 import lightning_spectral as ls
 
 MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
+PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
+EVERY_SYSTEM = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(
+        ls.Unbiased(),
+        keep_ratio={0.3: 0.5, 0.6: 0.5},
+        clip_tau=2.0,
+        layers=ls.LayerChoices(keep_first_and_last_dense=False),
+    ),
+    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+    "Zampling": ls.Zampling(4, degree=3),
+    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
+    "SCAFFOLD": ls.Scaffold(),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
+    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
+    "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+}
 
 
 def federate(module: pl.LightningModule, **options: Any) -> ls.FederatedModule:

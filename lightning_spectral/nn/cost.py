@@ -23,7 +23,7 @@ from lightning_spectral.arguments import Number
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
-from lightning_spectral.tables import Block, as_html, as_text
+from lightning_spectral.tables import Block, Tabular
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,7 +186,7 @@ LINES: Mapping[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class CostTable:
+class CostTable(Tabular):
     """The cost of an algorithm to a client, for the whole model and at each capacity; ``print`` shows it as a table.
 
     Where an optimizer was given, a second table shows the memory of training and its parts.
@@ -201,13 +201,7 @@ class CostTable:
     at: Mapping[float, Cost]
     capacity: str = "keep ratio"
 
-    def __str__(self) -> str:
-        return as_text(self._tables())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._tables())
-
-    def _tables(self) -> list[Block]:
+    def _blocks(self) -> list[Block]:
         """The cells of the costs and, if a step was counted, of the memory of training, with their titles."""
         costs = (self.full, *self.at.values())
         tables: list[Block] = []

@@ -6,10 +6,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
 from client_parallel_runs import WithLimits
 from fake_line import line_of, remote, toy_line
 from federation import Fit, Fitted, same_state, seeded
+from mixed_federation import EVERY_SYSTEM
 from other_process import LitPlain, toy_data
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP
@@ -18,25 +18,9 @@ import lightning_spectral as ls
 from lightning_spectral.network import ClientData
 from lightning_spectral.network.roster import Roster
 
-PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 ALGORITHMS = {
-    "FedAvg": ls.FedAvg(),
+    **EVERY_SYSTEM,
     "limits of buffers": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
-    "spectral": ls.SpectralSharding(
-        ls.Unbiased(),
-        keep_ratio={0.3: 0.5, 0.6: 0.5},
-        clip_tau=2.0,
-        layers=ls.LayerChoices(keep_first_and_last_dense=False),
-    ),
-    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
-    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
-    "Zampling": ls.Zampling(4, degree=3),
-    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
-    "SCAFFOLD": ls.Scaffold(),
-    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
-    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
-    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
-    "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
 }
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
 

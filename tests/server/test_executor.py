@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
+from mixed_federation import EVERY_SYSTEM
 from other_process import (
     LitFails,
     LitFrozen,
@@ -281,28 +282,12 @@ def test_downloads_are_drawn_one_by_one_if_some_are_sent_again() -> None:
     assert next(uploads, None) is None
 
 
-PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 FitAs = Callable[..., Fitted]
 SYSTEMS = {
-    "FedAvg": ls.FedAvg(),
-    "spectral": ls.SpectralSharding(
-        ls.Unbiased(),
-        keep_ratio={0.3: 0.5, 0.6: 0.5},
-        clip_tau=2.0,
-        layers=ls.LayerChoices(keep_first_and_last_dense=False),
-    ),
-    "outputs cut": ls.SpectralSharding(keep_ratio=0.5, output_ratio=0.4),
-    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
-    "Zampling": ls.Zampling(4, degree=3),
-    "stale updates": ls.StaleUpdates(beta=0.7, num_terms=1),
-    "SCAFFOLD": ls.Scaffold(),
-    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
-    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
-    "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+    **EVERY_SYSTEM,
     "averages of each width": ls.WidthSharding(
         keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
     ),
-    "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
 }
 
 

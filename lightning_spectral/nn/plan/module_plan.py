@@ -15,7 +15,7 @@ from lightning_spectral.functional.spectra import GRANULARITY
 from lightning_spectral.nn.layers.terms import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.layer_types import ONE, ZERO, ShardedType
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
-from lightning_spectral.tables import Block, as_html, as_text
+from lightning_spectral.tables import Block, Tabular
 
 
 def _by_pattern(argument: str, given: Any, rule: Rule, what: str, example: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class BufferPlan:
 
 
 @dataclass(frozen=True)
-class ModulePlan:
+class ModulePlan(Tabular):
     """The plan of every layer that has parameters, and of every buffer; ``print`` shows it as tables.
 
     Attributes:
@@ -223,13 +223,7 @@ class ModulePlan:
                 f"`layers` is the plan of another module: {difference}. Make one of this module with `validate`."
             )
 
-    def __str__(self) -> str:
-        return as_text(self._tables())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._tables())
-
-    def _tables(self) -> list[Block]:
+    def _blocks(self) -> list[Block]:
         rows: list[Sequence[str]] = [("layer", "type", "weight", "N", "in forward", "held", "reason")]
         for layer in self.layers:
             held = "dense"

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.nn.width.rules import Key, Labels, is_depthwise, loses_groups
 from lightning_spectral.protocol.exchange import travelling_tensors
-from lightning_spectral.tables import Block, as_html, as_text
+from lightning_spectral.tables import Block, Tabular
 
 LISTED = 6  # names in a line of the table
 
@@ -50,7 +50,7 @@ class ChannelGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class WidthPlan:
+class WidthPlan(Tabular):
     """A plan of how a module can be cut by width; ``print`` shows it as a table.
 
     Attributes:
@@ -126,12 +126,6 @@ class WidthPlan:
                 for index, size in zip(dims, self.shapes[name], strict=True):
                     found[name] = found[name][..., None] * size + index
         return found
-
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
 
     def _blocks(self) -> list[Block]:
         rows = [(group.name or "-", str(group.num_units), _listed(group.layers)) for group in self.groups]

@@ -33,7 +33,7 @@ from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.processes import deal
 from lightning_spectral.server.round import client_error
-from lightning_spectral.tables import Block, as_html, as_text
+from lightning_spectral.tables import Block, Tabular
 
 SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
 _LOG = inspect.signature(pl.LightningModule.log)
@@ -136,7 +136,7 @@ class ClientRow:
 
 
 @dataclass(frozen=True)
-class ClientTable:
+class ClientTable(Tabular):
     """The server's model after a round, evaluated on the held-out examples of some clients.
 
     Attributes:
@@ -193,12 +193,6 @@ class ClientTable:
                 figures |= {"jain": jain_index(values), "gini": gini_coefficient(values)}
             found.update({f"{name}/{figure}": value for figure, value in figures.items()})
         return found
-
-    def __str__(self) -> str:
-        return as_text(self._blocks())
-
-    def _repr_html_(self) -> str:
-        return as_html(self._blocks())
 
     def _blocks(self) -> list[Block]:
         lines = [["client", "examples", *self.metrics]]

@@ -292,10 +292,9 @@ class TestShown:
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
     def test_wandb_takes_the_table_too(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         wandb = pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
-        from lightning.pytorch.loggers import WandbLogger
+        from offline_wandb import offline_logger
 
-        monkeypatch.setenv("WANDB_SILENT", "true")
-        logger = WandbLogger(project="test", offline=True, save_dir=tmp_path)
+        logger = offline_logger(tmp_path, monkeypatch)
         (table := cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE)).log(logger)
         summary = dict(logger.experiment.summary)
         wandb.finish()

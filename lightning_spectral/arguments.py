@@ -209,10 +209,21 @@ def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], 
         raise ValueError(problem)
 
 
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first names, and the number of the remaining ones.
+
+    Example:
+        >>> first_of(["a", "b"], 3), first_of(["a", "b", "c", "d", "e"], 3)
+        ('a, b', 'a, b, c and 2 more')
+    """
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def unmatched(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> Iterator[str]:
     """One sentence for each pattern that matches no name; the arguments are those of `check_matches`."""
     names = list(names)
-    shown = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" * (len(names) > MOST_NAMES))
+    shown = first_of(names, MOST_NAMES)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             yield f"`{argument}` pattern {pattern!r} matches no {what}; known names: {shown or 'none'}."

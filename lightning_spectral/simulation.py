@@ -14,7 +14,7 @@ from typing import Any, cast
 from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries, check_per_client
-from lightning_spectral.protocol.records import ExclusionReason, WorkUnit
+from lightning_spectral.protocol.records import ExclusionReason, Key, WorkUnit
 from lightning_spectral.protocol.rng import derived_seed
 
 __all__ = [
@@ -209,7 +209,7 @@ class SimulatedRound:
         seconds: Duration of the round by the virtual clock; NaN without one.
     """
 
-    outcomes: Mapping[tuple[int, str], SimulatedOutcome] = field(default_factory=dict)
+    outcomes: Mapping[Key, SimulatedOutcome] = field(default_factory=dict)
     seconds: float = math.nan
 
 
@@ -243,7 +243,9 @@ class Simulation:
             # among devices that finish together the order is drawn, so that it does not depend on client ids
             return outcomes[unit.key].seconds, derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
 
-        finished = sorted((unit for unit in tasks if outcomes[unit.key].left_out is None), key=finish)
+        finished = [unit for unit in tasks if outcomes[unit.key].left_out is None]
+        if self.clock.keep_first is not None:
+            finished.sort(key=finish)
         kept = finished[: self.clock.keep_first]
         for unit in finished[len(kept) :]:
             outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)

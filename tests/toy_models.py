@@ -91,6 +91,15 @@ class LitSmall(LitMLP):
         return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
 
 
+class LitFrozenParts(LitSmall):
+    """A bias that travels once, and a frozen layer that is cut or chosen from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3].requires_grad_(False)
+        self.net[6].bias.requires_grad_(False)
+
+
 class Detour(nn.Module):
     """Registers its layers in another order than it runs them, and one that never runs."""
 

@@ -15,7 +15,7 @@ from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.figures import group_discrepancy
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.records import WorkUnit
+from lightning_spectral.protocol.records import Key, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import ShardingStrategy
 
@@ -39,7 +39,7 @@ class GroupPlan:
     multipliers: Tensor
     design: FittedDesign
     weights: Tensor
-    dealt: Mapping[tuple[int, str], Tensor] | None = None
+    dealt: Mapping[Key, Tensor] | None = None
 
     @property
     def num_terms(self) -> int:

@@ -236,13 +236,14 @@ class Zampling(Algorithm):
         decisions: Mapping[str, Any] | None = None,
     ) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
-        if lost := [weight.name for weight in self.weights_of(server) if weight.name in untrained]:
+        weights = self.weights_of(server)
+        if lost := [weight.name for weight in weights if weight.name in untrained]:
             raise ValueError(
                 f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and "
                 "would not train; give it all parameters of the module, or list the layers in `exclude` to leave them "
                 "as they are."
             )
-        self._check_unchanged(server, state)
+        state.check_unchanged(weights)
         return ZamplingHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
 
     def network(
@@ -250,21 +251,11 @@ class Zampling(Algorithm):
     ) -> dict[str, Tensor]:
         """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
         assert isinstance(state, ZamplingState)
-        self._check_unchanged(server, state)
+        state.check_unchanged(self.weights_of(server))
         return state.network(generator)
 
     def histograms(self, state: nn.Module | None) -> dict[str, Tensor]:
         return {"probs": state.probs} if isinstance(state, ZamplingState) else {}
-
-    def _check_unchanged(self, server: nn.Module, state: ZamplingState) -> None:
-        """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
-        if changed := sorted({weight.name for weight in {*state.weights} ^ {*self.weights_of(server)}}):
-            raise ValueError(
-                f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed "
-                "since: parameters were frozen, unfrozen, added or removed. Build layers in `__init__` rather than in "
-                "`setup`, freeze or unfreeze them first, and then wrap the module in a new FederatedModule, which "
-                "draws new probabilities."
-            )
 
 
 class ZamplingHalf(ServerHalf):
@@ -396,6 +387,16 @@ class ZamplingState(nn.Module):
         self.probs = nn.Parameter(on_grid(probs))
         self.weights = tuple(weights)
         self.matrix = matrix
+
+    def check_unchanged(self, weights: Sequence[CompressedWeight]) -> None:
+        """Raise ``ValueError`` unless the probabilities were drawn for the weights that are compressed now."""
+        if changed := sorted({weight.name for weight in {*self.weights} ^ {*weights}}):
+            raise ValueError(
+                f"Zampling's probabilities were drawn when the module was wrapped, and {', '.join(changed)} changed "
+                "since: parameters were frozen, unfrozen, added or removed. Build layers in `__init__` rather than in "
+                "`setup`, freeze or unfreeze them first, and then wrap the module in a new FederatedModule, which "
+                "draws new probabilities."
+            )
 
     @torch.no_grad()
     def network(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:

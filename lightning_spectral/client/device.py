@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.forms import Form, Forms, LocalOptimizer, check_still_own
+from lightning_spectral.client.forms import Form, Forms, LocalOptimizer, check_still_own, trainable_parameters
 from lightning_spectral.client.local_loop import (
     LocalLoop,
     LocalSettings,
@@ -341,7 +341,7 @@ def check_not_reached(replaced: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def discarded_changes(
-    client: nn.Module, optimizers: Iterable[Optimizer], sent: Tensors, returned: Tensors
+    client: nn.Module, optimizers: Sequence[Optimizer], sent: Tensors, returned: Tensors
 ) -> tuple[str, ...]:
     """Names of the parameters that changed although no optimizer steps them, and that the server does not average.
 
@@ -358,8 +358,7 @@ def discarded_changes(
         >>> discarded_changes(teacher, [], sent, {})
         ('bias',)
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    stepped = {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    stepped = {id(p) for p in trainable_parameters(optimizers)}
     kept = {
         name: p
         for name, p in client.named_parameters()

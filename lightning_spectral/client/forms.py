@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.protocol.exchange import buffer_shapes, named_state
 from lightning_spectral.protocol.kept_state import KeptState, path_to
@@ -492,8 +491,7 @@ def check_optimizer(template: Optimizer) -> None:
         parameters = [p for group in one.param_groups for p in group["params"]]
         shapes, own = [p.shape for p in parameters], {id(p) for p in parameters}
         for name, value in vars(one).items():
-            leaves = [] if name in ("param_groups", "state") else tree_leaves(value)
-            held = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            held = [] if name in ("param_groups", "state") else list(_tensors_in(value))
             is_copy = [t.shape for t in held[: len(shapes)]] == shapes and not any(id(t) in own for t in held)
             if is_copy and any(t.numel() > 1 for t in held):
                 raise ValueError(
@@ -501,6 +499,15 @@ def check_optimizer(template: Optimizer) -> None:
                     "parameter, made when it was constructed, and each client starts from other weights; keep such "
                     "tensors in `self.state[parameter]`, made in the first step."
                 )
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in lists and dictionaries, also of the user's classes, that may contain each other."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(entry, depth - 1)
 
 
 def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

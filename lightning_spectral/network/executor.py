@@ -51,6 +51,7 @@ class RemoteExecutor(Executor):
     ) -> None:
         self.roster, self.gate, self.deadline, self.at_once = roster, gate, deadline, at_once
         self._start = write_object(start)
+        self._digest = digest_of(self._start)
         self._started: set[int] = set()  # nodes that have the start
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
@@ -69,7 +70,7 @@ class RemoteExecutor(Executor):
         yield from self._uploads(asking, sent, wait=True)
 
     def _send(self, asking: Asking, node: int, download: Download) -> None:
-        parts = {**record_parts(download), DIGEST: digest_of(self._start)}
+        parts = {**record_parts(download), DIGEST: self._digest}
         if node not in self._started:
             parts[START] = self._start
         asking.ask(Question(node, TRAIN, parts, download.round_idx, self.deadline))

@@ -43,10 +43,9 @@ def read_identity(answer: Answer) -> Identity:
         >>> read_identity(Answer("a ticket", identity_parts(Identity("ward 7", {"": Holding(80, 64)})))).holdings
         {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
     """
+    data = read_parts(answer).get(IDENTITY, b"")
     try:
-        identity = msgpack.decode(read_parts(answer).get(IDENTITY, b""), type=Identity)
-    except RecordError:
-        raise
+        identity = msgpack.decode(data, type=Identity)
     except (MsgspecError, ValueError, RecursionError) as error:
         raise RecordError(f"its identity cannot be read: {error}.") from error
     if identity.version != VERSION:

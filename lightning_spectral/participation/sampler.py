@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.arguments import Number, check_fields, first_of, flag
 from lightning_spectral.designs import Design, JointDesign
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.sampling.inclusion import model_joint_probs
@@ -166,8 +166,7 @@ def _check_field(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
 
 def _listed(noun: str, ids: list[int], most: int = 10) -> str:
     """For example ``clients 3, 5``; of many only the first."""
-    shown = ", ".join(map(str, ids[:most])) + (f" and {len(ids) - most} more" if len(ids) > most else "")
-    return f"{noun}{'s' * (len(ids) > 1)} {shown}"
+    return f"{noun}{'s' * (len(ids) > 1)} {first_of([*map(str, ids)], most)}"
 
 
 Figure = Literal["", "loss", "update", "stale update"]

@@ -30,7 +30,7 @@ REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
         "LearningRateFinder": "it moves the server's learning rate, round by round; set that of clients in "
         "`configure_optimizers`",
         "ModelPruning": "clients train copies of the weights that it replaces; prune after the fit",
-        "SpikeDetection": "it reads the loss of each batch, and a batch is a client's turn; monitor `fl/loss`: "
+        "SpikeDetection": "it reads the loss of each batch, and a batch is a whole round; monitor `fl/loss`: "
         "EarlyStopping('fl/loss', check_finite=True)",
         "StochasticWeightAveraging": "it follows the steps of one optimizer; use WeightAveraging, which averages the "
         "server's weights round by round",
@@ -110,12 +110,20 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
             data.check_clients()
     for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
-    is_absolute = isinstance(participation, Sampler) and not participation.normalize
-    if is_absolute and owner.conditions.clock is not None and owner.conditions.clock.keep_first is not None:
+    if (
+        is_absolute(participation)
+        and owner.conditions.clock is not None
+        and owner.conditions.clock.keep_first is not None
+    ):
         raise ValueError(
             f"VirtualClock(keep_first={owner.conditions.clock.keep_first}) leaves out clients that a sampler drew, and "
             "every step would be too short; leave it out, or give the sampler normalize=True."
         )
+
+
+def is_absolute(participation: UniformParticipation | Sampler | None) -> bool:
+    """Whether coefficients are weights as they are, which only samplers ask for."""
+    return isinstance(participation, Sampler) and not participation.normalize
 
 
 def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> None:

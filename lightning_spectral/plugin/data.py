@@ -221,7 +221,7 @@ class ServerData(pl.LightningDataModule):
         return self.val is not None or type(self).val_dataloader is not ServerData.val_dataloader
 
     def train_dataloader(self) -> RoundLoader:
-        """One item per client of the round that Lightning is about to run."""
+        """A single batch: all clients that this process trains in the round that Lightning is about to run."""
         return round_loader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> Any:

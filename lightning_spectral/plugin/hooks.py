@@ -37,7 +37,6 @@ from lightning_spectral.plugin.processes import ClientParallelStrategy, log_opti
 from lightning_spectral.plugin.rounds import Runtime, with_boundaries
 from lightning_spectral.plugin.settings import TRAINER_SETTINGS, FixedArguments, check_same_everywhere, config_of
 from lightning_spectral.plugin.trainer import convert_now, full_precision
-from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.processes import Processes
 
@@ -298,10 +297,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     @property
     def processes(self) -> Processes:
         return processes_of(self.trainer)
-
-    def cohort(self, round_idx: int) -> list[WorkUnit]:
-        """The units of a round, as a pure function of the seed, the round and what the sampler has seen."""
-        return self.federation.cohorts.units(round_idx)
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round, and those of the others."""

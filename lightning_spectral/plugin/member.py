@@ -26,6 +26,7 @@ from lightning_spectral.client.forms import (
 )
 from lightning_spectral.client.local_loop import LossLoop
 from lightning_spectral.participation import Sampler
+from lightning_spectral.plugin.checks import is_absolute
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.cohort import ClientStore
@@ -166,7 +167,7 @@ class Member:
             owner.make_executor,
             seed=owner.seed,
             local_epochs=owner.local_epochs,
-            absolute=isinstance(sampler, Sampler) and not sampler.normalize,
+            absolute=is_absolute(sampler),
             model=self.name,
             figure=figure,
             options=lambda: tuple(options_of(template) for template in self.templates),

@@ -46,7 +46,7 @@ ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimi
 
 
 class FederatedModule(FederatedHooks, Trained):
-    """Trains your LightningModule on clients: a Trainer epoch is a communication round, and a batch is a client.
+    """Trains your LightningModule on clients: a Trainer epoch is a communication round.
 
     Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
     ``validation_step`` and ``test_step`` run on the server's module, which is your module with dense weights.
@@ -194,10 +194,12 @@ class FederatedModule(FederatedHooks, Trained):
         if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
             return cast(Executor, remote)
         schedules = self.member.schedules.schedulers  # for clients to read: the rate is constant within a round
-        schedulers = only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
+
+        def schedulers() -> Any:  # one function for all turns: `redirect` remembers classes by their functions
+            return only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
-            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": lambda: schedulers})
+            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
             adopt_batch_hooks(client, self.data)
 
         placement = placement_of(self.trainer, self.device, self.module, self.data)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Whole
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
+from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
 from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks
@@ -158,7 +159,7 @@ class MultiModelModule(FederatedHooks):
     def evaluating(self, args: tuple[Any, ...], position: int) -> Iterator[tuple[pl.LightningModule, tuple[Any, ...]]]:
         name, own_index, count = self._loader(args[position] if len(args) > position else 0)
         member = self.members[name]
-        member.log_suffix = f"/dataloader_idx_{own_index}" if count > 1 else ""
+        member.log_suffix = f"{SUFFIX}{own_index}" if count > 1 else ""
         try:
             with forwarded_logging(member.module, member):
                 yield member.module, (*args[:position], own_index)

@@ -12,10 +12,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.records import WorkUnit
+from lightning_spectral.protocol.records import Key, Tensors, WorkUnit, num_bytes
 
-Tensors = Mapping[str, Tensor]
-Key = tuple[int, str]
 T = TypeVar("T")
 
 
@@ -67,8 +65,7 @@ class ClientStore:
     @property
     def num_bytes(self) -> int:
         """Memory of all tensors, in bytes."""
-        entries = [*self._entries.values(), *self._written.values()]
-        return sum(tensor.numel() * tensor.element_size() for entry in entries for tensor in entry.values())
+        return sum(map(num_bytes, [*self._entries.values(), *self._written.values()]))
 
     def written(self) -> dict[Key, dict[str, Tensor]]:
         """The entries written in this round so far, for other processes."""
@@ -137,7 +134,7 @@ class Cohort:
     workers: Workers = field(default_factory=Workers)
     store: ClientStore = field(default_factory=ClientStore)
     absolute: bool = False
-    shares: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    shares: Mapping[Key, float] = field(default_factory=dict)
 
     @cached_property
     def total(self) -> float:
@@ -145,7 +142,7 @@ class Cohort:
         return fsum(unit.coefficient for units in self.groups.values() for unit in units)
 
     @cached_property
-    def _capacities(self) -> Mapping[tuple[int, str], float]:
+    def _capacities(self) -> Mapping[Key, float]:
         return {unit.key: capacity for capacity, units in self.groups.items() for unit in units}
 
     def capacity_of(self, unit: WorkUnit) -> float:
@@ -153,7 +150,7 @@ class Cohort:
         return self._capacities[unit.key]
 
     @cached_property
-    def _places(self) -> Mapping[tuple[int, str], int]:
+    def _places(self) -> Mapping[Key, int]:
         return {unit.key: place for place, unit in enumerate(chain(*self.groups.values()))}
 
     def place_of(self, unit: WorkUnit) -> tuple[int, int]:

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.buffer_rules import averaged_parameters
-from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
-
-Key = tuple[int, str]
-Tensors = Mapping[str, Tensor]
+from lightning_spectral.protocol.records import ClientOutcome, Download, Key, Tensors, WorkUnit
 
 
 class FrozenBase:

@@ -89,12 +89,20 @@ PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtyp
 SHARED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial, torch._C.ScriptObject)
 HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  # of the standard library, and of torch
 GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any], Callable[[Any, int], Any]]] = {
-    # by class: how to get the state, to set it, and to seed
-    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.seed),
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    # by class: how to get the state, to set it, and to seed, by methods of the object, which a subclass may override
+    random.Random: (
+        lambda generator: generator.getstate(),
+        lambda generator, state: generator.setstate(state),
+        lambda generator, seed: generator.seed(seed),
+    ),
+    torch.Generator: (
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
+        lambda generator, seed: generator.manual_seed(seed),
+    ),
     np.random.RandomState: (
-        np.random.RandomState.get_state,
-        np.random.RandomState.set_state,
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
         lambda generator, seed: generator.seed(seed % 2**32),
     ),
     np.random.Generator: (

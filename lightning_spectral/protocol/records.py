@@ -29,6 +29,9 @@ EXPLANATIONS: dict[ExclusionReason, str] = {
 }
 
 
+Key = tuple[int, str]  # of a unit: client and model
+
+
 class WorkUnit(NamedTuple):
     """One client that trains one model in one round.
 
@@ -48,7 +51,7 @@ class WorkUnit(NamedTuple):
     coefficient: float = 1.0
 
     @property
-    def key(self) -> tuple[int, str]:
+    def key(self) -> Key:
         """Client and model, which identify a unit within a round regardless of its coefficient."""
         return self.client_id, self.model
 

@@ -81,10 +81,12 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
         names = differing(varied if all(varied) else compared)
     members: dict[tuple[str, ...], list[LoggedRun]] = defaultdict(list)
     labels: dict[tuple[str, ...], str] = {}
+    are_baselines: dict[tuple[str, ...], bool] = {}
     for run, own in zip(runs, settings, strict=True):
         key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
         key = ("label", run.label) if run.label else ("", *key)
         members[key].append(run)
+        are_baselines[key] = are_baselines.get(key, True) and _is_baseline(own)
         labels[key] = run.label or (label(own, names) if own else "") or run.name
     if len(members) == 1 and not runs[0].label:
         labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
@@ -92,9 +94,7 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
     for index, (key, found) in enumerate(members.items()):
         seen[own_label := labels[key]] += 1
         distinct = own_label if seen[own_label] == 1 else f"{own_label} ({seen[own_label]})"
-        groups.append(
-            Group(distinct, tuple(found), index, all(_is_baseline(flat_settings(run.config)) for run in found))
-        )
+        groups.append(Group(distinct, tuple(found), index, are_baselines[key]))
     return groups, names
 
 

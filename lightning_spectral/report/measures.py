@@ -11,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from lightning_spectral.arguments import first_of
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.runs import ROUND, Histogram, LoggedRun, Table
 
@@ -214,8 +215,7 @@ def _preference(metric: str) -> tuple[bool, bool, bool, bool, str]:
 def _lacks(run: LoggedRun, wanted: str | None, num_runs: int) -> str:
     """Why a run cannot be reported."""
     own = _own(run, run.names)
-    listed = ", ".join(f"`{name}`" for name in sorted(own)[:MAX_LISTED]) or "no metric of its own"
-    listed += f" and {len(own) - MAX_LISTED} more" if len(own) > MAX_LISTED else ""
+    listed = first_of([f"`{name}`" for name in sorted(own)], MAX_LISTED) or "no metric of its own"
     if wanted is not None:
         return f"{run.path} has no metric `{wanted}`; it has {listed}."
     if num_runs == 1 and _evaluated(run):

@@ -207,9 +207,10 @@ def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Lin
         if trained or evaluated:
             rows.setdefault(round_idx, {}).update({**trained, **evaluated, ROUND: float(round_idx)})
         from_clients |= trained.keys()
-        for kind, made in (("tables", _table), ("histograms", _histogram)):
-            for own, content in line.get(kind, {}).items():
-                shown.setdefault(printable(own), {})[round_idx] = made(**content)
+        for own, content in line.get("tables", {}).items():
+            shown.setdefault(printable(own), {})[round_idx] = _table(content["columns"], content["rows"])
+        for own, content in line.get("histograms", {}).items():
+            shown.setdefault(printable(own), {})[round_idx] = _histogram(content["edges"], content["counts"])
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     first = min(rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
+from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import WATCHED_ROUNDS
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
@@ -99,19 +100,20 @@ class FirstRounds:
             self._done.add("discarded")
             _warn(
                 round_idx,
-                f"clients change {_listed(names)} without an optimizer, as one does with a teacher, a target network "
-                "or an average of weights, and these changes are lost. To send them back and average them, call "
-                "`requires_grad_(False)` on that module, and name it in an attribute of your LightningModule: "
+                f"clients change {first_of(names, NAMED)} without an optimizer, as one does with a teacher, a target "
+                "network or an average of weights, and these changes are lost. To send them back and average them, "
+                "call `requires_grad_(False)` on that module, and name it in an attribute of your LightningModule: "
                 "`averaged_parameters = ['teacher.*']`; or update it at the server, in `RoundCallback.on_round_end`.",
             )
         if "put back" not in self._done and (names := sorted({n for c in summary.clients for n in c.put_back})):
             self._done.add("put back")
             _warn(
                 round_idx,
-                f"clients change {_listed([f'`{name}`' for name in names])}, which are no parameters and no buffers, "
-                "so every client begins with the server's values, and these changes are lost. For what is to last, "
-                "register a buffer, and say how those of clients are combined, e.g. FedAvg(buffers={'steps': 'max'}); "
-                "or change it at the server, in `on_validation_epoch_end` or `RoundCallback.on_round_end`.",
+                f"clients change {first_of([f'`{name}`' for name in names], NAMED)}, which are no parameters and no "
+                "buffers, so every client begins with the server's values, and these changes are lost. For what is to "
+                "last, register a buffer, and say how those of clients are combined, e.g. "
+                "FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
+                "`RoundCallback.on_round_end`.",
             )
 
     def finish(self) -> None:
@@ -250,7 +252,7 @@ def smaller_updates(half: ServerHalf) -> str:
     return f"{', '.join(first)}, or {last}"
 
 
-_NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
+NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
 
 
 def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = None) -> None:
@@ -279,8 +281,8 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
         )
     if broken := [repr(name) for name, parameter in server.named_parameters() if _is_broken(parameter)]:
         raise RoundError(
-            f"Round {round_idx}: the server's weights were not finite before it began: {_listed(broken)} had a NaN or "
-            f"an infinite value, so no client can train from them. {suspects}"
+            f"Round {round_idx}: the server's weights were not finite before it began: {first_of(broken, NAMED)} had a "
+            f"NaN or an infinite value, so no client can train from them. {suspects}"
         ) from cause
 
 
@@ -298,14 +300,3 @@ def _is_broken(parameter: nn.Parameter) -> bool:
     """Whether training from a parameter is impossible; a frozen one may be a mask, which is infinite on purpose."""
     wrong = ~torch.isfinite(parameter) if parameter.requires_grad else torch.isnan(parameter)
     return bool(wrong.any())
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first names, and the number of the remaining ones.
-
-    Example:
-        >>> _listed(["a", "b"]), _listed(["a", "b", "c", "d", "e"])
-        ('a, b', 'a, b, c and 2 more')
-    """
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

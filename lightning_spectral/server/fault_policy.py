@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -156,10 +156,16 @@ def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = Non
     """
     squares = [
         (returned[name] - before - (expected or {}).get(name, 0.0)).double().square().sum()
-        for name, before in sent.items()
-        if name in returned and before.is_floating_point() and before.shape == returned[name].shape
+        for name, before in _both_ways(sent, returned)
     ]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+def _both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the tensors sent that came back in the same shape, and that can be changed in part."""
+    for name, before in sent.items():
+        if name in returned and before.is_floating_point() and before.shape == returned[name].shape:
+            yield name, before
 
 
 @dataclass(frozen=True)
@@ -204,9 +210,5 @@ class MaxUpdateNorm:
         norm = update_norm(sent, returned)
         if norm <= self.norm:
             return upload
-        shortened = {
-            name: before.lerp(returned[name], self.norm / norm)
-            for name, before in sent.items()
-            if name in returned and before.is_floating_point() and before.shape == returned[name].shape
-        }
+        shortened = {name: before.lerp(returned[name], self.norm / norm) for name, before in _both_ways(sent, returned)}
         return replace(upload, tensors={**returned, **shortened})

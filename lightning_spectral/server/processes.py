@@ -100,7 +100,7 @@ class Processes(Peers, Workers):
             RoundError: If there are several processes and a piece failed in one of them; raised in all of them.
         """
         if self.size == 1:
-            return [do(piece) for piece in pieces]
+            return super().share_out(pieces, do, cost)
         dealt = deal([cost(piece) for piece in pieces], self.size)
         done, error = _try(lambda: [do(pieces[i]) for i in dealt[self.rank]])
         mine = done or []

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.participation import Figure
 from lightning_spectral.protocol.cohort import ClientStore, Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -26,6 +27,7 @@ from lightning_spectral.protocol.records import (
     Download,
     ExclusionReason,
     Failure,
+    Key,
     Options,
     Profile,
     Receipt,
@@ -44,8 +46,6 @@ from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
 from lightning_spectral.sums import Extremes, add_up
 from lightning_spectral.sums.exact_mean import Peers, can_be_summed
 
-Figure = Literal["", "loss", "update", "stale update"]
-Key = tuple[int, str]
 RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
@@ -569,7 +569,7 @@ class Turn:
             magnitudes = averaged.largest.values()
             too_large = all(map(math.isfinite, magnitudes))
             return "not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else ""
-        if engine.half.buffers.limits and (names := extremes.not_numbers(upload.tensors)):
+        if names := extremes.not_numbers(upload.tensors):
             return "not_finite", f"NaN in {', '.join(names)}"
         if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"

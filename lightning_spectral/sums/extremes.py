@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums.exact_mean import Peers
-
-Tensors = Mapping[str, Tensor]
+from lightning_spectral.sums.exact_mean import Peers, Tensors
 
 
 class Extremes:

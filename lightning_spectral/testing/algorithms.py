@@ -233,9 +233,10 @@ def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def _check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
-    trials, units = (Trial(case), Trial(case)), Trial(case).units
+    trials = Trial(case), Trial(case)
     if not trials[0].can_share():
         return
+    units = trials[0].units
     for round_idx in range(ROUNDS):
         groups = units[round_idx + 1 :: 2], [*units[: round_idx + 1], *units[round_idx + 2 :: 2]]
         play_in_two_processes(trials, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from typing import Any
@@ -88,7 +89,8 @@ def check_strategy(strategy: ShardingStrategy, *, num_samples: int = 4000) -> No
         >>> check_strategy(Unbiased())
     """
     check_is("strategy", strategy, ShardingStrategy)
-    for name, values in SPECTRA.items():
+    for name, spectrum in SPECTRA.items():
+        values = spectrum.clone()  # a strategy that writes in place must not spoil what the next one is given
         for num_terms in sorted({1, max(1, len(values) // 5), max(1, len(values) - 1), len(values)}):
             for cohort_size in (1, 4.5, 100):
                 where = f"{strategy!r} on spectrum '{name}', n={num_terms}, C={cohort_size}"
@@ -150,7 +152,9 @@ def check_design(design: Design, *, num_samples: int = 4000) -> None:
         >>> check_design(ConditionalPoisson())
     """
     check_is("design", design, Design)
-    for (name, probs), together in zip(PROBS.items(), design.fit_all(list(PROBS.values())), strict=True):
+    cases = {name: probs.clone() for name, probs in PROBS.items()}
+    all_fitted = design.fit_all([probs.clone() for probs in cases.values()])
+    for (name, probs), together in zip(cases.items(), all_fitted, strict=True):
         where = f"{design!r} on '{name}'"
         draws = design.sample(probs, num_samples, _generator(1))
         check_rows(draws, probs, num_samples, where)
@@ -261,7 +265,7 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
         >>> check_sampler(Uniform(active=2), num_samples=500)
     """
     check_is("sampler", sampler, Sampler)
-    for name, population in POPULATIONS.items():
+    for name, population in copy.deepcopy(POPULATIONS).items():
         where = f"{sampler!r} on '{name}'"
         figures = torch.rand(population.num_examples.shape, dtype=torch.float64, generator=_generator(0)) + 0.1
         figures[0, 0] = math.nan  # of an unknown client

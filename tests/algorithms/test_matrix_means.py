@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral.aggregation import TrainedTerms
+from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms, TrainedTerms
 from lightning_spectral.algorithms.spectral.algorithm import SpectralHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.sampling.without_fit import ONE, minimum_support
 from lightning_spectral.functional.spectra import factorize, num_terms_for
-from lightning_spectral.protocol.cohort import Workers
+from lightning_spectral.protocol.cohort import Cohort, Workers
 
 SHARDED = ("1", "4")  # layers of `net`
 MIXED = [0.3, 0.6, 0.3, 1.0]
@@ -80,6 +80,26 @@ def test_without_training_the_weight_becomes_the_mean_of_its_truncations() -> No
         torch.testing.assert_close(matrix(server, name), expected[name], rtol=0, atol=1e-12)
         rank = num_terms_for(min(expected[name].shape), 0.6)
         assert torch.linalg.matrix_rank(matrix(server, name), rtol=1e-10) == rank
+
+
+class Shrinking(MeanOfTerms):
+    """A mean of the user's, which always loses one everywhere."""
+
+    def truncation(self) -> Tensor:
+        return torch.ones(len(self.u), self.v.shape[1], dtype=torch.float64)
+
+
+class ShrinkingMeans(ls.algorithms.TermMeans):
+    def open(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> LayerMean:
+        return Shrinking(u, v, cohort, held_rows)
+
+
+def test_what_a_mean_of_the_users_truncates_is_taken_from_the_weight() -> None:
+    server = net().double()
+    before = {name: matrix(server, name).clone() for name in SHARDED}
+    run_round(ls.SpectralSharding.published(ls.TopN(), aggregation=ShrinkingMeans()), server, MIXED, trained=False)
+    for name in SHARDED:
+        torch.testing.assert_close(matrix(server, name), before[name] - 1, rtol=0, atol=1e-12)
 
 
 def truncated(weight: Tensor, keep_ratio: float) -> Tensor:

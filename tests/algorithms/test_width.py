@@ -9,7 +9,7 @@ from federation import Fit, same_state, seeded
 from one_client import client_of
 from test_third_party_models import LitLogits, gpt2, images, tokens, vit
 from torch import Tensor
-from toy_models import LitMLP, LitSmall
+from toy_models import LitFrozenParts, LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width import WidthRound
@@ -91,14 +91,8 @@ def test_a_network_learns_with_mixed_widths(channels: Any, data: Any, fit: Fit) 
 def test_a_frozen_layer_is_cut_and_travels_anew(data: Any, fit: Fit) -> None:
     """Each round brings a client another part of it."""
 
-    class LitFrozen(LitSmall):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net[3].requires_grad_(False)
-            self.net[6].bias.requires_grad_(False)
-
     algorithm = ls.WidthSharding(ls.RollingChannels(), keep_ratio=0.5)
-    lit = seeded(LitFrozen)
+    lit = seeded(LitFrozenParts)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     fitted = fit(lit, data, algorithm=algorithm, clients_per_round=12, max_epochs=2)
     assert torch.equal(fitted.state["net.3.weight"], before["net.3.weight"])

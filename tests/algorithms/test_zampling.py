@@ -378,7 +378,7 @@ class TestWhatIsRefused:
             fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["net.2.*"]))
         assert torch.equal(module.net[0].weight, before)
 
-    def test_weights_unfrozen_since_the_module_was_wrapped(self, data: Any, fit: Fit, quiet: Any) -> None:
+    def test_weights_unfrozen_since_the_module_was_wrapped(self, data: Any, fit: Fit) -> None:
         module = LitNet()
         module.net[0].requires_grad_(False)
         model = fit(module, data, algorithm=SMALL).model

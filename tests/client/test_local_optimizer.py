@@ -1,6 +1,7 @@
 import copy
 import pickle
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -322,7 +323,11 @@ def test_an_optimizer_that_keeps_parameters_besides_its_groups_steps_whole_clien
         pass
 
 
-@pytest.mark.parametrize("make", [lambda server: server, lambda server: threading.Lock()], ids=["module", "lock"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda server: server, lambda server: threading.Lock(), lambda server: endless()],
+    ids=["module", "lock", "a list that contains itself"],
+)
 def test_an_optimizer_may_keep_its_module_and_what_cannot_be_copied(make: Any) -> None:
     server = nn.Linear(3, 2)
     start, optimizer = values(server), with_attribute(server, make)
@@ -333,9 +338,20 @@ def test_an_optimizer_may_keep_its_module_and_what_cannot_be_copied(make: Any) -
     assert same(values(server), start)
 
 
-def test_an_optimizer_that_keeps_copies_of_all_parameters_is_refused() -> None:
+def endless() -> list[Any]:
+    values: list[Any] = [torch.zeros(2)]
+    values.append(values)
+    return values
+
+
+class OwnList(list):  # type: ignore[type-arg]
+    """A list of the user's."""
+
+
+@pytest.mark.parametrize("kind", [list, OwnList, lambda copies: OrderedDict(enumerate(copies))])
+def test_an_optimizer_that_keeps_copies_of_all_parameters_is_refused(kind: Any) -> None:
     server = nn.Linear(3, 2)
-    optimizer = with_attribute(server, lambda s: [p.detach().clone() for p in s.parameters()])
+    optimizer = with_attribute(server, lambda s: kind([p.detach().clone() for p in s.parameters()]))
     with pytest.raises(ValueError, match=r"`extra` holds a tensor for each parameter.*keep such tensors in `self.s"):
         check_optimizer(optimizer)
 

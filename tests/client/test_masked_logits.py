@@ -71,7 +71,7 @@ def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> No
     assert (fits[0] - fits[2]).abs().max() > 1e-3
 
 
-def test_one_clients_steps_written_out(quiet: Any) -> None:
+def test_one_clients_steps_written_out() -> None:
     """Without the package's loop: batches, masked loss, gradient, step."""
     data, lit = clients(), seeded(LitHead)
     names = tuple(name for name, _ in lit.named_parameters())

@@ -225,4 +225,4 @@ def test_several_models_come_from_yaml(quiet: dict[str, Any], monkeypatch: pytes
     cli.trainer.fit(cli.model, cli.datamodule)
     assert cli.model.participation == ls.LossVarianceReduced(active=3, design=ls.ConditionalPoisson(), measure=2)
     assert cli.model.unavailable == {1: ("words",)}
-    assert len(cli.model.cohort(0)) > 0
+    assert len(cli.model.federation.cohorts.units(0)) > 0

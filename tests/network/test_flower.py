@@ -121,7 +121,7 @@ def client(config: Any) -> net.ClientData:
     return net.ClientData(toy_client_data()[int(config["client"])], batch_size=4)
 
 
-def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any, tmp_path: Any) -> None:
+def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any) -> None:
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
     trained = []
 

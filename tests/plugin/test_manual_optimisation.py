@@ -112,7 +112,7 @@ def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> No
     assert not torch.equal(manual.module.net[6].weight, without.module.net[6].weight)
 
 
-def test_a_gan_of_one_client_is_a_loop_written_out(data: Any, toy: Any, fit: Fit) -> None:
+def test_a_gan_of_one_client_is_a_loop_written_out(toy: Any, fit: Fit) -> None:
     federation = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=1), batch_size=30)
     module, twin = LitGAN(), LitGAN()
     history = fit(module, federation, algorithm=DENSE, clients_per_round=1, max_epochs=1, local_epochs=2).history

@@ -253,7 +253,7 @@ def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, 
         ]
 
 
-def test_only_federated_modules_are_trained(lit: Any, data: Any, quiet: Any) -> None:
+def test_only_federated_modules_are_trained(lit: Any, quiet: Any) -> None:
     strategy = ls.plugin.ClientParallelStrategy()
     trainer = pl.Trainer(max_epochs=1, strategy=strategy, devices=1, **quiet)
     strategy.connect(lit)

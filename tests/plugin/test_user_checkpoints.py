@@ -74,7 +74,7 @@ def test_the_users_own_class_loads_it(algorithm: Any, strict: Any, weights_only:
     assert loaded.hparams == fitted.module.hparams
 
 
-def test_all_that_a_federation_adds_is_in_entries_of_its_own(data: Any, saved: Any, tmp_path: Path) -> None:
+def test_all_that_a_federation_adds_is_in_entries_of_its_own(saved: Any, tmp_path: Path) -> None:
     fitted, path = saved(seeded(LitMLP, momentum=0.0), algorithm=ls.Scaffold())
     save_plain(fitted.module, tmp_path / "plain.ckpt")
     ours, theirs = (torch.load(one, weights_only=True) for one in (path, tmp_path / "plain.ckpt"))

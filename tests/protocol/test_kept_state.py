@@ -493,8 +493,28 @@ class KIND_OF_A_USER:
     count = 0
 
 
+class OwnRandom(random.Random):
+    """A generator whose methods hold the state, as Python's documentation says."""
+
+    state = 3
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        self.state = int(a or 0) % 2**61
+
+    def random(self) -> float:
+        self.state = (48_271 * self.state + 11) % (2**31 - 1)
+        return self.state / (2**31 - 1)
+
+    def getstate(self) -> Any:
+        return self.state
+
+    def setstate(self, state: Any) -> None:
+        self.state = state
+
+
 GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "random": (lambda: random.Random(3), lambda g: [g.random() for _ in range(3)]),
+    "random, another": (lambda: OwnRandom(3), lambda g: [g.random() for _ in range(3)]),
     "numpy": (lambda: np.random.default_rng(3), lambda g: g.random(3).tolist()),
     "numpy, another": (lambda: np.random.Generator(np.random.MT19937(3)), lambda g: g.random(3).tolist()),
     "numpy, old": (lambda: np.random.RandomState(3), lambda g: g.rand(3).tolist()),

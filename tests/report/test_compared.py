@@ -181,7 +181,7 @@ def test_runs_with_a_label_are_one_group_whatever_their_settings(tmp_path: Path)
     assert alone.label == "fed avg"
 
 
-def test_runs_of_a_sweep_are_grouped_by_what_it_varied_alone(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_are_grouped_by_what_it_varied_alone() -> None:
     def swept(width: int, seed: int) -> LoggedRun:
         varied = {"width": str(width), "seed": seed}
         return run([0.5], name=f"{width}{seed}", sweep=varied, federation={"seed": seed, "algorithm": "FedAvg"})

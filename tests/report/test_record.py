@@ -273,7 +273,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
     assert "is not a run" in reason
 
 
-def test_what_has_diverged_is_infinite_and_what_is_no_number_is_ignored(tmp_path: Path) -> None:
+def test_what_has_diverged_is_infinite_and_what_is_no_number_is_ignored() -> None:
     given = {"a": 1e300, "b": -1e39, "c": 3.4e38, "d": float("nan"), "e": "1", "f": True, "g": None}
     (row,) = made_run("run", {}, [{"fl/round": 0, **given}]).rows
     assert repr(dict(row)) == repr(

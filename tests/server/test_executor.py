@@ -1,8 +1,10 @@
 """Executors may answer in any order, elsewhere, and with less than they were sent: the weights are the same."""
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +25,6 @@ from other_process import (
 )
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
-from unreliable_executor import Unreliable
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
@@ -39,6 +40,36 @@ from lightning_spectral.simulation import Conditions
 
 SIZES = (40, 30, 20, 15, 10, 5)
 ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, spectral_start=None)]
+
+
+class Unreliable(SequentialExecutor):
+    """Answers in blocks of three and in random order; every fourth upload is lost, and its client trains again.
+
+    Attributes:
+        num_calls: How often it was called.
+        num_lost: How many uploads were lost.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.num_calls = self.num_lost = 0
+        self._chance = random.Random(0)
+        self._num_trained = 0
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        self.num_calls += 1
+        remaining = iter(downloads)
+        while block := list(islice(remaining, 3)):
+            while block:
+                self._chance.shuffle(block)
+                upload = self.device.run(block[-1])
+                self._num_trained += 1
+                if self._num_trained % 4 == 0:
+                    self.num_lost += 1
+                else:
+                    block.pop()
+                    # a copy, because clients may train again before the server has read it
+                    yield replace(upload, tensors={name: tensor.clone() for name, tensor in upload.tensors.items()})
 
 
 class Backwards(SequentialExecutor):

@@ -31,7 +31,7 @@ from lightning_spectral.sharding import (
     TopN,
     Unbiased,
 )
-from lightning_spectral.testing import check_strategy
+from lightning_spectral.testing import check_strategy, choices
 
 Plan = tuple[Tensor, Tensor]
 
@@ -206,6 +206,13 @@ class Broken(ShardingStrategy):
 def test_a_strategy_that_breaks_a_rule_is_caught(function, message):
     with pytest.raises(AssertionError, match=message):
         check_strategy(Broken(function))
+
+
+def test_a_strategy_that_writes_in_place_spoils_no_later_check():
+    before = {name: values.clone() for name, values in choices.SPECTRA.items()}
+    with pytest.raises(AssertionError, match="changed in place"):
+        check_strategy(Broken(lambda s, n, C: Collective()(s.mul_(2), n, C)))
+    assert all(torch.equal(values, before[name]) for name, values in choices.SPECTRA.items())
 
 
 def test_a_strategy_whose_design_draws_with_other_probabilities_is_caught():

@@ -19,13 +19,12 @@ from lightning_spectral.functional.spectra import balanced_factors, compact_svd,
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.records import WorkUnit
+from lightning_spectral.protocol.records import Tensors, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import Collective, ShardingStrategy
 from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_mean import largest_within
 
-Tensors = Mapping[str, Tensor]
 ROW_NORM = (1 / 3) ** 0.5  # norm of a row of A as it is drawn
 
 

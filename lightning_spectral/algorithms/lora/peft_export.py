@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.lora.algorithm import ALPHA, LoRA, LoRAState
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
+from lightning_spectral.protocol.records import Tensors
 
-Tensors = Mapping[str, Tensor]
 PREFIX = "base_model.model."  # of all names in PEFT's files
 
 

@@ -13,9 +13,8 @@ from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.functional.spectra import singular_terms, weight_to_matrix
 from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.records import Tensors
 from lightning_spectral.sums import MeanChange
-
-Tensors = Mapping[str, Tensor]
 
 
 class ClientSum(nn.Module):

@@ -16,13 +16,12 @@ from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compr
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
-from lightning_spectral.protocol.records import Receipt, Upload, WorkUnit
+from lightning_spectral.protocol.records import Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 Coefficients = Literal["sampled", "data"]
 Unseen = Literal["zero", "mean"]
-Tensors = Mapping[str, Tensor]
 SEEN = "share:seen"  # next to the parameters in the server's sum: 1 for each client in the table, weighted by its share
 
 

@@ -46,11 +46,9 @@ class LayerMean(ABC):
 
     Attributes:
         running: The sum over clients, which several processes add up; a subclass sets it.
-        truncates: Whether there may be anything in the `truncation`; by default not.
     """
 
     running: MeanChange
-    truncates = False
 
     def __init__(self, u: Tensor, v: Tensor, held_rows: int | None) -> None:
         self.u, self.v, self.held_rows = u, v, held_rows
@@ -71,6 +69,11 @@ class LayerMean(ABC):
     @abstractmethod
     def weight_change(self) -> Tensor:
         """The mean change by training, float64, with rows that no client holds; exactly zero where nothing changed."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether there may be anything in the `truncation`: by default if a subclass defines it."""
+        return type(self).truncation is not LayerMean.truncation
 
     def truncation(self) -> Tensor:
         """What the matrix loses however clients train, float64, with rows that no client holds; by default nothing.
@@ -133,8 +136,6 @@ class MeanOfMatrices(LayerMean):
     weight when it was sent, which is a multiple of each term. So a client that holds all terms and did not train adds
     exact zeros, however the factors were rounded.
     """
-
-    truncates = True
 
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None = None) -> None:
         super().__init__(u, v, held_rows)
@@ -212,7 +213,10 @@ class MeanWithinReach(MeanOfMatrices):
     def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor) -> None:
         super().__init__(u, v, cohort, held_rows)
         self._lost = torch.nonzero(~reachable).flatten()
-        self.truncates = len(self._lost) > 0
+
+    @property
+    def truncates(self) -> bool:
+        return len(self._lost) > 0
 
     def truncation(self) -> Tensor:
         of = self._lost.to(self.v.device)

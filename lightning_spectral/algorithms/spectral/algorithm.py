@@ -103,15 +103,15 @@ class SpectralSide(ClientSide):
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """Frobenius decay, then clipping, just before each step."""
-        rates = TermRates(client, self.clip_tau, self.clip_weight_lr)
+        layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
         rates.start_client()
         acts: dict[int, Sequence[Callable[[], None]]] = {}
 
         def acting(optimizer: Optimizer) -> Sequence[Callable[[], None]]:
             groups = optimizer.param_groups
             group_of = {id(parameter): group for group in groups for parameter in group["params"]}
-            layers = {name: id(layer.u) for name, layer in sharded_layers(client).items()}
-            decays = {name: group_of[u][DECAY] for name, u in layers.items() if u in group_of}
+            held = {name: id(layer.u) for name, layer in layers.items()}
+            decays = {name: group_of[u][DECAY] for name, u in held.items() if u in group_of}
             # decoupled weight decay is a step of its own
             decoupled = isinstance(optimizer, AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
             return FrobeniusDecay(decays, decoupled).acting(optimizer, client), rates.acting(optimizer)
@@ -517,9 +517,10 @@ class SpectralRound(Round):
         errors = [of_matrix.client_errors() for of_matrix in draws]
         mean_errors = {ratio: fmean(of_matrix[ratio] for of_matrix in errors) for ratio in errors[0]}
         ratio = max(mean_errors, key=mean_errors.__getitem__)
-        error, least = mean_errors[ratio], fmean(of_matrix.missing_energy(ratio) for of_matrix in draws)
+        error = mean_errors[ratio]
         if error <= LARGEST_ERROR:
             return []
+        least = fmean(of_matrix.missing_energy(ratio) for of_matrix in draws)
         start = ["`spectral_start=SpectralStart()`"] if self.half.choice.spectral_start is None else []
         strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
         return [

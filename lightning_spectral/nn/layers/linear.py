@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, ShardedLayer, SpectralShardedLayer, counts
-from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, from_rows, row_blocks
+from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, row_blocks
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
@@ -126,11 +126,11 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        parts = self.held_terms()
-        shape = (self.out_features, self.in_features)[:: -1 if self.transposed else 1]
-        return self.computed(
-            "weight", lambda: from_rows(torch.cat([p.matrix() for p in parts]), shape, self.transposed)
-        )
+        def dense() -> Tensor:
+            rows = torch.cat([part.matrix() for part in self.held_terms()])
+            return rows.T if self.transposed else rows
+
+        return self.computed("weight", dense)
 
 
 class SpectralShardedSplitTransposedLinear(SpectralShardedSplitLinear):

@@ -18,6 +18,7 @@ from lightning_spectral.plugin.host import is_host
 from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
+from lightning_spectral.report.measures import BYTES
 from lightning_spectral.report.runs import NAME, Line, append_line, read_record, write_record
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.tables import as_html
@@ -25,7 +26,6 @@ from lightning_spectral.tables import as_html
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BYTES = ("fl/bytes_down", "fl/bytes_up", "fl/bytes_measuring")
 SHOWN = 10  # rounds of a notebook's table
 
 
@@ -195,8 +195,9 @@ class RoundHistory(RoundCallback):
         for file in filter(None, (self._file, earlier)):
             with suppress(OSError, ValueError):  # there is none, or it is something else
                 found = read_record(file)
-                if not written and found.head["run"] == self._run:
+                if found.head["run"] == self._run:
                     written = [*found.lines]
+                    break
         there = {line["round"] for line in written if "trained" in line}
         lines = [*written, *(line for line in map(self._line, self.rows) if line["round"] not in there)]
         self._write(self._file, {**settings, **self.config}, [x for x in lines if x["round"] < trainer.current_epoch])

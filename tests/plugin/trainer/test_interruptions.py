@@ -15,11 +15,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_versions import HAS_2_5_3
+from lightning_versions import HAS_2_5_3, needs_2_5_3
 from mixed_federation import MIXED
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from toy_models import LitMLP, LitSmall
@@ -143,12 +143,13 @@ def resumes(run: Run) -> Callable[..., None]:
 @pytest.fixture
 def interrupted(run: Run, tmp_path: Path) -> Callable[..., str | None]:
     """What such a fit has saved, under one name, when it ended with an error."""
-    if not HAS_2_5_3:
-        pytest.skip("Lightning 2.5.3 brought `save_on_exception`")
 
     def interrupted(*args: Any, make: type[LitMLP] = Falling, **options: Any) -> str | None:
+        saver: Callback = OnExceptionCheckpoint(tmp_path)
+        if HAS_2_5_3:
+            saver = ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True)
         with pytest.raises((RuntimeError, OSError, SystemExit)):
-            run(make, *args, ModelCheckpoint(tmp_path, every_n_epochs=9, save_on_exception=True), **options)
+            run(make, *args, saver, **options)
         return ls.latest_checkpoint(tmp_path)
 
     return interrupted
@@ -318,6 +319,7 @@ AFTER_THE_STEP = ["train_batch_end", "train_epoch_end"]
 AFTER_THE_STEP += [f"validation_{when}" for when in ("start", "batch_end", "epoch_end", "end")]
 
 
+@needs_2_5_3
 @pytest.mark.parametrize("act", [fail, press], ids=["an error", "Ctrl-C"])
 @pytest.mark.parametrize("hook", AFTER_THE_STEP)
 def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
@@ -327,11 +329,13 @@ def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
     resumes(interrupted(Acts(f"on_{hook}", act), after_validation=True), after_validation=True)
 
 
+@needs_2_5_3
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "trainer": {"max_steps": 2}}])
 def test_an_interrupted_last_round_is_validated_when_resumed(limits: Any, interrupted: Any, resumes: Any) -> None:
     resumes(interrupted(Acts("on_validation_start"), **limits), **limits)
 
 
+@needs_2_5_3
 def test_a_hook_of_the_users_that_fails_after_validation_costs_no_round(interrupted: Any, resumes: Any) -> None:
     ckpt = interrupted(make=FailsInHook, after_validation=True, max_epochs=3)
     resumes(ckpt, FailsInHook, after_validation=True)
@@ -349,6 +353,7 @@ class FailingLogger(DummyLogger):
             raise self.error("the disk is full")
 
 
+@needs_2_5_3
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrupted: Any, resumes: Any) -> None:
     resumes(interrupted(trainer={"logger": FailingLogger(error)}))

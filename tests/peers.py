@@ -6,31 +6,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch import Tensor
-
 from lightning_spectral.sums import RunningMean, add_up
-from lightning_spectral.sums.exact_mean import Peers
+from lightning_spectral.testing.trial import Peer
 
 T = TypeVar("T")
-
-
-class Peer(Peers):
-    """One of several processes, in a thread."""
-
-    def __init__(self, rank: int, board: list[object], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
-
-    def gather(self, value: T) -> list[T]:
-        self._board[self.rank] = value
-        self._barrier.wait()
-        said = list(self._board)
-        self._barrier.wait()
-        return said  # type: ignore[return-value]
-
-    def add_up(self, tensors: list[Tensor]) -> None:
-        said = self.gather([tensor.clone() for tensor in tensors])
-        for tensor, parts in zip(tensors, zip(*said, strict=True), strict=True):
-            tensor.copy_(sum(parts))
 
 
 def in_processes(groups: Sequence[T], work: Callable[[T], RunningMean]) -> list[RunningMean]:

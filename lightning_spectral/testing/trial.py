@@ -37,6 +37,7 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise, update_norm
 from lightning_spectral.server.round import Engine
+from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
 Record = TypeVar("Record", Download, Upload)
@@ -319,7 +320,7 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
         trial.engine.open_round(trial.round_idx, trial.units)
         trial.engine.round.play(group)
     board, barrier = [None, None], threading.Barrier(2, timeout=60)
-    peers = [_Peer(rank, board, barrier) for rank in range(2)]
+    peers = [Peer(rank, board, barrier) for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda peer: trials[peer.rank].engine.round.add_up(peer), peers))
     outcomes = [outcome for trial in trials for outcome in trial.engine.round.outcomes]
@@ -330,26 +331,29 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
         trial.close()
 
 
-@dataclass
-class _Peer:
-    """One of two processes, in a thread."""
+class Peer(Peers):
+    """One of several processes, in a thread.
 
-    rank: int
-    board: list[Any]
-    barrier: threading.Barrier
-    size = 2
+    Args:
+        rank: Its place on the board.
+        board: What each process says, of all of them.
+        barrier: Where they wait for each other.
+    """
+
+    def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier
 
     def gather(self, value: T) -> list[T]:
-        self.board[self.rank] = value
-        self.barrier.wait()
-        said = list(self.board)
-        self.barrier.wait()
+        self._board[self.rank] = value
+        self._barrier.wait()
+        said = list(self._board)
+        self._barrier.wait()
         return said
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         said = self.gather([tensor.clone() for tensor in tensors])
-        for tensor, *parts in zip(tensors, *said, strict=True):
-            tensor.copy_(parts[0] + parts[1])
+        for tensor, parts in zip(tensors, zip(*said, strict=True), strict=True):
+            tensor.copy_(torch.stack(parts).sum(0))
 
 
 def with_statistics(module: nn.Module) -> nn.Module:

@@ -67,7 +67,7 @@ def test_the_server_adds_coefficients_times_updates(sampler: Sampler, run: Any) 
     run(model, data)
 
     for name, member in model.members.items():
-        drawn = [unit for unit in model.cohort(0) if unit.model == name]
+        drawn = [unit for unit in model.federation.cohorts.units(0) if unit.model == name]
         changes = [unit.coefficient * update(before[name], data.modules[name], unit.client_id) for unit in drawn]
         expected = vector(before[name]).double() + sum(changes)
         torch.testing.assert_close(vector(member.module).double(), expected, rtol=1e-6, atol=1e-6)
@@ -192,7 +192,7 @@ def test_losses_are_measured_of_everybody_and_paid_for(run: Any) -> None:
         assert [row.client_id for row in measured] == able
         assert {(row.downlink_bytes, row.uplink_bytes) for row in measured} == {(4 * (WIDTHS[name] + 1), 4)}
         assert history.rows[0][f"{name}/fl/measured_examples"] == sum(SIZES[name])
-        trained = {unit.client_id for unit in model.cohort(0) if unit.model == name}
+        trained = {unit.client_id for unit in model.federation.cohorts.units(0) if unit.model == name}
         for client in set(able) - trained:  # clients that trained have reported a later loss
             loss = float(module.training_step(examples[client], 0).detach())
             assert float(model.federation.cohorts.sampled.figures[client, index]) == pytest.approx(loss, rel=1e-6)

@@ -3,7 +3,9 @@
 from importlib.util import find_spec
 
 NEED_FLOWER = [
+    "lightning_spectral/network/door.py",
     "lightning_spectral/network/flower.py",
+    "lightning_spectral/network/kit.py",
     "lightning_spectral/network/local_network.py",
     "tests/loopback_app.py",
     "tests/other_packages_app.py",

@@ -81,7 +81,7 @@ def run(network, app, rounds, algorithm):
     """Seconds and bytes of one run."""
     config = f'rounds={rounds} algorithm="{algorithm}"'
     start, before = time.monotonic(), loopback_bytes()
-    printed = network.run(["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config])
+    printed = network.run(["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", config])
     if not any(end in printed for end in ENDS):
         raise RuntimeError(printed)
     return time.monotonic() - start, loopback_bytes() - before
@@ -107,7 +107,6 @@ def main():
         shutil.copytree(APPS, folder / app)
         (folder / app / "pyproject.toml").write_text(PYPROJECT.format(app=app, clients=CLIENTS))
     environment = {
-        "OMP_NUM_THREADS": "1",
         "BENCHMARK_MODEL": arguments.model,
         "PYTHONPATH": f"{Path(__file__).parent.parent}{os.pathsep}{APPS}",
     }

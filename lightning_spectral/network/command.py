@@ -1,12 +1,13 @@
-"""``python -m lightning_spectral network``: ``init FOLDER`` writes an app, ``demo`` runs one on this machine."""
+"""``python -m lightning_spectral network``: write an app, run it on this machine, and set up machines of your own."""
 
 from __future__ import annotations
 
+import getpass
 import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,15 @@ from lightning_spectral.errors import from_extra
 DESCRIPTION = """\
 Federated learning over a network, by Flower.
 
-  init FOLDER   write a small app that trains as it is, for you to change
-  demo          start a SuperLink, SuperNodes and a run on this machine, with TLS and node keys made on the spot
+  init FOLDER          write a small app that trains as it is, for you to change
+  demo [FOLDER]        run an app on this machine, with TLS and node keys made on the spot
+  kit SERVER NAME ...  write what a server and devices need: certificates, keys, services, and a README
+  door FOLDER          let devices reach the SuperLink of this machine; the kit's service runs it
 """
 
 NEXT = """\
 wrote {folder}/app.py and {folder}/pyproject.toml
-`python -m lightning_spectral network demo` runs such an app here; docs/network.md says how to run it on yours."""
+`python -m lightning_spectral network demo {folder}` runs it on this machine, and `network kit` sets up yours."""
 
 PYPROJECT = """\
 # What `flwr run` reads. Dependencies are installed on each machine beforehand, so none are listed here.
@@ -38,12 +41,17 @@ publisher = "me"
 serverapp = "app:server"
 clientapp = "app:device"
 
-# Settings of a run; change them with `flwr run --run-config 'rounds=100'`. `resume` names a checkpoint to resume.
+# Settings of a run; change them with `flwr run --run-config 'rounds=100'`. `resume` names a checkpoint to resume. The
+# last three are arguments of RemoteClients: with how many clients a run begins, and how many seconds the server waits
+# for clients that are away, and for an update.
 [tool.flwr.app.config]
 rounds = 3
 clients = 3
-folder = "{folder}"
+folder = "results"
 resume = ""
+wait_for = 3
+patience = 60.0
+deadline = 600.0
 """
 
 APP = '''\
@@ -124,20 +132,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     program = "python -m lightning_spectral network"
     parser = ArgumentParser(program, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="init|demo")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="init|demo|kit|door")
     init = commands.add_parser("init", help="write an app into a new folder")
     init.add_argument("folder", type=Path)
     demo = commands.add_parser("demo", help="run an app on this machine")
+    demo.add_argument("folder", type=Path, nargs="?", help="the app's; by default, what `init` writes")
     demo.add_argument("--clients", type=_positive, default=3, help="number of SuperNodes")
-    demo.add_argument("--rounds", type=_positive, default=3)
-    arguments = parser.parse_args(argv)
+    demo.add_argument("--run-config", default="", help="as of `flwr run`, such as 'rounds=5'")
+    kit = commands.add_parser("kit", help="write what a server and devices need into the folder `kit`")
+    kit.add_argument("server", help="the server's host name or IPv4 address, and perhaps :PORT")
+    kit.add_argument("names", nargs="+", metavar="NAME", help="names of the devices, which are those of their clients")
+    kit.add_argument("--threads", type=_positive, default=1, help="that each machine computes with")
+    for of_devices in (demo, kit):
+        of_devices.add_argument("--node-config", default="", help="further entries of each device's configuration")
+    door = commands.add_parser("door", help="let devices reach the SuperLink of this machine")
+    door.add_argument("folder", type=Path, help="with ca.crt, server.pem and server.key")
+    door.add_argument("--host", required=True, help="address to listen at")
+    door.add_argument("--port", type=_positive, required=True)
+    door.add_argument("--link-port", type=_positive, required=True, help="the SuperLink's, on loopback")
+    arguments = vars(parser.parse_args(argv))
+    run: dict[str, Callable[..., None]] = {"init": _init, "demo": _demo, "kit": _kit, "door": _door}
     try:
-        if arguments.command == "demo":
-            return _demo(arguments.clients, arguments.rounds)
-        write_app(arguments.folder)
-        print(NEXT.format(folder=arguments.folder))
+        run[arguments.pop("command")](**arguments)
         return 0
-    except (ModuleNotFoundError, FileExistsError, RuntimeError) as error:
+    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -146,6 +164,11 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"it must be a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _init(folder: Path) -> None:
+    write_app(folder)
+    print(NEXT.format(folder=folder))
 
 
 def write_app(folder: Path) -> None:
@@ -160,29 +183,47 @@ def write_app(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    name, results = folder.resolve().name.lower(), (folder.resolve() / "results").as_posix()
     (folder / "app.py").write_text(APP)
-    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name, folder=results))
+    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=folder.resolve().name.lower()))
 
 
-def _demo(clients: int, rounds: int) -> int:
-    """Run the app that `init` writes, and show those of its lines that are about rounds; all of them if it fails."""
+def _kit(server: str, names: list[str], threads: int, node_config: str) -> None:
+    from lightning_spectral.network.kit import Kit
+
+    kit = Kit(Path("kit"), server, threads)
+    kit.write(names, node_config)
+    if getpass.getuser() == "root":
+        print("warning: the services will run as root, and every app's code with them; write the kit as another user.")
+    print(f"wrote {kit.folder}; {kit.folder}/README.md says how to go on")
+
+
+def _door(folder: Path, host: str, port: int, link_port: int) -> None:
+    from lightning_spectral.network.door import server_of
+
+    server_of(folder, host, port, link_port).run()
+
+
+def _demo(folder: Path | None, clients: int, run_config: str, node_config: str) -> None:
+    """Run an app, and show those of its lines that are about rounds; all of them if it fails."""
     with from_extra("network"):
         import flwr  # noqa: F401
+    from lightning_spectral.network.kit import SERVER
+    from lightning_spectral.network.local_network import LocalNetwork
 
-        from lightning_spectral.network.local_network import NAME, LocalNetwork
+    if folder is not None and not (folder / "pyproject.toml").is_file():
+        raise FileNotFoundError(f"{folder} has no pyproject.toml; `network init FOLDER` writes an app.")
     lines, finished = list[str](), False
     with tempfile.TemporaryDirectory(prefix="spectral-network-") as path:
-        folder = Path(path)
-        write_app(folder / "app")
+        if folder is None:
+            write_app(folder := Path(path) / "app")
+            run_config = f'clients={clients} wait_for={clients} folder="{path}/results" {run_config}'
         print("Starting a SuperLink, with a certificate and keys for this run alone ...", flush=True)
-        with LocalNetwork(folder) as network:
+        with LocalNetwork(Path(path)) as network:
             for client in range(clients):
-                network.add_node(str(client))
+                network.add_node(str(client), node_config)
                 print(f"Client {client} is connected.", flush=True)
             print("Starting the run. Each message to a client starts a process there, which takes seconds.", flush=True)
-            config = f"rounds={rounds} clients={clients}"
-            command = ["flwr", "run", str(folder / "app"), NAME, "--stream", "--run-config", config]
+            command = ["flwr", "run", str(folder), SERVER, "--stream", "--run-config", run_config]
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             with subprocess.Popen(command, env=network.environment, text=True, errors="replace", **streams) as process:
                 for line in process.stdout or ():
@@ -190,6 +231,5 @@ def _demo(clients: int, rounds: int) -> int:
                     finished |= "`Trainer.fit` stopped" in line
                     if line.startswith(("Round ", "Spectral start")):
                         print(line, end="", flush=True)
-    if not finished:
+    if not finished or process.returncode:
         raise RuntimeError("The run did not finish:\n" + "".join(lines))
-    return process.returncode

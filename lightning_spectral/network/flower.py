@@ -31,6 +31,7 @@ CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may sa
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
 AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
+FROM_RUN = "wait_for", "patience", "deadline", "at_once"  # what a run's configuration may say to RemoteClients
 LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
 SMALL_PARTS, LARGE_PARTS, MEMORY = "small", "large", "data"
 
@@ -99,7 +100,8 @@ def server_app(
             ``eval_batch_size``.
 
     Note:
-        ``flwr run --run-config 'resume="path.ckpt"'`` resumes from a checkpoint.
+        ``flwr run --run-config 'resume="path.ckpt"'`` resumes from a checkpoint. ``wait_for``, ``patience``,
+        ``deadline`` and ``at_once`` may be in the run's configuration, too, and are then what it says.
     """
 
     def main(grid: Grid, context: Context) -> None:
@@ -113,7 +115,8 @@ def server_app(
         model = federation(config)
         if not isinstance(model, FederatedModule | MultiModelModule):
             check_is("federation(config)", model, FederatedModule)
-        data = clients_of_models(model, FlowerLine(grid), _made(val, config), _made(test, config), options)
+        given = {**options, **{name: config[name] for name in FROM_RUN if name in config}}
+        data = clients_of_models(model, FlowerLine(grid), _made(val, config), _made(test, config), given)
         runner = trainer(config)
         check_is("trainer(config)", runner, Trainer)
         runner.fit(model, datamodule=data, ckpt_path=config.get("resume") or None)

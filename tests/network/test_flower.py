@@ -194,6 +194,16 @@ def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message:
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
 
+@pytest.mark.parametrize("name", ["wait_for", "patience", "deadline", "at_once"])
+def test_what_the_run_says_comes_before_what_the_app_says(name: str, quiet: Any) -> None:
+    server = net.server_app(
+        lambda config: ls.FederatedModule(LitMLP()), lambda config: pl.Trainer(**quiet), **{name: 1}
+    )
+    grid = FakeGrid(net.client_app(LitMLP, client), {7: {"client": "0"}})
+    with pytest.raises(ValueError, match=f"`{name}` must be .*, got -1"):
+        server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={name: -1}))
+
+
 # starts another in a session of its own, which starts a third; both ignore that they are asked to end
 FAMILY = """\
 import os, signal, subprocess, sys, time

@@ -48,7 +48,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("network")
     write_app(folder, "loopback_app")
     write_app(folder, "other_packages_app", "loopback_app")
-    with LocalNetwork(folder, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS.parent)}) as network:
+    with LocalNetwork(folder, {"PYTHONPATH": str(TESTS.parent)}) as network:
         for client in range(3):
             network.add_node(str(client))
         yield network
@@ -68,7 +68,7 @@ def command(network: Any, app: str, settings: dict[str, Any]) -> list[str]:
     config = " ".join(
         f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in settings.items()
     )
-    return ["flwr", "run", str(network.folder / app), "local", "--stream", "--run-config", config]
+    return ["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", config]
 
 
 def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) -> str:
@@ -162,12 +162,12 @@ def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> 
 
 
 def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_path: Path) -> None:
-    from lightning_spectral.network.local_network import write_certificates
+    from lightning_spectral.network.kit import write_certificates
 
     network.add_node("stranger", register=False)
-    write_certificates(tmp_path)
+    write_certificates(tmp_path, "127.0.0.1")
     refused(network, "Failed to activate SuperNode")
-    network.start_node("stranger", certificate=tmp_path / "ca.crt")
+    network.start_node("stranger", authority=tmp_path / "ca.crt")
     refused(network, "certificate verify failed")
 
 

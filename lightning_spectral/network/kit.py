@@ -1,0 +1,324 @@
+"""What each machine of a deployment needs: keys, certificates, and services that start Flower's programs with them."""
+
+from __future__ import annotations
+
+import getpass
+import ipaddress
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from lightning_spectral.errors import from_extra
+
+with from_extra("network"):
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
+VALID = timedelta(days=730)
+SERVER = "server"  # folder of the server's machine, and the name of its SuperLink for `flwr run`
+PORT, LINK_PORT, NODE_PORT = 8443, 8000, 9094  # of the door, and on loopback of the SuperLink and the first SuperNode
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+UNIT = """\
+[Unit]
+Description={what}
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+User={user}
+NoNewPrivileges=yes
+WorkingDirectory={folder}
+{environment}
+ExecStart={command}
+Restart=always
+RestartSec={restart}
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+CONFIG = """\
+[superlink]
+default = "{name}"
+
+[superlink.{name}]
+address = "127.0.0.1:{port}"
+root-certificates = "{authority}"
+"""
+
+README = """\
+# From here to a run
+
+The folder and Python are at the same paths on all machines: {folder}, and {python} with this
+package, Flower and the dependencies of your module. The services run as {user}, and the code of every app with them, so
+let that be an account without rights. Where `ssh` does not reach a device, do there by hand what the loop does.
+
+    cd {folder}
+    sudo systemctl enable --now $PWD/server/superlink.service $PWD/server/door.service
+    export {exports}
+    for name in {names}; do
+        flwr supernode register $name/node.pub
+        ssh $name mkdir -p $PWD && scp -pr $name $name:$PWD && rm $name/node
+        ssh -t $name sudo systemctl enable --now $PWD/$name/supernode.service
+    done
+    flwr run FOLDER --stream
+
+`python -m lightning_spectral network init FOLDER` writes an app to begin with; its relative paths begin in `server`. To
+add devices, name them with `network kit` where you did so before, and run the loop for them.
+
+Devices reach port {port} of {host}, and nothing else. Runs are started on the server, by whoever has an
+account there; or from elsewhere through `ssh -L {link_port}:127.0.0.1:{link_port} {host}`, with a copy of
+`server/flwr` and `server/ca.crt`. `journalctl -u supernode` says what a device does.
+"""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A program that runs all the time.
+
+    Attributes:
+        what: What it is, in a few words.
+        folder: Its working directory.
+        command: Its command line.
+        environment: Its environment variables, beside those of the system.
+        restart: Seconds after which it starts again if it has ended.
+    """
+
+    what: str
+    folder: Path
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    restart: int = 5
+
+    def unit(self) -> str:
+        """Its service file for systemd, which runs it as whoever writes the file.
+
+        Example:
+            >>> service = Service("A clock", Path("/tmp"), ["date", "+%H h"], {"TZ": "UTC"})
+            >>> [line for line in service.unit().splitlines() if line.startswith(("Environment=", "ExecStart="))]
+            ['Environment=TZ=UTC', "ExecStart=date '+%%H h'"]
+        """
+        environment = "\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in self.environment.items())
+        command = " ".join(_quoted(word, in_command=True) for word in self.command)
+        where = {"user": getpass.getuser(), "folder": str(self.folder).replace("%", "%%")}
+        return UNIT.format(what=self.what, environment=environment, command=command, restart=self.restart, **where)
+
+
+def _quoted(word: str, *, in_command: bool = False) -> str:
+    word = shlex.quote(word.replace("\\", "\\\\").replace("%", "%%"))
+    return word.replace("$", "$$") if in_command else word
+
+
+class Kit:
+    """A folder with one folder for the server and one for each device.
+
+    Args:
+        folder: Where it is, on all machines.
+        server: The server's host name or IPv4 address, as devices reach it, or with a port: ``server.example:9443``.
+        threads: Number of threads with which server and devices compute. Weights are the simulation's bit for bit if
+            this is the simulation's too.
+        link_port: Port of the SuperLink on the server's loopback.
+
+    Raises:
+        ValueError: If the server's name or port cannot be one.
+    """
+
+    def __init__(self, folder: Path, server: str, threads: int = 1, link_port: int = LINK_PORT) -> None:
+        self.host, _, port = server.partition(":")
+        is_port = port.isdecimal() and 1024 <= int(port) < 2**16
+        if not NAME.fullmatch(self.host) or (":" in server and not is_port):
+            raise ValueError(
+                "The server must be a host name or an IPv4 address, and perhaps a port that needs no privilege, as in "
+                f"server.example:9443, got {server!r}."
+            )
+        self.folder, self.port, self.link_port, self.threads = folder.resolve(), int(port or PORT), link_port, threads
+
+    @property
+    def home(self) -> Path:
+        """Flower's own folder on the server, ``FLWR_HOME``."""
+        return self.folder / SERVER / "flwr"
+
+    def write(self, names: Sequence[str], node_config: str = "") -> None:
+        """Write what the server and new devices need; a server's folder that is there already stays as it is.
+
+        Args:
+            names: Names of the devices, which are those of their folders and clients.
+            node_config: Further entries of each device's configuration, such as ``'folder="/data"'``.
+
+        Raises:
+            ValueError: If a name cannot be one, or is given twice.
+            FileExistsError: If a device's folder exists, or the server's is one for another server.
+        """
+        server, config = (
+            self.folder / SERVER,
+            CONFIG.format(name=SERVER, port=self.link_port, authority=self.folder / SERVER / "ca.crt"),
+        )
+        for name in names:
+            if not NAME.fullmatch(name) or name == SERVER or names.count(name) > 1:
+                raise ValueError(
+                    "Names of devices must be letters, digits, '-', '_' and single dots, different from each other and "
+                    f"from {SERVER!r}, got {name!r}."
+                )
+            if (self.folder / name).exists():
+                raise FileExistsError(f"{self.folder / name} exists; remove it, or give the device another name.")
+        if server.exists() and not _is_for(server / "server.pem", self.host):
+            raise FileExistsError(f"{server} is not that of a server {self.host}; write the kit elsewhere.")
+        if not server.exists():
+            write_certificates(server, self.host)
+            self.home.mkdir()
+            write(self.home / "config.toml", config.encode())
+            for file, service in (("superlink", self.superlink()), ("door", self.door())):
+                write(server / f"{file}.service", service.unit().encode(), mode=0o644)
+        devices = sum((path / "node.pub").exists() for path in self.folder.iterdir())
+        for index, name in enumerate(names):
+            (folder := self.folder / name).mkdir()
+            write_node_key(folder)
+            write(folder / "ca.crt", (server / "ca.crt").read_bytes(), mode=0o644)
+            unit = self.supernode(name, NODE_PORT + devices + index, node_config).unit()
+            write(folder / "supernode.service", unit.encode(), mode=0o644)
+        write(self.folder / "README.md", self._readme(names).encode(), mode=0o644)
+
+    def _readme(self, names: Sequence[str]) -> str:
+        exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
+        where = {"folder": self.folder, "python": sys.executable, "host": self.host, "user": getpass.getuser()}
+        return README.format(names=" ".join(names), exports=exports, **where, port=self.port, link_port=self.link_port)
+
+    def superlink(self) -> Service:
+        """The SuperLink, on loopback: its port is also that of ``flwr run``, where nobody is authenticated."""
+        folder = self.folder / SERVER
+        files = {"ssl-ca-certfile": "ca.crt", "ssl-certfile": "server.pem", "ssl-keyfile": "server.key"}
+        options = [f"--{name}={folder / file}" for name, file in files.items()]
+        options += ["--host=127.0.0.1", f"--port={self.link_port}", "--enable-supernode-auth"]
+        options.append(f"--database={folder / 'link.db'}")  # so that it knows its devices when it starts again
+        # glibc keeps freed blocks of less than this in pieces, and the server's process would grow with a cohort
+        environment = {**self._environment(self.home), "MALLOC_MMAP_THRESHOLD_": "65536"}
+        return Service("Flower's SuperLink", folder, [_program("flower-superlink"), *options], environment)
+
+    def door(self, host: str = "0.0.0.0") -> Service:
+        """What devices reach, at all addresses or one."""
+        folder = self.folder / SERVER
+        options = [f"--host={host}", f"--port={self.port}", f"--link-port={self.link_port}"]
+        command = [sys.executable, "-m", "lightning_spectral", "network", "door", str(folder), *options]
+        return Service("Flower's Fleet API for devices", folder, command, self._environment(self.home))
+
+    def supernode(self, name: str, port: int, node_config: str = "", authority: Path | None = None) -> Service:
+        """A device's SuperNode.
+
+        Args:
+            name: The device's name.
+            port: Port on the device's loopback.
+            node_config: Further entries of its configuration.
+            authority: Certificate of who must have signed the server's; the kit's by default.
+        """
+        folder = self.folder / name
+        options = [f"--superlink={self.host}:{self.port}", f"--root-certificates={authority or folder / 'ca.crt'}"]
+        options += [f"--auth-supernode-private-key={folder / 'node'}", f"--port={port}"]
+        options.append(f'--node-config=client="{name}" {node_config}'.rstrip())
+        environment = self._environment(folder / "flwr")
+        # A SuperNode that has crashed is refused until the server has missed it for a minute, and ends.
+        return Service(f"Flower's SuperNode {name}", folder, [_program("flower-supernode"), *options], environment, 15)
+
+    def _environment(self, home: Path) -> dict[str, str]:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
+        return {**QUIET, "FLWR_HOME": str(home), "PATH": path, "OMP_NUM_THREADS": str(self.threads)}
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
+
+
+def _is_for(certificate: Path, host: str) -> bool:
+    if not certificate.is_file():
+        return False
+    names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+    return _general_name(host) in names.get_extension_for_class(x509.SubjectAlternativeName).value
+
+
+def write_certificates(folder: Path, host: str) -> None:
+    """Write ``ca.crt``, and ``server.pem`` with its key ``server.key``, for a host and for loopback.
+
+    Loopback is where the SuperLink's own processes and the door reach it. The key of the authority is not kept, so it
+    can sign nothing else.
+    """
+    authority, own = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    names = [_general_name(name) for name in dict.fromkeys((host, "127.0.0.1", "localhost"))]
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, name, key, alternatives in (
+        ("ca.crt", "lightning_spectral", authority, []),
+        ("server.pem", "server", own, names),
+    ):
+        certificate = _certificate(name, key, authority, alternatives)
+        write(folder / file, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write(folder / "server.key", _private(own, serialization.PrivateFormat.PKCS8))
+
+
+def write_node_key(folder: Path) -> None:
+    """Write the private key of a device, ``node``, and its public key, ``node.pub``."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    write(folder / "node", _private(key, serialization.PrivateFormat.OpenSSH))
+    write(folder / "node.pub", public, mode=0o644)
+
+
+def write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace a file by one that is whole, and was never readable for more than ``mode`` says."""
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            os.fchmod(descriptor, mode)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _certificate(name: str, key: Any, authority: Any, names: list[Any]) -> x509.Certificate:
+    """A certificate that the authority signs; its own if the key is the authority's."""
+    now = datetime.now(timezone.utc)
+    subject, issuer = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)]) for common in (name, "lightning_spectral")
+    )
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + VALID)
+        .add_extension(x509.BasicConstraints(ca=key is authority, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+    )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    return builder.sign(authority, hashes.SHA256())
+
+
+def _private(key: Any, form: serialization.PrivateFormat) -> bytes:
+    data: bytes = key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+    return data

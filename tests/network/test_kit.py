@@ -1,0 +1,180 @@
+"""What `network kit` writes: who can read it, for whom its certificates are, and what its services start."""
+
+import os
+import shlex
+import shutil
+import ssl
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_spectral.network.command import main
+from lightning_spectral.network.kit import Kit, write, write_certificates
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    kit = Kit(tmp_path / "a kit, 100 % $HOME" / "kit", "server.example:9443", threads=3)
+    kit.write(["ward-1", "ward-2"], 'folder="/my data"')
+    return kit
+
+
+def test_each_machine_has_what_its_services_name(kit: Kit) -> None:
+    assert sorted(str(path.relative_to(kit.folder)) for path in kit.folder.rglob("*") if path.is_file()) == [
+        "README.md",
+        *(f"server/{name}" for name in ("ca.crt", "door.service", "flwr/config.toml", "server.key", "server.pem")),
+        "server/superlink.service",
+        *(f"ward-{i}/{name}" for i in (1, 2) for name in ("ca.crt", "node", "node.pub", "supernode.service")),
+    ]
+    for unit in kit.folder.rglob("*.service"):
+        named = [word.rpartition("=")[2] for word in command(unit) if str(kit.folder) in word]
+        assert {Path(path).parent for path in named} <= {unit.parent, kit.folder}
+        assert all(Path(path).exists() or path.endswith("link.db") for path in named)
+
+
+def command(unit: Path) -> list[str]:
+    """The command line of a service file: systemd quotes as a shell does, and ``%`` and ``$`` have a meaning."""
+    (line,) = (line for line in unit.read_text().splitlines() if line.startswith("ExecStart="))
+    return shlex.split(line.removeprefix("ExecStart=").replace("$$", "$").replace("%%", "%"))
+
+
+def test_service_files_say_what_the_services_are(kit: Kit) -> None:
+    node = kit.supernode("ward-2", 9095, 'folder="/my data"')
+    for name, service in {
+        "server/superlink": kit.superlink(),
+        "server/door": kit.door(),
+        "ward-2/supernode": node,
+    }.items():
+        text = (kit.folder / f"{name}.service").read_text()
+        assert command(kit.folder / f"{name}.service") == service.command
+        assert {"Environment=OMP_NUM_THREADS=3", "Restart=always", "StartLimitIntervalSec=0"} <= {*text.splitlines()}
+    assert "--superlink=server.example:9443" in node.command
+    assert '--node-config=client="ward-2" folder="/my data"' in node.command
+    assert {"--host=127.0.0.1", "--enable-supernode-auth"} <= {*kit.superlink().command}
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="this machine has no systemd-analyze")
+def test_systemd_has_no_complaints(kit: Kit) -> None:
+    units = [str(unit) for unit in kit.folder.rglob("*.service")]
+    done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=True)
+    assert "kit" not in done.stderr  # it may complain of units of this machine
+
+
+def test_a_kit_can_be_extended(kit: Kit) -> None:
+    before = {path: path.read_bytes() for path in kit.folder.rglob("*") if path.is_file() and path.suffix != ".md"}
+    Kit(kit.folder, "server.example:9443").write(["ward-3"])
+    assert all(path.read_bytes() == data for path, data in before.items())
+    assert (kit.folder / "ward-3" / "ca.crt").read_bytes() == (kit.folder / "server" / "ca.crt").read_bytes()
+    ports = [int(command(unit)[4].removeprefix("--port=")) for unit in sorted(kit.folder.glob("ward-*/*.service"))]
+    assert ports == [9094, 9095, 9096]  # so that several can be tried on one machine
+
+
+NOT_NAMES = ["", ".", "..", "a/b", "/etc", "a\\b", "a b", "-r", "a'b", "ä", "server", "b\n", "ward-3"]
+NOT_SERVERS = ["", "ftp://x", "a b", "::1", "[::1]", "x:", "x:80", "x:y", "x:70000", "-x", "x/y", "x\n"]
+
+
+@pytest.mark.parametrize("name", NOT_NAMES)
+def test_names_that_cannot_be_folders_are_refused(kit: Kit, name: str) -> None:
+    with pytest.raises(ValueError, match=r"Names of devices must be letters, .* got "):
+        kit.write([name, "ward-3"])
+    assert not (kit.folder / "ward-3").exists()
+
+
+@pytest.mark.parametrize("server", NOT_SERVERS)
+def test_servers_that_have_no_such_name_are_refused(tmp_path: Path, server: str) -> None:
+    with pytest.raises(ValueError, match=r"The server must be a host name or an IPv4 address, and perhaps a port"):
+        Kit(tmp_path, server)
+
+
+def test_what_exists_is_not_overwritten(kit: Kit, tmp_path: Path) -> None:
+    key = (kit.folder / "ward-1" / "node").read_bytes()
+    with pytest.raises(FileExistsError, match=r"ward-1 exists; remove it, or give the device another name"):
+        kit.write(["ward-1"])
+    assert (kit.folder / "ward-1" / "node").read_bytes() == key
+    with pytest.raises(FileExistsError, match=r"server is not that of a server other.example; write the kit elsewhere"):
+        Kit(kit.folder, "other.example").write(["ward-3"])
+    (tmp_path / "server").mkdir()
+    with pytest.raises(FileExistsError, match=r"server is not that of a server server\.example"):
+        Kit(tmp_path, "server.example").write(["ward-3"])
+
+
+def test_private_keys_are_readable_by_their_owner_alone(kit: Kit) -> None:
+    assert {mode(path) for path in kit.folder.rglob("node")} == {0o600}
+    assert mode(kit.folder / "server" / "server.key") == 0o600
+
+
+def test_a_file_is_replaced_as_a_whole_and_never_readable_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (key := tmp_path / "node").write_bytes(b"old")
+    key.chmod(0o644)
+    modes, replace = [], os.replace
+
+    def looks(new: str, old: Path) -> None:
+        modes.append(mode(Path(new)))
+        assert (Path(new).read_bytes(), old.read_bytes()) == (b"secret", b"old")
+        replace(new, old)
+
+    before = os.umask(0)
+    try:
+        monkeypatch.setattr(os, "replace", looks)
+        write(key, b"secret")
+    finally:
+        os.umask(before)
+    assert (modes, mode(key), key.read_bytes()) == ([0o600], 0o600, b"secret")
+    monkeypatch.setattr(os, "replace", lambda new, old: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(key, b"newer")
+    assert [path.name for path in tmp_path.iterdir()] == ["node"]
+    assert key.read_bytes() == b"secret"
+
+
+@pytest.mark.parametrize("host", ["server.example", "10.0.0.1"])
+def test_certificates_are_for_the_server_and_for_loopback(tmp_path: Path, host: str) -> None:
+    write_certificates(tmp_path, host)
+    for name in (host, "127.0.0.1", "localhost"):
+        shake_hands(tmp_path, name)
+    for name in ("other.example", "10.0.0.2"):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            shake_hands(tmp_path, name)
+
+
+def shake_hands(folder: Path, name: str) -> None:
+    """Connect a client of the authority to a server with the certificate, in memory."""
+    of_server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    of_server.load_cert_chain(folder / "server.pem", folder / "server.key")
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ssl.create_default_context(cafile=folder / "ca.crt").wrap_bio(to_client, to_server, server_hostname=name)
+    server = of_server.wrap_bio(to_server, to_client, server_side=True)
+    ends: list[Any] = [client, server]
+    while ends:
+        for end in list(ends):
+            try:
+                end.do_handshake()
+                ends.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+
+
+def test_the_command_writes_a_kit_or_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["kit", "server.example", "a", "b", "--threads", "2", "--node-config", "x=1"]) == 0
+    assert f"wrote {tmp_path / 'kit'}; " in capsys.readouterr().out
+    assert '--node-config=client="b" x=1' in command(tmp_path / "kit" / "b" / "supernode.service")
+    assert main(["kit", "server.example", "b"]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_from_the_kit_to_a_run_there_are_few_commands(kit: Kit) -> None:
+    readme = (kit.folder / "README.md").read_text().splitlines()
+    commands = [line for line in readme if line.startswith("    ") and not line.startswith("     ")]
+    assert len(commands) - 1 + 2 <= 8  # `done` is none, and the package is installed and the kit written before

@@ -27,6 +27,10 @@ class RecordError(ValueError):
     """Bytes are not a record, or a record cannot be written as bytes; the message says which part and why."""
 
 
+class DeviceError(ValueError):
+    """A device cannot do what it is asked; the message quotes none of its data, and the server is told."""
+
+
 class ReportError(ValueError):
     """A report cannot be made of these runs; the message names the file and what to do."""
 

@@ -109,12 +109,13 @@ def line_of(
     *,
     forgets: bool = False,
     accelerator: str = "cpu",
+    share_errors: bool = False,
     **options: Any,
 ) -> FakeLine:
     """Nodes numbered from 100, in an order that is not that of their clients."""
 
     def node(client: int) -> Node:
-        own = modules[client], data[client], str(client), TRUSTED, accelerator
+        own = modules[client], data[client], str(client), TRUSTED, accelerator, share_errors
         return Node(lambda: DeviceService(*own), forgets=forgets)
 
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0)).tolist()

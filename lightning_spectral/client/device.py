@@ -295,7 +295,7 @@ def _during(stage: str, has_other_shapes: Callable[[], bool] = lambda: False) ->
         remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if has_other_shapes() else (), SMALLER)
         if remedy := next((remedy for words, remedy in remedies.items() if words in str(error)), ""):
             message = f"{message.rstrip(' .')}. {remedy}"
-        raise _Failed(Failure(stage, message, error)) from error
+        raise _Failed(Failure(stage, message, error, remedy)) from error
 
 
 class GradientWatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.client.device import Device
-from lightning_spectral.errors import RecordError
+from lightning_spectral.errors import DeviceError, RecordError
 from lightning_spectral.network.messages import (
     DIGEST,
     EVALUATE,
@@ -40,7 +40,7 @@ from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
 from lightning_spectral.protocol.codec import read_tensors, write_tensors
 from lightning_spectral.protocol.frozen_base import digest
-from lightning_spectral.protocol.records import Download, Failure, Upload
+from lightning_spectral.protocol.records import Download, Upload
 
 SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
@@ -121,16 +121,20 @@ class ClientData:
         return BatchSource(self.train, self.collate_fn, self.num_workers)
 
 
-def answered(answer: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+def answered(answer: Callable[[], dict[str, bytes]], share_errors: bool = False) -> dict[str, bytes]:
     """An answer; or if there is an exception, which the device logs, the answer that says so."""
     try:
         return answer()
-    except RecordError as error:
+    except (RecordError, DeviceError) as error:
         return {REFUSED: str(error).encode()}
     except Exception as error:
         log.exception("A message could not be answered.")
-        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        return {REFUSED: what.encode()}
+        return {REFUSED: (f"{type(error).__name__}: {error}" if share_errors else unquoted(error)).encode()}
+
+
+def unquoted(error: Exception | None, remedy: str = "") -> str:
+    """What the server is told of an exception: its class, because its text may quote the device's data."""
+    return f"{type(error).__name__}, with the text that is in the device's log. {remedy}".rstrip()
 
 
 class DeviceService:
@@ -145,6 +149,7 @@ class DeviceService:
         client: The client's name.
         trusted: Packages besides this one whose dataclasses the server may send: those of the user's own code.
         accelerator: Where the device trains, as for a Trainer.
+        share_errors: Whether the server is sent the texts of exceptions, which may quote the device's data.
     """
 
     def __init__(
@@ -154,9 +159,10 @@ class DeviceService:
         client: str,
         trusted: Collection[str] = (),
         accelerator: str = "auto",
+        share_errors: bool = False,
     ) -> None:
         self.modules, self.data, self.client = modules, data, client
-        self.trusted, self.accelerator = frozenset(trusted), accelerator
+        self.trusted, self.accelerator, self.share_errors = frozenset(trusted), accelerator, share_errors
         self._devices: dict[tuple[bytes, float], tuple[str, Workplace, Device]] = {}
 
     def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
@@ -177,10 +183,10 @@ class DeviceService:
                 return self._evaluate(parts)
             raise RecordError(f"This device does not know the question {question!r}.")
 
-        return answered(answer)
+        return answered(answer, self.share_errors)
 
     def identity(self) -> Identity:
-        """Who the device is, and what it has for each model; ``ValueError`` if it could not train."""
+        """Who the device is, and what it has for each model; `DeviceError` if it could not train."""
         check_accelerator(self.accelerator)
         return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
 
@@ -207,6 +213,11 @@ class DeviceService:
             upload = device.run(workplace.arrive(download))
         finally:
             device.generators.restore()
+        if (failure := upload.failure) is not None:
+            log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
+            if not self.share_errors:
+                failure = replace(failure, message=unquoted(failure.cause, failure.remedy))
+            upload = replace(upload, failure=failure)
         if download.frozen and not upload.missing:
             write_kept(memory, model, device.kept.tensors)
         return record_parts(upload)
@@ -216,12 +227,8 @@ class DeviceService:
         self._check_model(model)
         if not (data := self.data[model]).holding().num_held_out:
             raise RecordError("This client has no held-out examples.")
-        try:
-            workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
-            logged = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
-        except Exception as error:
-            failure = Failure("evaluation", f"{type(error).__name__}: {error}")
-            return record_parts(Upload(download.unit, {}, left_out="error", failure=failure))
+        workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
+        logged = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
         return record_parts(Upload(download.unit, {}, logged=logged))
 
     def _check_model(self, model: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_spectral.errors import RecordError, SpectralWarning
 from lightning_spectral.network.gate import UploadGate, read_metrics
@@ -42,25 +42,37 @@ class RemoteExecutor(Executor):
         gate: Reads what they send back.
         deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
         at_once: Most clients that train at the same time; ``None`` for all of a round.
+        keep_first: Number of updates for which a round waits; ``None`` for all.
     """
 
-    exclusion_reasons: ClassVar[tuple[ExclusionReason, ...]] = ("dropped_out", "late")
-
     def __init__(
-        self, roster: Roster, start: Start, gate: UploadGate, deadline: float | None, at_once: int | None = None
+        self,
+        roster: Roster,
+        start: Start,
+        gate: UploadGate,
+        deadline: float | None,
+        at_once: int | None = None,
+        keep_first: int | None = None,
     ) -> None:
         self.roster, self.gate, self.deadline, self.at_once = roster, gate, deadline, at_once
+        self.keep_first, self._num_kept = keep_first, 0
+        surplus: tuple[ExclusionReason, ...] = () if keep_first is None else ("surplus",)
+        self.exclusion_reasons = ("dropped_out", "late", *surplus)
         self._start = write_object(start)
         self._digest = digest_of(self._start)
         self._started: set[int] = set()  # nodes that have the start
+
+    def begin_round(self) -> None:
+        """Wait for as many updates as in every round."""
+        self._num_kept = 0
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Yield uploads as they arrive, those of the first clients perhaps before the last downloads are drawn."""
         asking, sent = Asking(self.roster.line), dict[int, Download]()
         for download in downloads:
             node = self.roster.node_of(download.unit.client_id)
-            if node is None:
-                yield Upload(download.unit, {}, left_out="dropped_out")
+            if node is None or self._has_enough:
+                yield Upload(download.unit, {}, left_out="dropped_out" if node is None else "surplus")
                 continue
             sent[node] = download
             self._send(asking, node, download)
@@ -69,6 +81,10 @@ class RemoteExecutor(Executor):
                 yield from islice(self._uploads(asking, sent, wait=True), 1)
         yield from self._uploads(asking, sent, wait=True)
 
+    @property
+    def _has_enough(self) -> bool:
+        return self._num_kept == self.keep_first
+
     def _send(self, asking: Asking, node: int, download: Download) -> None:
         parts = {**record_parts(download), DIGEST: self._digest}
         if node not in self._started:
@@ -76,7 +92,7 @@ class RemoteExecutor(Executor):
         asking.ask(Question(node, TRAIN, parts, download.round_idx, self.deadline))
 
     def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
-        for question, answer in asking.arrived(wait=wait):
+        for question, answer in () if self._has_enough else asking.arrived(wait=wait):
             node = question.node
             if LACKS in answer.parts and node in self._started:  # it was restarted
                 self._started.remove(node)
@@ -84,7 +100,13 @@ class RemoteExecutor(Executor):
                 continue
             if answer.reason is None and answer.parts.keys().isdisjoint((LACKS, REFUSED)):
                 self._started.add(node)
-            yield self._upload(sent.pop(node), answer)
+            upload = self._upload(sent.pop(node), answer)
+            self._num_kept += upload.left_out is None and not upload.missing
+            yield upload
+            if self._has_enough:
+                break
+        while self._has_enough and sent:
+            yield Upload(sent.popitem()[1].unit, {}, left_out="surplus")
 
     def _upload(self, download: Download, answer: Answer) -> Upload:
         if answer.reason in ("late", "dropped_out"):
@@ -97,7 +119,7 @@ class RemoteExecutor(Executor):
 
 
 def evaluate_on_devices(
-    roster: Roster, model: str, owner: Any, round_idx: int, client_ids: Sequence[int]
+    roster: Roster, model: str, owner: Any, round_idx: int, client_ids: Sequence[int], deadline: float | None
 ) -> dict[int, Mapping[str, float]]:
     """The metrics of each client that answers; those that do not are named in a warning.
 
@@ -107,6 +129,7 @@ def evaluate_on_devices(
         owner: The `FederatedModule`, whose weights all clients get.
         round_idx: The round, from 0.
         client_ids: Clients to evaluate.
+        deadline: Seconds that a client may take; ``None`` for as long as the network allows.
     """
     asking, client_of = Asking(roster.line), dict[int, int]()
     tensors = travelling_tensors(owner.module)
@@ -115,7 +138,7 @@ def evaluate_on_devices(
         if (node := roster.node_of(client_id)) is not None:
             client_of[node] = client_id
             download = Download(WorkUnit(client_id, model), 1.0, tensors, round_idx, seed=owner.seed)
-            asking.ask(Question(node, EVALUATE, {**record_parts(download), **common}, round_idx))
+            asking.ask(Question(node, EVALUATE, {**record_parts(download), **common}, round_idx, deadline))
     found: dict[int, Mapping[str, float]] = {}
     for question, answer in asking.arrived(wait=True):
         client_id = client_of[question.node]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_spectral.client.local_loop import num_accepted
-from lightning_spectral.errors import check_is, from_extra
+from lightning_spectral.errors import DeviceError, check_is, from_extra
 from lightning_spectral.network.device import ClientData, DeviceService, answered
 from lightning_spectral.network.line import Answer, Line, Question
 from lightning_spectral.protocol.records import ExclusionReason
@@ -37,7 +37,11 @@ SMALL_PARTS, LARGE_PARTS, MEMORY = "small", "large", "data"
 
 
 def client_app(
-    module: MakeModule | Mapping[str, MakeModule], client: MakeData, *, accelerator: str = "auto"
+    module: MakeModule | Mapping[str, MakeModule],
+    client: MakeData,
+    *,
+    accelerator: str = "auto",
+    share_errors: bool = False,
 ) -> ClientApp:
     """Make the app that a device runs.
 
@@ -47,6 +51,8 @@ def client_app(
         client: Returns the device's own data, `ClientData`, or that of each model by name. It is called with the
             configuration of the run and of the node: ``--node-config 'client="ward 7" folder="/data"'``.
         accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
+        share_errors: Whether the server is sent the texts of exceptions, which may quote the device's data; by default
+            it is told their class, and the device logs them.
 
     Note:
         A device is known by the entry ``client`` of its node's configuration, or ``partition-id``, or by the number
@@ -62,13 +68,13 @@ def client_app(
             config = {**context.run_config, **context.node_config}
             who = next((str(config[name]) for name in CLIENT_NAMES if name in config), str(context.node_id))
             data = _data_by_model(client, config)
-            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator)
+            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator, share_errors)
         return services[context.node_id]
 
     def answer(message: Message, context: Context) -> Message:
         kind, memory = message.metadata.message_type, memory_of(context.state)
         before = dict(memory)
-        parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory))
+        parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory), share_errors)
         for key, data in memory.items():
             if before.get(key) is not data:
                 context.state[key] = ArrayRecord({MEMORY: _array(data)})
@@ -170,7 +176,7 @@ def _data_by_model(client: MakeData, config: Config) -> dict[str, ClientData]:
         found = client(config)
     except KeyError as error:
         entries = ", ".join(sorted(config)) or "nothing"
-        raise ValueError(
+        raise DeviceError(
             f"`client(config)` reads config[{error}], and the configuration of run and node holds {entries}; "
             "give it with `flower-supernode --node-config`."
         ) from error

@@ -1,7 +1,7 @@
 """The gate: whatever a device says is read and checked here, before the server uses anything of it.
 
 Each reader raises `RecordError` if the answer is not what was asked for: the caller counts that as the failure of this
-one client.
+one client. What is read is bounded before it is parsed, by what the server asked for.
 """
 
 from __future__ import annotations
@@ -16,22 +16,30 @@ from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.network.line import Answer
-from lightning_spectral.network.messages import IDENTITY, REFUSED, Identity, Parts, record_of
+from lightning_spectral.network.messages import HEAD, IDENTITY, REFUSED, VALUES, Identity, Parts, record_of
 from lightning_spectral.protocol.codec import VERSION
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload
 
 with from_extra("network"):
     from msgspec import MsgspecError, msgpack
 
 Form = Mapping[str, tuple[torch.dtype, torch.Size]]
 
+SMALL = 2**16  # bytes of what a device says besides tensors and their names
+PER_TENSOR = 512  # bytes of the name, type and place of a tensor, as often as an upload may name it
+LONGEST, MOST = 1000, 1000  # characters of a text, entries of a list
+NAME = 200  # characters of the name of a client or of a logged value
+MOST_STEPS, MOST_SECONDS = 2**40, 1e9
+FAILING = "loading", "local training", "collecting"
+CLIENTS = "clients/"  # begins the names of what devices log, so that none passes for a metric of the server
+
 
 def read_parts(answer: Answer) -> Parts:
     """The parts of an answer; `RecordError` if there is none, or the device refuses."""
     if answer.reason is not None:
-        raise RecordError(answer.message or "no answer")
+        raise RecordError(_text(answer.message) or "no answer")
     if REFUSED in answer.parts:
-        raise RecordError(answer.parts[REFUSED].decode(errors="replace"))
+        raise RecordError(_text(answer.parts[REFUSED][: 4 * LONGEST].decode(errors="replace")))
     return answer.parts
 
 
@@ -44,6 +52,7 @@ def read_identity(answer: Answer) -> Identity:
         {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
     """
     data = read_parts(answer).get(IDENTITY, b"")
+    _check_size("identity", len(data), SMALL)
     try:
         identity = msgpack.decode(data, type=Identity)
     except (MsgspecError, ValueError, RecursionError) as error:
@@ -53,14 +62,24 @@ def read_identity(answer: Answer) -> Identity:
             f"its records have version {identity.version} of the format, and those of the server {VERSION}; install "
             "the same version of lightning_spectral on both."
         )
+    _check_name("client", identity.client)
+    for model, holding in identity.holdings.items():
+        if holding.examples_per_epoch > holding.num_examples:
+            raise RecordError(
+                f"it says that an epoch has {holding.examples_per_epoch} of its {holding.num_examples} examples"
+                f"{f' for {_text(model)!r}' if model else ''}."
+            )
     return identity
 
 
 def read_metrics(answer: Answer) -> dict[str, float]:
     """What a device says of an evaluation: metrics by name."""
-    upload = record_of(read_parts(answer), Upload)
+    parts = read_parts(answer)
+    _check_sizes(parts, SMALL)
+    upload = record_of(parts, Upload)
     if upload.failure is not None:
-        raise RecordError(upload.failure.message)
+        raise RecordError(_text(upload.failure.message))
+    _check_logged(upload.logged)
     return {name: logged.value for name, logged in upload.logged.items()}
 
 
@@ -75,32 +94,104 @@ class UploadGate:
     def __init__(self, module: nn.Module, side: ClientSide) -> None:
         self._side, self._forms = side, Forms(module, side.take_form)
         self._usual: dict[float, Form] = {}
+        self._own = set[str]()  # names of what the algorithm's device half logs, which the server reads
+        self._most_bytes = SMALL + sum(PER_TENSOR + 8 * len(name) for name in module.state_dict())
 
     def read(self, download: Download, answer: Answer) -> Upload:
-        """The upload that answers a download; names, types and shapes of its tensors are right, values may be NaN.
+        """The upload that answers a download.
 
-        Forms that differ from download to download, as those of masks do, are computed when the usual one is not found.
+        Names, types and shapes of its tensors are right, values may be NaN. What else it says is within bounds, and a
+        failure is that of the client, whatever it is.
         """
-        upload = record_of(read_parts(answer), Upload)
+        parts = read_parts(answer)
+        _check_sizes(parts, self._most_bytes)
+        upload = record_of(parts, Upload)
         if upload.unit.key != download.unit.key:
             raise RecordError(f"it is about client {upload.unit.client_id}, and was sent by {download.unit.client_id}")
-        if upload.left_out is None and not upload.missing:
+        unit = download.unit  # with the server's own coefficient
+        if upload.missing:
+            if not download.held.issuperset(upload.missing):
+                raise RecordError("it lacks tensors that came with this download")
+            return Upload(unit, {}, missing=upload.missing)
+        if upload.left_out is None and upload.failure is None:
             self._check_tensors(download, upload)
-        return replace(upload, unit=download.unit)  # with the server's own coefficient
+            _check_figures(upload)
+            named = {name if name in self._own else CLIENTS + name: value for name, value in upload.logged.items()}
+            return replace(upload, unit=unit, logged=named)
+        if upload.left_out == "error" and upload.failure is not None:
+            return Upload(unit, {}, left_out="error", failure=_of_client(upload.failure))
+        if upload.left_out in ("no_update", "not_finite") and upload.failure is None:
+            return Upload(unit, {}, loss=upload.loss, left_out=upload.left_out)
+        raise RecordError(f"it cannot be left out as {upload.left_out!r}")
 
     def _check_tensors(self, download: Download, upload: Upload) -> None:
+        """Check tensors' form; those of masks differ from download to download, and are computed if need be."""
         found = _form_of(upload.tensors)
         if found != self._usual.get(download.capacity):
             with self._forms.client(download.capacity) as client:
                 self._side.load(client, download)
                 self._side.start(client, download)
-                expected = _form_of(self._side.collect(client, download).tensors)
+                collected = self._side.collect(client, download)
+                expected = _form_of(collected.tensors)
+            self._own.update(collected.logged)
             self._usual[download.capacity] = expected
             if found != expected:
                 raise RecordError(_difference(found, expected))
         for name, rows in upload.untrained_rows.items():
             if not (name in found and _are_rows(rows, found[name][1])):
                 raise RecordError(f"the untrained rows of {name} are no rows of a tensor that was asked for")
+
+
+def _check_figures(upload: Upload) -> None:
+    """Check the fields of an upload besides its tensors."""
+    if not 0 <= upload.num_steps < MOST_STEPS:
+        raise RecordError(f"it says that it took {upload.num_steps} steps")
+    if not upload.seconds.keys() <= {"load", "train"}:
+        raise RecordError("it says how long other stages took than loading and training")
+    if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
+        raise RecordError("it says that it took a negative time, or none of this world")
+    for names in (upload.unreached or (), upload.discarded, upload.put_back):
+        if len(names) > MOST or any(name != _text(name) for name in names):
+            raise RecordError(f"it lists more than {MOST} names, or such as cannot be shown")
+    _check_logged(upload.logged)
+
+
+def _check_logged(logged: Mapping[str, LoggedValue]) -> None:
+    if len(logged) > MOST:
+        raise RecordError(f"it logs {len(logged)} values; at most {MOST} are read")
+    for name in logged:
+        _check_name("value", name)
+
+
+def _of_client(failure: Failure) -> Failure:
+    """A failure on a device as that of the client, which ends no run that goes on without such clients."""
+    if failure.stage not in FAILING:
+        raise RecordError("it failed in a stage that there is not")
+    message = _text(failure.message)
+    if failure.stage == "local training":
+        return Failure(failure.stage, message)
+    return Failure("network", f"The device failed in {failure.stage}: {message}")
+
+
+def _check_sizes(parts: Parts, most: int) -> None:
+    """Check what a record holds besides the values of tensors, before any of it is parsed."""
+    _check_size("record", len(parts.get(HEAD, b"")), most)
+    _check_size("list of tensors", int.from_bytes(parts.get(VALUES, b"")[:8], "little"), most)  # of safetensors
+
+
+def _check_size(what: str, size: int, most: int) -> None:
+    if size > most:
+        raise RecordError(f"its {what} takes {size:,} bytes besides the values of tensors; at most {most:,} are read.")
+
+
+def _check_name(what: str, name: str) -> None:
+    if not (0 < len(name) <= NAME and name.isprintable()):
+        raise RecordError(f"the name of a {what} has 1 to {NAME} characters that can be shown, got {name[:50]!r}.")
+
+
+def _text(said: str) -> str:
+    """A text of a device, in one line that can be shown."""
+    return "".join(letter if letter.isprintable() else " " for letter in said[:LONGEST])
 
 
 def _form_of(tensors: Mapping[str, Tensor]) -> Form:

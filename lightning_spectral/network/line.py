@@ -107,7 +107,7 @@ class Asking:
         for found in self._looking:  # `yield from` would end it when the caller stops
             yield found
         while (self.waiting or self._lost) and (wait or time.monotonic() >= self._look_at):
-            self._looking, count = self._look(), 0
+            self._looking, count = self.look(), 0
             for found in self._looking:
                 count += 1
                 yield found
@@ -118,7 +118,8 @@ class Asking:
             if self.waiting and not count:
                 time.sleep(pause)
 
-    def _look(self) -> Iterator[tuple[Question, Answer]]:
+    def look(self) -> Iterator[tuple[Question, Answer]]:
+        """Yield what has arrived by now."""
         lost, self._lost = self._lost, []
         yield from lost
         for answer in self.line.answers(list(self.waiting)):

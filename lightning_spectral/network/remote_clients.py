@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.costs import round_bytes
-from lightning_spectral.arguments import Number, Whole
+from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
-from lightning_spectral.errors import RoundError
+from lightning_spectral.errors import RoundError, check_is
 from lightning_spectral.network.executor import RemoteExecutor, evaluate_on_devices
 from lightning_spectral.network.gate import UploadGate
 from lightning_spectral.network.line import Line
 from lightning_spectral.network.messages import Start
-from lightning_spectral.network.roster import RemoteDirectory, Roster
+from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, MultiModelDataModule, ServerData
@@ -29,8 +29,10 @@ from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
+from lightning_spectral.server.fault_policy import UpdateBound, UsualUpdateNorm
 from lightning_spectral.server.round import Engine
 
+USUAL = UsualUpdateNorm()
 PRECISIONS = "32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"
 
 
@@ -40,9 +42,11 @@ class HeldOut:
 
     Attributes:
         sizes: Their numbers, int64, shape ``(num_clients,)``.
+        max_share: Largest share of the weight that one of several clients has.
     """
 
     sizes: Tensor
+    max_share: float
 
     @property
     def num_assigned(self) -> int:
@@ -50,8 +54,9 @@ class HeldOut:
         return int(self.sizes.sum())
 
     def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
-        """Number of held-out examples of each given client."""
-        return [int(self.sizes[client_id]) for client_id in client_ids]
+        """Number of held-out examples of each given client, as far as it counts among them."""
+        sizes: list[int] = with_max_share(self.sizes[torch.tensor(client_ids)], self.max_share).tolist()
+        return sizes
 
 
 class RemoteClients(ServerData):
@@ -64,8 +69,18 @@ class RemoteClients(ServerData):
         test: Test data, likewise.
         wait_for: Number of clients with which a run begins; ``None`` for those of a round. Needed if all clients train
             in every round.
-        patience: Seconds to wait for enough clients, at the start and in every round.
-        deadline: Seconds that a client may take for a round; ``None`` for as long as the network allows.
+        patience: Seconds to wait for enough clients, at the start and in every round; for a client that is gone only
+            once, until it comes back.
+        deadline: Seconds that a client may take for a round, or to evaluate; ``None`` for as long as the network
+            allows.
+        keep_first: Over-selection: of the ``clients_per_round`` that are asked, wait for this many, and leave out the
+            others as surplus, as `VirtualClock` does in a simulation; ``None`` to wait for all.
+        max_share: Largest share of the weight of a round that one of its clients has, by the number of examples that it
+            says; in (0, 1]. Two clients have equal weights with 0.5.
+        update_bound: Bound on each client's update, if the `FederatedModule` has none and the algorithm's updates have
+            norms; ``None`` for none.
+        trust_names: Whether a client may come back as another node, as it does without node keys, where the network
+            gives nodes new numbers at every start.
         at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the
             server holds the sub-model that it was sent, unless all get the same.
         eval_batch_size: Examples per evaluation batch.
@@ -85,7 +100,11 @@ class RemoteClients(ServerData):
         test: EvaluationData = None,
         wait_for: int | None = None,
         patience: float = 60.0,
-        deadline: float | None = None,
+        deadline: float | None = 600.0,
+        keep_first: int | None = None,
+        max_share: float = 0.5,
+        update_bound: UpdateBound | None = USUAL,
+        trust_names: bool = False,
         at_once: int | None = None,
         eval_batch_size: int = 256,
         collate_fn: Collate | None = None,
@@ -95,8 +114,13 @@ class RemoteClients(ServerData):
         self.wait_for = Whole(at_least=1, optional=True)("wait_for", wait_for)
         self.at_once = Whole(at_least=1, optional=True)("at_once", at_once)
         self.deadline = Number(above=0, optional=True)("deadline", deadline)
-        patience = Number(at_least=0)("patience", patience)
-        self.roster = line if isinstance(line, Roster) else Roster(line, patience)
+        self.keep_first = Whole(at_least=1, optional=True)("keep_first", keep_first)
+        self.max_share = Number(above=0, at_most=1)("max_share", max_share)
+        self.update_bound = update_bound
+        if update_bound is not None:
+            check_is("update_bound", update_bound, UpdateBound)
+        patience, trust_names = Number(at_least=0)("patience", patience), flag("trust_names", trust_names)
+        self.roster = line if isinstance(line, Roster) else Roster(line, patience, trust_names)
         self.model = model
         self._begun: int | None = None
 
@@ -126,7 +150,12 @@ class RemoteClients(ServerData):
         if wanted == math.inf:
             raise ValueError("All clients train in every round: say with how many a run begins, such as `wait_for=3`.")
         wanted, self._begun, patience = math.ceil(wanted), None, self.roster.patience
-        if (count := self.roster.wait_for(wanted, "The run begins")) < wanted:
+        if self.keep_first is not None and (self._is_sampled or self.keep_first > self._usual_size()):
+            raise ValueError(
+                f"`keep_first={self.keep_first}` needs at least as many `clients_per_round`, and no sampler, whose "
+                "weights count on all whom it draws."
+            )
+        if (count := self.roster.wait_for(wanted, "The run begins", everybody=True)) < wanted:
             raise RoundError(
                 f"Only {count} of {wanted} clients were there after {patience:g} s; start more devices, or lower "
                 "`clients_per_round`, or raise RemoteClients(patience=...)."
@@ -143,17 +172,19 @@ class RemoteClients(ServerData):
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
         """What the server knows of the clients, as it is now."""
-        return RemoteDirectory(self.roster, self.model, capacities, available, self.begin_round, self._bytes_of)
+        return RemoteDirectory(
+            self.roster, self.model, capacities, available, self.begin_round, self._bytes_of, self.max_share
+        )
 
     def begin_round(self, round_idx: int) -> None:
         """Wait for the clients of a round, and admit those that have joined."""
         if self._begun == round_idx:
             return
         self._begun = round_idx
-        self.roster.is_closed = isinstance(self._module.participation, Sampler) or any(
+        self.roster.is_closed = self._is_sampled or any(
             member.owner.algorithm.counts_all_clients for member in self._module.federation.members.values()
         )
-        self.roster.wait_for(math.ceil(min(self._usual_size(), self.num_clients)), f"Round {round_idx}")
+        self.roster.wait_for(math.ceil(min(self._usual_size(), self.roster.num_expected())), f"Round {round_idx}")
 
     def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor:
         """The executor that sends downloads to devices.
@@ -175,18 +206,22 @@ class RemoteClients(ServerData):
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        return RemoteExecutor(self.roster, start, UploadGate(engine.server, side), self.deadline, self.at_once)
+        if engine.update_bound is None and engine.algorithm.updates_have_norms:
+            engine.update_bound = self.update_bound
+        gate = UploadGate(engine.server, side)
+        return RemoteExecutor(self.roster, start, gate, self.deadline, self.at_once, self.keep_first)
 
     @property
     def held_out(self) -> HeldOut:
         """How many examples each client holds out, for `ClientEvaluation`."""
-        return HeldOut(torch.tensor([holding.num_held_out for holding in self.roster.holdings(self.model)]))
+        sizes = torch.tensor([holding.num_held_out for holding in self.roster.holdings(self.model)])
+        return HeldOut(sizes, self.max_share)
 
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
         """Let clients evaluate the server's model on their own held-out examples."""
-        return evaluate_on_devices(self.roster, self.model, owner, round_idx, client_ids)
+        return evaluate_on_devices(self.roster, self.model, owner, round_idx, client_ids, self.deadline)
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""
@@ -210,9 +245,13 @@ class RemoteClients(ServerData):
         trainer: Any = self.trainer
         return trainer.lightning_module
 
+    @property
+    def _is_sampled(self) -> bool:
+        return isinstance(self._module.participation, Sampler)
+
     def _usual_size(self) -> float:
         participation = self._module.participation
-        return participation.active if isinstance(participation, Sampler) else participation.clients_per_round
+        return float(participation.active if self._is_sampled else participation.clients_per_round)
 
 
 def clients_of_models(

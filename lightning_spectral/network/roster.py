@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -12,24 +14,42 @@ from torch import Tensor
 
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import read_identity
-from lightning_spectral.network.line import Asking, Line, Question
+from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import WHO, Holding, Identity
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.cohorts import ClientDirectory
 
 ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there
+SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was refused is asked again
+
+
+@dataclass
+class Refusal:
+    """A node that was refused.
+
+    Attributes:
+        message: Why.
+        pause: Seconds until it is asked again; twice as many the next time.
+        until: When that is.
+    """
+
+    message: str
+    pause: float
+    until: float
 
 
 class Roster:
     """The clients of a network, by name.
 
-    A client keeps its number from its first appearance on, also over checkpoints, wherever its device is. Those that
-    appear together are numbered by their names, of which whole numbers come first, in numerical order.
+    A client keeps its number from its first appearance on, also over checkpoints. Those that appear together are
+    numbered by their names, of which whole numbers come first, in numerical order. A node that comes back is asked anew
+    what it has, and one that was refused is asked again after a pause, which grows.
 
     Args:
         line: The network.
         patience: Seconds to wait for enough clients.
+        trust_names: Whether a client may come back as another node.
 
     Attributes:
         names: The clients' names, by number.
@@ -38,24 +58,31 @@ class Roster:
             its name and what it has.
     """
 
-    def __init__(self, line: Line, patience: float) -> None:
-        self.line, self.patience = line, patience
+    def __init__(self, line: Line, patience: float, trust_names: bool = False) -> None:
+        self.line, self.patience, self.trust_names = line, patience, trust_names
         self.names: list[str] = []
         self._holdings: dict[str, Mapping[str, Holding]] = {}
         self._node_of: dict[str, int] = {}
-        self._rejected: set[int] = set()
+        self._refused: dict[int, Refusal] = {}
         self.is_closed = False
         self.admits: dict[str, Callable[[str, Holding], object]] = {}
-        self._there: Collection[int] = ()
+        self._there: frozenset[int] = frozenset()
+        self._known: frozenset[int] = frozenset()  # those of them that have said who they are
+        self._missed: set[str] = set()  # clients for whom it has waited in vain since they were there
+        self._asking, self._heard = Asking(line), dict[int, Identity]()
 
     def node_of(self, client_id: int) -> int | None:
         """The node of a client; ``None`` if it is not there."""
         node = self._node_of.get(self.names[client_id])
-        return node if node in self._there else None
+        return node if node in self._known else None
 
     def present(self) -> list[int]:
         """The clients that were there at the last look."""
         return [client_id for client_id in range(len(self.names)) if self.node_of(client_id) is not None]
+
+    def num_expected(self) -> int:
+        """Number of clients without those that are gone, and for whom it has waited once."""
+        return len(self.names) - len(self._missed)
 
     def holding(self, client_id: int, model: str) -> Holding:
         """What a client has for a model; nothing if it has not said so."""
@@ -69,61 +96,91 @@ class Roster:
         """Number clients as an earlier run did; others that are there follow."""
         self.names = [*names, *(name for name in self.names if name not in names)]
 
-    def wait_for(self, wanted: int, what: str) -> int:
+    def wait_for(self, wanted: int, what: str, *, everybody: bool = False) -> int:
         """Look who is there until enough clients are, or patience has run out; return how many are.
 
         Args:
             wanted: Number of clients.
             what: What they are needed for, for the message that the server waits.
+            everybody: Whether to wait for the answers of all nodes that are there, however long these take, so that
+                they are numbered together.
         """
-        until, announced = time.monotonic() + self.patience, False
+        until, announced, pause = time.monotonic() + self.patience, False, SHORTEST
         while True:
-            self.look()
-            count = len(self.present())
-            if count >= wanted or time.monotonic() >= until:
+            self.look(everybody)
+            count, is_over = len(self.present()), time.monotonic() >= until
+            if (count >= wanted or is_over) and not (everybody and self._asking.waiting):
+                if count < wanted:
+                    self._missed.update(name for name in self.names if self._node_of.get(name) not in self._known)
                 return count
-            if not announced:
+            if not announced and count < wanted:
                 rank_zero_info(f"{what}: {count} of {wanted} clients are there; waiting at most {self.patience:g} s.")
                 announced = True
-            time.sleep(LOOK_SECONDS)
+            time.sleep(pause)
+            pause = min(2.0 * pause, LOOK_SECONDS)
 
-    def look(self) -> None:
-        """Look which nodes are there, and ask new ones who they are."""
+    def look(self, together: bool = False) -> None:
+        """Look which nodes are there, ask new ones who they are, and admit those that have answered by now.
+
+        Args:
+            together: Whether to admit nobody before all have answered.
+        """
         self._there = frozenset(self.line.nodes())
-        asking = Asking(self.line)
-        for node in sorted(self._there - {*self._node_of.values(), *self._rejected}):
-            asking.ask(Question(node, WHO, seconds=ANSWER_SECONDS))
-        identities = dict[int, Identity]()
-        for question, answer in asking.arrived(wait=True):
+        self._known &= self._there
+        asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
+        paused = {node for node, refusal in self._refused.items() if now < refusal.until}
+        for node in sorted(self._there - self._known - self._heard.keys() - asked - paused):
+            self._asking.ask(Question(node, WHO, seconds=ANSWER_SECONDS))
+        for question, answer in self._asking.look():
             if answer.reason in ("late", "dropped_out"):  # it may answer the next time
                 continue
             try:
-                identities[question.node] = read_identity(answer)
+                self._heard[question.node] = read_identity(answer)
             except RecordError as error:
-                self._reject(question.node, error)
-        for node, identity in sorted(identities.items(), key=lambda item: (_natural(item[1].client), item[0])):
+                self._refuse(question.node, error)
+        if together and self._asking.waiting:
+            return
+        heard, self._heard = self._heard, {}
+        for node, identity in sorted(heard.items(), key=lambda item: (_natural(item[1].client), item[0])):
             try:
                 self._admit(node, identity)
             except ValueError as error:
-                self._reject(node, error)
+                self._refuse(node, error)
 
     def _admit(self, node: int, identity: Identity) -> None:
         """Give a client a number; raise ``ValueError`` if it cannot have one."""
         name = identity.client
-        if self._node_of.get(name) in self._there and self._node_of[name] != node:
+        first, former = self._node_of.get(name, node), {known: name for name, known in self._node_of.items()}.get(node)
+        if first != node and first in self._known:
             raise ValueError(f"another node says that it is client {name!r}; give each a name of its own.")
+        if not self.trust_names and (first != node or former not in (None, name)):
+            is_other = f"client {name!r} was node {first}" if first != node else f"it was client {former!r}"
+            raise ValueError(
+                f"{is_other} when it first appeared in this run, and names stay with the keys of nodes, so that none "
+                "passes for another: give each device a key and a name of its own. Without keys, nodes have other "
+                "numbers after each start: server_app(..., trust_names=True) believes their names."
+            )
         if name not in self.names and self.is_closed:
             raise ValueError(f"client {name!r} is new, and this run counts on the clients of its start.")
         for model, check in self.admits.items():
             if model in identity.holdings:
                 check(name, identity.holdings[model])
+        if former is not None:
+            del self._node_of[former]
         if name not in self.names:
             self.names.append(name)
         self._node_of[name], self._holdings[name] = node, identity.holdings
+        self._known |= {node}
+        self._missed.discard(name)
+        self._refused.pop(node, None)
 
-    def _reject(self, node: int, error: ValueError) -> None:
-        self._rejected.add(node)
-        rank_zero_warn(f"Node {node} was rejected: {error}")
+    def _refuse(self, node: int, error: ValueError) -> None:
+        """Leave a node out for a time; say so unless it was said before."""
+        last, message = self._refused.get(node), str(error)
+        pause = SHORTEST_PAUSE if last is None else min(2.0 * last.pause, LONGEST_PAUSE)
+        self._refused[node] = Refusal(message, pause, time.monotonic() + pause)
+        if last is None or last.message != message:
+            rank_zero_warn(f"Node {node} was rejected: {message} (It is asked again after {pause:g} s.)")
 
     def check_models(self, models: Collection[str]) -> None:
         """Raise ``ValueError`` if a client has data for none of a run's models."""
@@ -162,6 +219,7 @@ class RemoteDirectory(ClientDirectory):
         available: Whether each client can train this model; ``None`` if all can.
         begin_round: Called when a round begins, before its cohort is drawn; perhaps several times.
         bytes_of: Maps keep ratios to the bytes that a client gets and sends in a round.
+        max_share: Largest share of the weight that one of several clients has.
 
     Raises:
         ValueError: If a client says a keep ratio that the algorithm does not have, or a budget that no sub-model fits.
@@ -170,6 +228,8 @@ class RemoteDirectory(ClientDirectory):
     roster: Roster
     model: str
     bytes_of: Callable[[Sequence[float]], Mapping[float, int]]
+    max_share: float
+    _shortened: set[int]
 
     def __init__(
         self,
@@ -179,17 +239,33 @@ class RemoteDirectory(ClientDirectory):
         available: Tensor | None,
         begin_round: Callable[[int], None],
         bytes_of: Callable[[Sequence[float]], Mapping[float, int]],
+        max_share: float,
     ) -> None:
         vars(self).update(roster=roster, model=model, capacities=capacities, available=available)
-        vars(self).update(begin_round=begin_round, bytes_of=bytes_of)
+        vars(self).update(begin_round=begin_round, bytes_of=bytes_of, max_share=max_share, _shortened=set())
         for client_id in range(len(roster.names)):
             self.capacity_of(client_id)
         roster.admits[model] = self._capacity
 
     @property
     def sizes(self) -> Tensor:
-        """Number of training examples of each client, int64, shape ``(num_clients,)``."""
-        return torch.tensor([holding.num_examples for holding in self.roster.holdings(self.model)])
+        """Number of training examples of each client, as far as it counts, int64, shape ``(num_clients,)``."""
+        said = torch.tensor([holding.num_examples for holding in self.roster.holdings(self.model)])
+        return with_max_share(said, self.max_share)
+
+    def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
+        """Number of training examples of each given client, as far as it counts among them."""
+        said = [self.roster.holding(client_id, self.model).num_examples for client_id in client_ids]
+        counted: list[int] = with_max_share(torch.tensor(said, dtype=torch.int64), self.max_share).tolist()
+        for client_id, own, size in zip(client_ids, said, counted, strict=True):
+            if size < own and client_id not in self._shortened:
+                self._shortened.add(client_id)
+                rank_zero_warn(
+                    f"Client {self.roster.names[client_id]!r} says that it has {own:,} examples, and counts as one "
+                    f"with {size:,}: no client has more than a share of {self.max_share:g} of a round's weight. To "
+                    "believe it, raise RemoteClients(max_share=...)."
+                )
+        return counted
 
     @cached_property
     def num_examples(self) -> int:
@@ -233,3 +309,28 @@ class RemoteDirectory(ClientDirectory):
     def _assigned(self) -> Mapping[str, float]:
         """Keep ratios of the clients of the start, by name; a client keeps its number, and others come later."""
         return {name: self.capacities.of(i) for i, name in enumerate(self.roster.names[: len(self.capacities)])}
+
+
+def with_max_share(sizes: Tensor, max_share: float) -> Tensor:
+    """Limit sizes so that none is more than a share of their sum, or all are equal if that cannot be.
+
+    The largest sizes become one number c, with c equal to the share of the sum of what results, rounded down. Sizes of
+    zero remain, and so do all if only one is positive.
+
+    Args:
+        sizes: Non-negative, int64, shape ``(n,)``.
+        max_share: The share, in (0, 1].
+
+    Example:
+        >>> with_max_share(torch.tensor([10**9, 30, 0, 10]), 0.5), with_max_share(torch.tensor([50, 40, 10]), 0.5)
+        (tensor([40, 30,  0, 10]), tensor([50, 40, 10]))
+    """
+    ordered = sizes[sizes > 0].sort(descending=True).values.double()
+    if len(ordered) < 2:
+        return sizes
+    capped = torch.arange(len(ordered), dtype=torch.float64)  # how many are
+    others = ordered.flip(0).cumsum(0).flip(0)
+    caps = max_share * others / (1.0 - max_share * capped).clamp(min=1e-9)
+    fits = (max_share * capped < 1.0) & (ordered <= caps)  # the largest of the others is below the cap
+    cap = caps[fits][0] if fits.any() else ordered[-1]
+    return sizes.clamp(max=math.floor(float(cap) + 1e-9 * float(cap)))

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
+from lightning_spectral.errors import DeviceError
 from lightning_spectral.network.messages import Start
 from lightning_spectral.plugin.callbacks.evaluation import ValidatedBeside
 from lightning_spectral.plugin.logs import redirect
@@ -128,10 +129,10 @@ class AtTheServer:
 
 
 def check_accelerator(accelerator: str) -> None:
-    """Raise ``ValueError`` if this machine does not have an accelerator."""
+    """Raise `DeviceError` if this machine does not have an accelerator."""
     try:
         Workplace(accelerator)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise DeviceError(
             f"`accelerator={accelerator!r}` cannot be used on this device, {error} Leave it out, or name what is here."
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -125,6 +126,7 @@ class Federation:
             "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
             "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
+            "federation_updates": {n: m.usual_update for n, m in members if not math.isnan(m.usual_update)},
             "federation_sampler": {} if sampled is None else sampled.state_dict(),
         }
         checkpoint.update({name: entry for name, entry in entries.items() if entry})
@@ -136,6 +138,7 @@ class Federation:
         for name, member in self.members.items():
             member.frozen_base = FrozenBase.from_state_dict(frozen.get(name, {}))
             member.unreached = checkpoint.get("federation_unreached", {}).get(name)
+            member.usual_update = checkpoint.get("federation_updates", {}).get(name, math.nan)
             member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
             member.store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == member.key})
         if self.cohorts.sampled is not None:

@@ -55,6 +55,7 @@ class Member:
         store: What the server keeps for single clients.
         frozen_base: Which clients have which frozen tensors.
         decisions: What the algorithm has decided from the initial weights.
+        usual_update: `Engine.usual_update` of its last round.
         first_rounds: Watches the first rounds for mistakes.
         unreached: The layers that no client had reached when a resumed run was saved; ``None`` if that is settled.
         engine_or_none: The engine, if there is a fit.
@@ -70,6 +71,7 @@ class Member:
         self.schedules = RoundSchedules((), "")
         self.store, self.frozen_base = ClientStore(), FrozenBase()
         self.decisions: Mapping[str, Any] = {}
+        self.usual_update = math.nan
         self.first_rounds = FirstRounds()
         self.unreached: list[str] | None = None
         self.engine_or_none: Engine | None = None
@@ -129,7 +131,7 @@ class Member:
         decided = self.decisions if resumed else None
         half = owner.algorithm.bind(owner.module, owner.state, untrained=untrained, decisions=decided)
         if not resumed:
-            self.frozen_base = FrozenBase()
+            self.frozen_base, self.usual_update = FrozenBase(), math.nan
             with suspecting_weights(owner.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
@@ -139,6 +141,7 @@ class Member:
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
         owner.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         self.engine_or_none = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
+        self.engine.usual_update = self.usual_update
 
     def _report(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -194,6 +197,7 @@ class Member:
     def apply_round(self) -> RoundSummary:
         """Turn the round's sums into pseudo-gradients."""
         summary = self.engine.apply_round()
+        self.usual_update = self.engine.usual_update
         self.first_rounds.end(self.engine.half, summary)
         return summary
 

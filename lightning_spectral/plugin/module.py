@@ -36,7 +36,7 @@ from lightning_spectral.plugin.user_hooks import (
     only_or_all,
 )
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm
+from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
 from lightning_spectral.server.round import Engine
 from lightning_spectral.sharding import ShardingStrategy
@@ -63,7 +63,7 @@ class FederatedModule(FederatedHooks, Trained):
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
         faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
-        update_bound: Bound on the norm of each client's update, e.g. ``MaxUpdateNorm(10.0)``; ``None`` for none.
+        update_bound: Bound on each client's update: `MaxUpdateNorm` or `UsualUpdateNorm`; ``None`` for none.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
@@ -101,7 +101,7 @@ class FederatedModule(FederatedHooks, Trained):
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
         faults: Faults | None = None,
-        update_bound: MaxUpdateNorm | None = None,
+        update_bound: UpdateBound | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
@@ -132,7 +132,7 @@ class FederatedModule(FederatedHooks, Trained):
         check_is("faults", self.faults, Faults)
         self.update_bound = update_bound
         if update_bound is not None:
-            check_is("update_bound", update_bound, MaxUpdateNorm)
+            check_is("update_bound", update_bound, UpdateBound)
             update_bound.check(self.algorithm)
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)

@@ -151,17 +151,19 @@ class Failure:
     Attributes:
         stage: The stage that failed: ``"loading"``, ``"local training"`` or ``"collecting"``; ``"network"`` if the
             device's answer cannot be used.
-        message: Type and text of the exception.
+        message: Type and text of the exception, and what the user can do about it.
         cause: The exception itself, if it was raised in this process; it is not pickled.
+        remedy: The end of the message that is this package's, and quotes nothing; empty if there is none.
     """
 
     stage: str
     message: str
     cause: Exception | None = field(default=None, compare=False)
+    remedy: str = ""
 
-    def __reduce__(self) -> tuple[type[Failure], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type[Failure], tuple[str, str, None, str]]:
         """Pickle without the exception, because not every exception can be pickled."""
-        return Failure, (self.stage, self.message)
+        return Failure, (self.stage, self.message, None, self.remedy)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The server half of a run: rounds, clients' turns, averages and the server's step."""
 
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults, LeaveOut, MaxUpdateNorm, Raise
+from lightning_spectral.server.fault_policy import Faults, LeaveOut, MaxUpdateNorm, Raise, UsualUpdateNorm
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "MaxUpdateNorm",
     "Raise",
     "SequentialExecutor",
+    "UsualUpdateNorm",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.protocol.records import Download, ExclusionReason, Upload
@@ -17,7 +16,7 @@ class Executor(ABC):
         exclusion_reasons: Why it may leave clients out of a round by itself; ``Faults`` says what becomes of them.
     """
 
-    exclusion_reasons: ClassVar[tuple[ExclusionReason, ...]] = ()
+    exclusion_reasons: tuple[ExclusionReason, ...] = ()
 
     @abstractmethod
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 
@@ -154,11 +156,20 @@ def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = Non
         >>> update_norm(sent, returned), update_norm(sent, returned, expected={"w": torch.tensor([3.0, 0.0])})
         (5.0, 4.0)
     """
-    squares = [
-        (returned[name] - before - (expected or {}).get(name, 0.0)).double().square().sum()
-        for name, before in _both_ways(sent, returned)
-    ]
+    return _norm(
+        returned[name] - before - (expected or {}).get(name, 0.0) for name, before in _both_ways(sent, returned)
+    )
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    """Euclidean norm of all values together."""
+    squares = [tensor.double().square().sum() for tensor in tensors]
     return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+def _scale(sent: Tensors, both: Tensors) -> float:
+    weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
+    return max(_norm(weights), math.sqrt(sum(tensor.numel() for tensor in both.values())))
 
 
 def _both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -168,8 +179,7 @@ def _both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, torch.Te
             yield name, before
 
 
-@dataclass(frozen=True)
-class MaxUpdateNorm:
+class UpdateBound(ABC):
     r"""Shortens a client's update whose norm is larger than a bound, at the server and before it is summed.
 
     The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that travel both ways: for
@@ -177,9 +187,43 @@ class MaxUpdateNorm:
     shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
     average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
     term decides it alone, whatever its weight.
+    """
+
+    @abstractmethod
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        """The bound b, in units of the weights.
+
+        Args:
+            sent: Returns the norm of what the client was sent, or of as many ones as it sends back if that is larger.
+            usual: Median norm of the updates of an earlier round; NaN if there is none.
+        """
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Raise ``ValueError`` if an algorithm's uploads are no new values of what was sent."""
+        if not algorithm.updates_have_norms:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name} needs update norms, which {type(algorithm).__name__} does not provide; leave it out."
+            )
+
+    @torch.no_grad()
+    def applied(self, download: Download, upload: Upload, usual: float = math.nan) -> Upload:
+        """An upload whose values are finite, shortened if that is needed; otherwise the same object."""
+        sent, returned = download.tensors, upload.tensors
+        both = dict(_both_ways(sent, returned))
+        norm, limit = update_norm(sent, returned), self.limit(partial(_scale, sent, both), usual)
+        if norm <= limit:
+            return upload
+        shortened = {name: before.lerp(returned[name], limit / norm) for name, before in both.items()}
+        return replace(upload, tensors={**returned, **shortened})
+
+
+@dataclass(frozen=True)
+class MaxUpdateNorm(UpdateBound):
+    """Shortens updates whose norm is larger than a number; see `UpdateBound`.
 
     Args:
-        norm: The bound b, in units of the weights, positive.
+        norm: The bound, in units of the weights, positive.
 
     Example:
         >>> from lightning_spectral.protocol.records import WorkUnit
@@ -196,19 +240,31 @@ class MaxUpdateNorm:
     def __post_init__(self) -> None:
         check_fields(self, norm=Number(above=0))
 
-    def check(self, algorithm: Algorithm) -> None:
-        """Raise ``ValueError`` if an algorithm's uploads are no new values of what was sent."""
-        if not algorithm.updates_have_norms:
-            raise ValueError(
-                f"MaxUpdateNorm needs update norms, which {type(algorithm).__name__} does not provide; leave it out."
-            )
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        return self.norm
 
-    @torch.no_grad()
-    def applied(self, download: Download, upload: Upload) -> Upload:
-        """An upload whose values are finite, shortened if that is needed; otherwise the same object."""
-        sent, returned = download.tensors, upload.tensors
-        norm = update_norm(sent, returned)
-        if norm <= self.norm:
-            return upload
-        shortened = {name: before.lerp(returned[name], self.norm / norm) for name, before in _both_ways(sent, returned)}
-        return replace(upload, tensors={**returned, **shortened})
+
+@dataclass(frozen=True)
+class UsualUpdateNorm(UpdateBound):
+    """Shortens updates that are many times as long as is usual; see `UpdateBound`.
+
+    What is usual is the median norm of the updates of the last round in which clients changed anything, which no
+    minority of them can move far. Until there is one, a client changes what it is sent by at most its norm, or the norm
+    of as many ones if that is larger.
+
+    Args:
+        times: The bound, in units of the median norm, positive.
+
+    Example:
+        >>> bound = UsualUpdateNorm(times=10.0)
+        >>> bound.limit(lambda: 3.0, usual=0.2), bound.limit(lambda: 3.0, usual=math.nan)
+        (2.0, 3.0)
+    """
+
+    times: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, times=Number(above=0))
+
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        return sent() if math.isnan(usual) else self.times * usual

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary
@@ -20,6 +20,8 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     Returns:
         - ``fl/round``: index of the round, from 0; the x axis of all other metrics.
         - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
+        - ``fl/values_not_finite``: losses and logged values of these clients that are NaN or infinite, and not in the
+          means; only if there are any. A mean of nothing but such values is one of them.
         - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it, and
           examples of those in it.
         - ``fl/left_out_<reason>``: clients left out for this reason, for each reason that this run allows.
@@ -47,6 +49,8 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         own["measured_clients"] = float(len(measured))
         own["measured_examples"] = float(sum(client.num_examples for client in measured))
         own["bytes_measuring"] = float(sum(client.downlink_bytes + client.uplink_bytes for client in measured))
+    if count := sum(not math.isfinite(value) for client in kept for value in _said(client)):
+        own["values_not_finite"] = float(count)
     own |= summary.diagnostics
     return {"fl/round": float(summary.round_idx), **{summary.metric(f"fl/{n}"): value for n, value in own.items()}}
 
@@ -74,10 +78,18 @@ def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
     }
 
 
+def _said(client: ClientOutcome) -> Iterator[float]:
+    """The figures that a client reports besides its update."""
+    if client.num_steps > 0:
+        yield client.loss
+    yield from (entry.value for entry in client.logged.values())
+
+
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:
-    """Weighted mean, independent of the order; NaN if there are no values."""
-    weight = sum(size for _, size in values)
-    terms = [value * size for value, size in values]
+    """Weighted mean of the finite values, independent of the order; of the others if there is none, NaN of nothing."""
+    kept = [(value, size) for value, size in values if math.isfinite(value)] or values
+    weight = sum(size for _, size in kept)
+    terms = [value * size for value, size in kept]
     if not weight or not all(map(math.isfinite, terms)):  # `fsum` may raise on infinities
         return sum(terms) / weight if weight else math.nan
     return math.fsum(terms) / weight

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 from typing import TypeVar
 
 from torch import nn
@@ -39,7 +40,7 @@ from lightning_spectral.protocol.records import (
 from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import Faults, MaxUpdateNorm, clients_by_reason, update_norm
+from lightning_spectral.server.fault_policy import Faults, UpdateBound, clients_by_reason, update_norm
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import Processes, raise_everywhere
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
@@ -73,6 +74,8 @@ class Engine:
         processes: The processes that train the clients of a round; each has its own engine, with the same weights.
         store: State of single clients that the server keeps.
         frozen_base: Record of the frozen tensors that each client already has.
+        usual_update: Median norm of the updates of the last round in which clients changed anything; NaN before it, and
+            if no norms are taken.
         profile: Maps the name of a stage to a context manager that is entered around it.
         make_measuring: Creates the executor that measures clients before a round; ``None`` to use the same one.
         round_is_open: Whether a round is open.
@@ -90,11 +93,12 @@ class Engine:
     model: str = ""
     figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
-    update_bound: MaxUpdateNorm | None = None
+    update_bound: UpdateBound | None = None
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)
     frozen_base: FrozenBase = field(default_factory=FrozenBase)
+    usual_update: float = math.nan
     profile: Profile = nullcontext
     make_measuring: Callable[[Engine], Executor] | None = None
     round_is_open: bool = field(default=False, init=False)
@@ -378,7 +382,8 @@ class OpenRound:
             failure = upload.failure
             if failure is not None and self.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, upload.unit, "measuring", failure.message) from failure.cause
-            outcome = turns.pop(upload.unit.key).outcome(upload, None if failure is None else "error")
+            left_out = None if upload.left_out == "no_update" else upload.left_out  # its update is known: none
+            outcome = turns.pop(upload.unit.key).outcome(upload, left_out)
             yield replace(outcome, uplink_bytes=NUMBER, virtual_seconds=math.nan)
 
     @contextmanager
@@ -469,6 +474,8 @@ class OpenRound:
         engine.frozen_base.commit()
         if engine.update_bound is not None:
             diagnostics["clients_bounded"] = float(sum(outcome.is_bounded for outcome in outcomes))
+            if norms := [outcome.update_norm for outcome in outcomes if outcome.update_norm > 0.0]:
+                engine.usual_update = median(norms)
         if len(engine.store):
             diagnostics["store_bytes"] = float(engine.store.num_bytes)
         left_out = clients_by_reason(outcomes)
@@ -574,7 +581,7 @@ class Turn:
         if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         if engine.update_bound is not None and self.download is not None:
-            bounded = engine.update_bound.applied(self._averaged(self.download), averaged)
+            bounded = engine.update_bound.applied(self._averaged(self.download), averaged, engine.usual_update)
             self._is_bounded, averaged = bounded is not averaged, bounded
         opened.add(self.receipt, averaged)
         if engine.half.buffers.limits:

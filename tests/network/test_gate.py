@@ -1,26 +1,39 @@
 """What devices can say wrong: it is refused at the gate, counted and named as that client's failure, never averaged."""
 
+import dataclasses
+import hashlib
+import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fake_line import remote, toy_line
+from fake_line import Node, remote, toy_line
 from federation import Fit, Fitted, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 from other_process import LitFails
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.gate import read_identity
+from lightning_spectral.network.gate import UploadGate, read_identity
 from lightning_spectral.network.line import Answer, Question
-from lightning_spectral.network.messages import IDENTITY, Holding, Identity, identity_parts, record_of, record_parts
+from lightning_spectral.network.messages import (
+    IDENTITY,
+    WHO,
+    Holding,
+    Identity,
+    identity_parts,
+    record_of,
+    record_parts,
+)
 from lightning_spectral.protocol.codec import VERSION
-from lightning_spectral.protocol.records import Upload
+from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload, WorkUnit
 from lightning_spectral.server import Faults, LeaveOut
 
 Parts = dict[str, bytes]
@@ -85,12 +98,157 @@ def test_by_default_such_an_upload_ends_the_run(fit: Fit) -> None:
 
 @pytest.mark.parametrize(
     ("make", "message"),
-    [(LitFails, r"local training: Unpicklable: the sensor is broken"), (LitSmall, r"loading: ")],
+    [
+        (LitFails, r"local training: Unpicklable, with the text that is in the device's log"),
+        (LitSmall, r"network: The device failed in loading: KeyError, with"),
+    ],
     ids=["a module that fails", "not the server's module"],
 )
-def test_a_failure_on_a_device_has_its_address(make: Any, message: str, fit: Fit) -> None:
+def test_a_failure_on_a_device_has_its_address(
+    make: Any, message: str, fit: Fit, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ls.ClientError, match=rf"Round 0, client \d+, {message}"):
         fit(seeded(LitMLP), remote(toy_line(make)))
+    assert ("the sensor is broken" in caplog.text) == (make is LitFails)
+    with pytest.raises(ls.ClientError, match=r"Unpicklable: the sensor is broken|KeyError: 'net"):
+        fit(seeded(LitMLP), remote(toy_line(make, share_errors=True)))
+
+
+def respoken(parts: Parts, kind: str, change: Callable[[dict[str, Any]], Any]) -> Parts:
+    """A record whose fields were changed by someone who writes the format by hand."""
+    version, name, fields = msgpack.decode(parts["head"][32:])
+    assert name == kind
+    change(fields)
+    head = msgpack.encode((version, name, fields))
+    return {**parts, "head": hashlib.sha256(head + parts["values"]).digest() + head}
+
+
+NAN, INF = math.nan, math.inf
+WRONG = [None, True, -7, 2**63, NAN, INF, -1e300, "", "abc", "1" * 5000, b"abc", [], [1], ["a"], {}, {"a": 1}]
+WRONG += [{1: 2}, {"a": "b"}, {"a": [9.0, False, True]}, {"x" * 5000: 1.0}, {"load": -1.0}, {"load": NAN}, ["\x1b[2J"]]
+FIELDS = [field.name for field in dataclasses.fields(Upload)]
+# what a device may say: the others are refused
+SAYS: dict[str, Callable[[Any], bool]] = {
+    "num_steps": lambda value: 0 <= value < 2**40,
+    "loss": lambda value: isinstance(value, float),
+    "seconds": lambda value: all(0 <= seconds < 1e9 for seconds in value.values()),
+    "logged": lambda value: all(name.startswith("clients/") and len(name) <= 208 for name in value),
+    "left_out": lambda value: value in (None, "error", "no_update", "not_finite"),
+    "missing": lambda value: value == (),
+    "unreached": lambda value: value is None or all(name.isprintable() for name in value),
+    "discarded": lambda value: all(name.isprintable() and len(name) <= 1000 for name in value),
+    "put_back": lambda value: all(name.isprintable() and len(name) <= 1000 for name in value),
+    "untrained_rows": lambda value: value == {},
+    "failure": lambda value: value is None,
+    "unit": lambda value: isinstance(value, WorkUnit),
+    "tensors": lambda value: len(value) == 4,
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_of_an_upload_is_within_bounds_or_refused(field: str) -> None:
+    seeded_mlp = seeded(LitMLP)
+    half = ls.FedAvg().bind(seeded_mlp)
+    gate, weights = UploadGate(seeded_mlp, half.device_half), dict(seeded_mlp.state_dict())
+    download = Download(WorkUnit(3), 1.0, weights)
+    honest = record_parts(Upload(WorkUnit(3), weights, 5, 0.5, {"acc": LoggedValue(0.5, True, True)}))
+    assert gate.read(download, Answer("a ticket", honest)).num_steps == 5
+    outcomes = Counter[str]()
+    for value in WRONG:
+        parts = respoken(honest, "Upload", lambda fields, value=value: fields.update({field: value}))
+        try:
+            read = gate.read(download, Answer("a ticket", parts))
+        except RecordError:
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert SAYS[field](getattr(read, field)), value
+        assert read.unit == download.unit
+    assert outcomes["refused"] >= len(WRONG) // 2
+
+
+LIES: dict[str, tuple[dict[str, Any], str]] = {
+    "a failure in a stage of the server": (
+        {"failure": Failure("aggregation", "?"), "left_out": "error"},
+        "a stage that",
+    ),
+    "a failure to load": ({"failure": Failure("loading", "disk"), "left_out": "error"}, "failed in loading: disk"),
+    "a failure without being left out": ({"failure": Failure("loading", "disk")}, "cannot be left out as None"),
+    "a failure on several lines": ({"failure": Failure("loading", "a\n\x1bb"), "left_out": "error"}, "loading: a  b"),
+    "left out as late": ({"left_out": "late"}, "cannot be left out as 'late'"),
+    "lacks what came": ({"missing": ("net.0.weight",)}, "lacks tensors that came with this download"),
+    "steps backwards": ({"num_steps": -7}, "took -7 steps"),
+    "seconds of another stage": ({"seconds": {"apply": 1.0}}, "other stages"),
+    "logs much": ({"logged": {str(i): LoggedValue(0.0, False, True) for i in range(1001)}}, "logs 1001 values"),
+    "lists much": ({"put_back": ("a",) * 1001}, "lists more than 1000 names"),
+    "many empty tensors": ({"tensors": {str(i): torch.zeros(0) for i in range(2000)}}, "besides the values of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_device_ends_no_run_by_what_it_says(name: str, fit: Fit) -> None:
+    changes, message = LIES[name]
+    with pytest.warns(ls.SpectralWarning, match=message):
+        fitted = fit_with(fit, changed(**changes))
+    assert [row.left_out for row in fitted.ledger.rows if row.left_out] == ["error", "error"]
+
+
+def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
+    one = {"val_acc": LoggedValue(9.0, False, True), "fl/loss": LoggedValue(0.0, False, True)}
+    fitted = fit_with(fit, changed(logged=one, loss=NAN))
+    assert fitted.logged["val_acc"] <= 1.0 < fitted.logged["clients/val_acc"]
+    assert 0.0 < fitted.logged["fl/loss"] < 2.0
+    assert fitted.rows[-1]["fl/values_not_finite"] == 1.0
+
+
+def test_no_update_is_many_times_as_long_as_is_usual(fit: Fit) -> None:
+    honest = fit_with(fit, dict)
+    spoilt = changed(tensors=each(lambda tensor: torch.full_like(tensor, 1e11)))
+    bounded = fit_with(fit, spoilt)
+    assert [row["fl/clients_bounded"] for row in bounded.rows] == [1.0, 1.0]
+    assert [row["fl/clients_bounded"] for row in honest.rows] == [0.0, 0.0]
+    distance = torch.dist(bounded.weights, honest.weights)
+    most = bounded.weights.numel() ** 0.5 / 12  # one of twelve, in a first round by at most the norm of as many ones
+    assert distance < 1.5 * most
+
+    def unbounded() -> float:
+        line = toy_line(LitMLP, spoil=lambda question, parts: spoilt(parts) if question.node == FIRST else parts)
+        data = remote(line, wait_for=12, update_bound=None)
+        fitted = fit(seeded(LitMLP), data, clients_per_round=12, seed=3, max_epochs=1, faults=TOLERANT)
+        return float(fitted.weights.abs().max())
+
+    with pytest.warns(ls.SpectralWarning, match="times as large as the tensor itself"):
+        assert unbounded() > 1e9
+
+
+def test_no_client_has_more_than_its_share_of_a_round(fit: Fit) -> None:
+    def weight_of_first(**options: Any) -> float:
+        line = toy_line(LitMLP, spoil=lambda question, parts: ones(parts) if question.node == FIRST else parts)
+        line.there[FIRST] = Boasting(line.there[FIRST].make)
+        data = remote(line, wait_for=12, update_bound=None, **options)
+        fitted = fit(seeded(LitMLP, lr=0.0), data, clients_per_round=12, max_epochs=1)
+        untrained = seeded(LitMLP).state_dict()["net.0.weight"]
+        change = fitted.model.module.state_dict()["net.0.weight"] - untrained
+        return float(change.mean())  # 1 for a client that decides alone
+
+    ones = changed(tensors=each(lambda tensor: tensor + 1.0))
+    with pytest.warns(UserWarning, match=r"says that it has 1,000,000,000 examples, and counts as one with"):
+        assert weight_of_first() == pytest.approx(0.5, abs=1e-5)
+    with pytest.warns(UserWarning, match="share of 0.25 of a round's weight"):
+        assert weight_of_first(max_share=0.25) == pytest.approx(0.25, abs=0.01)  # sizes are whole numbers
+    assert weight_of_first(max_share=1.0) > 0.999
+
+
+class Boasting(Node):
+    """A device that claims a billion examples."""
+
+    def answer(self, question: Question) -> Parts:
+        answer = super().answer(question)
+        if question.kind == WHO:
+            found = msgpack.decode(answer[IDENTITY])
+            found["holdings"][""]["num_examples"] = 10**9
+            return {IDENTITY: msgpack.encode(found)}
+        return answer
 
 
 WARD = Identity("ward 7", {"": Holding(80, 64, 0.5, 3, 1e6), "words": Holding(0, 0)})

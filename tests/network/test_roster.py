@@ -1,19 +1,25 @@
 """Who is there: names and numbers, who comes and goes, who is rejected, and what the server waits for."""
 
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from fake_line import FakeLine, Node, line_of, remote, toy_line
-from federation import Fit, seeded
+from federation import Fit, same_state, seeded
+from other_process import toy_data
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.errors import RoundError
+from lightning_spectral.errors import DeviceError, RoundError
 from lightning_spectral.network import ClientData
+from lightning_spectral.network import roster as roster_module
+from lightning_spectral.network.device import answered
 from lightning_spectral.network.line import Answer, Question
+from lightning_spectral.network.messages import WHO, Holding, Identity, identity_parts
 from lightning_spectral.network.roster import Roster
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
@@ -39,8 +45,8 @@ def line_with(*names: str) -> FakeLine:
     return line
 
 
-def roster_with(*names: str) -> Roster:
-    roster = Roster(line_with(*names), patience=0.0)
+def roster_with(*names: str, trust_names: bool = False) -> Roster:
+    roster = Roster(line_with(*names), patience=0.0, trust_names=trust_names)
     roster.look()
     return roster
 
@@ -61,13 +67,36 @@ def test_a_resumed_run_gives_the_numbers_of_the_earlier_one() -> None:
     assert roster.present() == [0, 2, 3]
 
 
-def test_a_client_that_was_restarted_has_a_new_node() -> None:
-    roster = roster_with("a")
+def test_a_client_whose_name_is_trusted_may_come_back_as_another_node() -> None:
+    roster = roster_with("a", trust_names=True)
     line: Any = roster.line
     line.there = {300: line.there.pop(100)}
     roster.look()
     assert roster.names == ["a"]
     assert roster.node_of(0) == 300
+
+
+def test_a_name_stays_with_the_node_that_had_it_first() -> None:
+    roster = roster_with("a")
+    line: Any = roster.line
+    true, line.there = line.there, {300: line.there[100]}
+    with pytest.warns(UserWarning, match="client 'a' was node 100 when it first appeared in this run, and names stay"):
+        roster.look()
+    assert roster.node_of(0) is None
+    line.there = {**true, **line.there}
+    roster.look()
+    assert roster.node_of(0) == 100
+
+
+def test_a_node_keeps_its_name() -> None:
+    roster = roster_with("a")
+    line: Any = roster.line
+    line.there = {}
+    roster.look()
+    line.there = {100: line_with("b").there[100]}
+    with pytest.warns(UserWarning, match="it was client 'a' when it first appeared in this run"):
+        roster.look()
+    assert roster.names == ["a"]
 
 
 def test_two_nodes_cannot_be_the_same_client() -> None:
@@ -213,6 +242,110 @@ def test_a_node_that_vanishes_has_dropped_out(fit: Fit) -> None:
     fitted = fit(seeded(LitMLP), remote(line), max_epochs=3, **EVERYBODY)
     left_out = [(row.round_idx, row.left_out) for row in fitted.ledger.rows if row.left_out]
     assert left_out == [(1, "dropped_out"), (2, "dropped_out")]
+
+
+class Changing(Node):
+    """A device whose data is made anew whenever it is asked who it is."""
+
+    holdings: ClassVar[Callable[[], Any]]
+
+    def answer(self, question: Question) -> dict[str, bytes]:
+        if question.kind == WHO:
+            return answered(lambda: identity_parts(Identity("a", {"": type(self).holdings()})))
+        return super().answer(question)
+
+
+def test_a_node_that_was_refused_is_asked_again_after_a_pause_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(roster_module.time, "monotonic", lambda: now[0])
+    tries: list[float] = []
+
+    class Mounting(Changing):
+        def holdings() -> Holding:  # type: ignore[misc]
+            tries.append(now[0])
+            if now[0] < 200.0:
+                raise DeviceError("/data is not mounted")
+            return Holding(5, 5)
+
+    line = line_with("a")
+    line.there[100] = Mounting(line.there[100].make)
+    roster = Roster(line, patience=0.0)
+
+    def until_it_is_there() -> None:
+        while not roster.names:
+            roster.look()
+            now[0] += 1.0
+
+    with pytest.warns(UserWarning, match=r"Node 100 was rejected: /data is not mounted \(It is asked again a") as said:
+        until_it_is_there()
+    assert tries == [0.0, 30.0, 90.0, 210.0]
+    assert len(said) == 1
+    assert roster.present() == [0]
+
+
+def test_a_node_that_comes_back_says_anew_what_it_has() -> None:
+    class Growing(Changing):
+        size: ClassVar[int] = 5
+
+        def holdings() -> Holding:  # type: ignore[misc]
+            return Holding(Growing.size, Growing.size)
+
+    line = line_with("a")
+    line.there[100] = Growing(line.there[100].make)
+    roster = Roster(line, patience=0.0)
+    roster.look()
+    assert roster.holding(0, "").num_examples == 5
+    Growing.size, gone = 8, line.there.pop(100)
+    roster.look()
+    assert roster.present() == []
+    line.there[100] = gone
+    roster.look()
+    assert roster.holding(0, "").num_examples == 8
+
+
+def test_a_client_that_is_gone_is_waited_for_once() -> None:
+    roster = roster_with("a", "b", "c")
+    line: Any = roster.line
+    roster.patience, gone = 0.3, line.there.pop(100)
+    waits = []
+    for _ in range(3):
+        begun = time.monotonic()
+        roster.wait_for(roster.num_expected(), "A round")
+        waits.append(time.monotonic() - begun)
+    assert waits[0] >= 0.3 > 0.1 > max(waits[1:])
+    line.there[100] = gone
+    roster.look()
+    assert roster.num_expected() == 3
+
+
+ARRIVE = [2, 3, 5, 7, 8, 11]  # clients whose updates come first
+
+
+def test_a_round_closes_when_enough_updates_are_in(fit: Fit) -> None:
+    """The first updates are those that a simulation's clock lets arrive first, and give the same bits."""
+    fast, slow = (ls.simulation.DeviceProfile(speed, speed, speed) for speed in (1e9, 1.0))
+    clock = ls.VirtualClock([fast if client in ARRIVE else slow for client in range(12)], keep_first=len(ARRIVE))
+    options: dict[str, Any] = {"algorithm": MIXED, "max_epochs": 2, **EVERYBODY}
+    theirs = fit(seeded(LitMLP), toy_data(), clock=clock, **options)
+    line = toy_line(LitMLP)
+    own = {node: int(line.there[node].make().client) for node in line.there}
+    line.spoil = lambda question, answer: answer if own[question.node] in ARRIVE else Answer("on its way for ever")
+    begun = time.monotonic()
+    ours = fit(seeded(LitMLP), remote(line, keep_first=len(ARRIVE), at_once=10, deadline=60.0), **options)
+    assert time.monotonic() - begun < 30.0
+    assert same_state(ours.tensors, theirs.tensors)
+    assert [(row.client_id, row.left_out) for row in ours.ledger.rows] == [
+        (row.client_id, row.left_out) for row in theirs.ledger.rows
+    ]
+    assert ours.rows[0]["fl/left_out_surplus"] == 6
+
+
+@pytest.mark.parametrize("options", [{"keep_first": 13}, {"keep_first": 2, "sampler": ls.Uniform(active=3)}])
+def test_enough_is_at_most_all_and_with_a_sampler_all(options: dict[str, Any], fit: Fit) -> None:
+    sampler = options.pop("sampler", None)
+    chosen = {"participation": sampler, "clients_per_round": None} if sampler else EVERYBODY
+    with pytest.raises(ValueError, match=r"`keep_first=\d+` needs at least as many `clients_per_round`, and no"):
+        fit(seeded(LitMLP), remote(toy_line(LitMLP), **options), **chosen)
 
 
 def test_a_late_answer_is_not_used(fit: Fit) -> None:

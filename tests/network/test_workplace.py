@@ -115,7 +115,7 @@ def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
             print(self.lr_schedulers()[0].get_last_lr())
 
     with pytest.raises(ls.ClientError, match="Schedulers are at the server, so a device cannot read their `get"):
-        fit(seeded(LitReads), remote(toy_line(LitReads)), clients_per_round=1)
+        fit(seeded(LitReads), remote(toy_line(LitReads, share_errors=True)), clients_per_round=1)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", bytes(100)])

@@ -337,7 +337,15 @@ def test_means_of_a_round_do_not_depend_on_the_order_of_its_clients() -> None:
     assert len(plain) > 1  # or the test would show nothing
 
 
-@pytest.mark.parametrize(("values", "expected"), [([math.inf, 1.0], math.inf), ([math.inf, -math.inf], math.nan)])
-def test_infinite_values_are_averaged_as_floats_do(values: list[float], expected: float) -> None:
-    mean = round_means([outcome(i, 1, 0.0, {"x": value}) for i, value in enumerate(values)])["x"].value
-    assert mean == expected or (math.isnan(mean) and math.isnan(expected))
+@pytest.mark.parametrize(
+    ("values", "expected", "not_finite"),
+    [([math.inf, 1.0], 1.0, 1.0), ([math.inf, -math.inf], math.nan, 2.0), ([1.0, 3.0], 2.0, None)],
+)
+def test_means_are_over_what_is_finite_and_the_rest_is_counted(
+    values: list[float], expected: float, not_finite: float | None
+) -> None:
+    clients = [outcome(i, 1, value, {"x": value}) for i, value in enumerate(values)]
+    metrics = round_metrics(RoundSummary(0, tuple(clients), {}, {}, {}))
+    for mean in (round_means(clients)["x"].value, metrics["fl/loss"]):
+        assert mean == pytest.approx(expected, nan_ok=True)
+    assert metrics.get("fl/values_not_finite") == (None if not_finite is None else 2 * not_finite)  # loss and x

@@ -492,5 +492,5 @@ def test_wrong_arguments() -> None:
         MaxUpdateNorm(0.0)
     with pytest.raises(ValueError, match="needs update norms, which Zampling does not provide"):
         ls.FederatedModule(LitMLP(), algorithm=ls.Zampling(4), update_bound=MaxUpdateNorm(1.0))
-    with pytest.raises(TypeError, match="`update_bound` must be an instance of MaxUpdateNorm"):
+    with pytest.raises(TypeError, match="`update_bound` must be an instance of UpdateBound"):
         ls.FederatedModule(LitMLP(), update_bound=1.0)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -174,10 +175,15 @@ class ClientTable(Tabular):
         - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
         - ``lowest_decile``, ``highest_decile``: `decile_means`.
         - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.
+        - ``not_finite``: number of clients whose value is NaN or infinite, and in none of the other figures, unless
+          there is no other; missing if there are none.
         """
         found: dict[str, float] = {}
         for name in self.metrics:
-            column = self.column(name)
+            whole = self.column(name)
+            column = {client: value for client, value in whole.items() if math.isfinite(value)} or whole
+            if not_finite := sum(not math.isfinite(value) for value in whole.values()):
+                found[f"{name}/not_finite"] = float(not_finite)
             values = torch.tensor(list(column.values()), dtype=torch.float64)
             counts = [row.num_examples for row in self.rows if row.client_id in column]
             sizes = torch.tensor(counts, dtype=torch.float64)

@@ -31,7 +31,8 @@ CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may sa
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
 AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
-FROM_RUN = "wait_for", "patience", "deadline", "at_once"  # what a run's configuration may say to RemoteClients
+# what a run's configuration may say to RemoteClients
+FROM_RUN = "wait_for", "patience", "deadline", "keep_first", "at_once"
 LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
 SMALL_PARTS, LARGE_PARTS, MEMORY = "small", "large", "data"
 
@@ -102,12 +103,12 @@ def server_app(
         trainer: Returns the Trainer, likewise.
         val: Validation data at the server, or a function that makes it; with several models, one for each name.
         test: Test data, likewise; it is evaluated after the last round.
-        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``at_once``,
-            ``eval_batch_size``.
+        **options: Further arguments of `RemoteClients`: ``wait_for``, ``patience``, ``deadline``, ``keep_first``,
+            ``at_once``, ``max_share``, ``update_bound``, ``trust_names``, ``eval_batch_size``.
 
     Note:
         ``flwr run --run-config 'resume="path.ckpt"'`` resumes from a checkpoint. ``wait_for``, ``patience``,
-        ``deadline`` and ``at_once`` may be in the run's configuration, too, and are then what it says.
+        ``deadline``, ``keep_first`` and ``at_once`` may be in the run's configuration, too, and are then what it says.
     """
 
     def main(grid: Grid, context: Context) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from other_process import toy_data
 from torch.utils.data import TensorDataset
+from toy_models import LitMLP
 
+import lightning_spectral as ls
 from lightning_spectral.network import RemoteClients
 from lightning_spectral.network.device import ClientData, DeviceService
 from lightning_spectral.network.line import Answer, Line, Question
@@ -141,3 +143,26 @@ def toy_line(
 def remote(line: FakeLine | Roster, **options: Any) -> Any:
     """The data module of the clients of a line, with the tests' validation set."""
     return RemoteClients(line, val=toy_data().val, **{"wait_for": 12, "patience": 0.2, **options})
+
+
+def held_out_data() -> ls.FederatedDataModule:
+    """The toy data, of which each client holds a part out."""
+    whole = toy_data()
+    return ls.FederatedDataModule(
+        whole.train, ls.IIDPartitioner(num_clients=12), val=whole.val, batch_size=4, client_val_fraction=0.3
+    )
+
+
+def held_out_line() -> FakeLine:
+    """The clients of `held_out_data`."""
+    simulated = held_out_data()
+    examples: Any = simulated.train
+    parts = [
+        [
+            TensorDataset(*(t[part[client]] for t in examples.tensors))
+            for part in (simulated.partition, simulated.held_out)
+        ]
+        for client in range(12)
+    ]
+    datas = [ClientData(train, batch_size=4, val=val) for train, val in parts]
+    return line_of([{"": LitMLP}] * 12, [{"": data} for data in datas])

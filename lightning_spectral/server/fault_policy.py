@@ -23,7 +23,7 @@ REMEDIES: dict[ExclusionReason, str] = {
     "no_update": "Look at these clients' data, and at which batches `training_step` skips.",
     "no_data": "Use fewer clients or another partitioner.",
     "dropped_out": "Lower the probability of `ClientDropout`.",
-    "late": "Raise the deadline of `VirtualClock`, or lower the keep ratio.",
+    "late": "Raise the `deadline` of `VirtualClock` or `RemoteClients`, or lower the keep ratio.",
 }
 
 

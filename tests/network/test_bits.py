@@ -7,15 +7,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from client_parallel_runs import WithLimits
-from fake_line import line_of, remote, toy_line
+from fake_line import held_out_data, held_out_line, remote, toy_line
 from federation import Fit, Fitted, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
 from other_process import LitPlain, toy_data
-from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.network import ClientData
 from lightning_spectral.network.roster import Roster
 
 ALGORITHMS = {
@@ -105,27 +103,9 @@ def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     assert same_state(ours[0], theirs[0])
 
 
-def held_out_data() -> ls.FederatedDataModule:
-    whole = toy_data()
-    return ls.FederatedDataModule(
-        whole.train, ls.IIDPartitioner(num_clients=12), val=whole.val, batch_size=4, client_val_fraction=0.3
-    )
-
-
 def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(fit: Fit) -> None:
-    simulated = held_out_data()
-    examples: Any = simulated.train
-    parts = [
-        [
-            TensorDataset(*(t[part[client]] for t in examples.tensors))
-            for part in (simulated.partition, simulated.held_out)
-        ]
-        for client in range(12)
-    ]
-    datas = [ClientData(train, batch_size=4, val=val) for train, val in parts]
-    line = line_of([{"": LitMLP}] * 12, [{"": data} for data in datas])
     tables = []
-    for data in (simulated, remote(line)):
+    for data in (held_out_data(), remote(held_out_line())):
         evaluation = ls.ClientEvaluation()
         fitted = fit(seeded(LitMLP), data, max_epochs=2, callbacks=[evaluation], **SETTINGS)
         tables.append((evaluation.table, {n: v for n, v in fitted.logged.items() if n.startswith("fl/clients/")}))

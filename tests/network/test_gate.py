@@ -6,12 +6,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from fake_line import Node, remote, toy_line
+from fake_line import FakeLine, Node, held_out_line, remote, toy_line
 from federation import Fit, Fitted, seeded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,9 @@ from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import UploadGate, read_identity
 from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import (
+    EVALUATE,
     IDENTITY,
+    TRAIN,
     WHO,
     Holding,
     Identity,
@@ -32,6 +34,7 @@ from lightning_spectral.network.messages import (
     record_of,
     record_parts,
 )
+from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.codec import VERSION
 from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload, WorkUnit
 from lightning_spectral.server import Faults, LeaveOut
@@ -239,6 +242,52 @@ def test_no_client_has_more_than_its_share_of_a_round(fit: Fit) -> None:
     assert weight_of_first(max_share=1.0) > 0.999
 
 
+def evaluated(value: float, **changes: Any) -> Callable[[Parts], Parts]:
+    return changed(logged={"val_acc": LoggedValue(value, False, True)}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (evaluated(0.5, failure=Failure("evaluation", "a\x1b[2Jb"), left_out="error"), r"a \[2Jb"),
+        (changed(logged={"\n": LoggedValue(0.5, False, True)}), "the name of a value has 1 to 200"),
+        (evaluated(0.5, tensors={str(i): torch.zeros(0) for i in range(3000)}), "besides the values of tensors"),
+        (lambda parts: {"head": b"", "values": b""}, "damaged or truncated"),
+        (lambda parts: {}, "holds no Upload"),
+        (lambda parts: Answer("lost on its way"), "no answer in time"),
+    ],
+)
+def test_an_evaluation_that_cannot_be_used_is_named_and_left_out(spoil: Any, message: str, fit: Fit) -> None:
+    line, evaluation = Lying(held_out_line().there, lie=spoil), ls.ClientEvaluation()
+    with pytest.warns(ls.SpectralWarning, match=rf"client '\d+' is not evaluated: .*{message}"):
+        fit(seeded(LitMLP), remote(line, deadline=2.0), max_epochs=1, callbacks=[evaluation])
+    assert evaluation.table is not None
+    assert len(evaluation.table.rows) == 11
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_an_evaluation_that_is_not_finite_is_counted_and_in_no_mean(value: float, fit: Fit) -> None:
+    line, evaluation = Lying(held_out_line().there, lie=evaluated(value)), ls.ClientEvaluation()
+    fitted = fit(seeded(LitMLP), remote(line), max_epochs=1, callbacks=[evaluation])
+    assert fitted.logged["fl/clients/val_acc/not_finite"] == 1.0
+    assert 0.0 <= fitted.logged["fl/clients/val_acc/mean"] <= 1.0
+    assert "fl/clients/val_loss/not_finite" not in fitted.logged
+
+
+@dataclass
+class Lying(FakeLine):
+    """A line whose first node lies about its evaluations."""
+
+    lie: Callable[[Parts], Any] = dict
+
+    def _ask(self, question: Question) -> str | None:
+        ticket = super()._ask(question)
+        if question.kind == EVALUATE and question.node == FIRST and ticket is not None:
+            told = self.lie(dict(self._ready[ticket].parts))
+            self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else told
+        return ticket
+
+
 class Boasting(Node):
     """A device that claims a billion examples."""
 
@@ -294,6 +343,57 @@ def test_mutations_of_an_identity_are_refused_or_make_one_within_bounds() -> Non
 def test_an_identity_out_of_bounds_is_refused(identity: Identity, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         read_identity(Answer("a ticket", identity_parts(identity)))
+
+
+def told_otherwise(field: str, value: Any) -> Node:
+    """A device that says a field of its identity, or of what it has, otherwise than the format has it."""
+
+    class Strange(Node):
+        def answer(self, question: Question) -> Parts:
+            said = msgpack.decode(identity_parts(Identity("ward", {"": Holding(80, 64)}))[IDENTITY])
+            (said if field in said else said["holdings"][""])[field] = value
+            return {IDENTITY: msgpack.encode(said)}
+
+    return Strange(lambda: pytest.fail("it is asked nothing else"))
+
+
+@pytest.mark.parametrize("field", ["client", "version", "holdings", *(f.name for f in dataclasses.fields(Holding))])
+@pytest.mark.filterwarnings("ignore:Node .* was rejected")
+def test_a_newcomer_says_who_it_is_within_bounds_or_is_rejected(field: str) -> None:
+    rejected = 0
+    for value in WRONG:
+        roster = Roster(FakeLine({200: told_otherwise(field, value)}), patience=0.0)
+        roster.look()
+        rejected += not roster.names
+        for name in roster.names:
+            assert name.isprintable()
+            assert 0 < len(name) <= 200
+            for holding in roster.holdings(""):
+                assert 0 <= holding.examples_per_epoch <= holding.num_examples < 2**40
+                assert 0 <= holding.num_held_out < 2**40
+                assert holding.keep_ratio is None or 0.0 < holding.keep_ratio <= 1.0
+                assert holding.budget_bytes is None or holding.budget_bytes > 0.0
+    assert rejected > len(WRONG) // 2
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Download)])
+def test_a_device_refuses_what_a_server_writes_by_hand_or_trains_on_it(field: str, fit: Fit) -> None:
+    line = toy_line(LitMLP)
+    fit(seeded(LitMLP), remote(line), max_epochs=1, clients_per_round=1)
+    question = next(question for question in line.asked if question.kind == TRAIN)
+    service, memory = line.there[question.node].make(), dict[str, bytes]()
+    honest = record_of(service.answer(TRAIN, question.parts, memory), Upload)
+    kept = dict(memory)
+    for value in WRONG:
+        if field == "local_epochs" and value == 2**63:
+            continue  # it trains for as long as it is told to
+        parts = respoken(question.parts, "Download", lambda fields, value=value: fields.update({field: value}))
+        answer = service.answer(TRAIN, parts, memory)
+        assert answer.keys() in ({"refused"}, {"head", "values"}), value
+        assert b"Traceback" not in b"".join(answer.values())
+    again = record_of(service.answer(TRAIN, question.parts, memory), Upload)
+    assert kept.items() <= memory.items()
+    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in honest.tensors.items())
 
 
 @given(st.binary(max_size=300))

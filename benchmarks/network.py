@@ -29,6 +29,11 @@ CONTENDERS = {
     "FedAvg": ("ours", "fedavg"),
     "spectral sharding, r = 0.2": ("ours", "spectral"),
 }
+APP_FILES = {"ours": "ours_device", "flowers": "flowers"}  # with the file of the device's app
+PROCESSES = {  # by what is in their commands: with ours, the one that trains is not that of Flower
+    "server": (b"flwr-serverapp",),
+    "device": (b"flwr-clientapp", b"lightning_spectral.network.worker"),
+}
 ENDS = "Run finished", "`Trainer.fit` stopped"
 PYPROJECT = """\
 [project]
@@ -41,7 +46,7 @@ dependencies = []
 publisher = "benchmarks"
 [tool.flwr.app.components]
 serverapp = "{app}:server"
-clientapp = "{app}:device"
+clientapp = "{device}:device"
 [tool.flwr.app.config]
 rounds = 1
 clients = {clients}
@@ -56,18 +61,18 @@ def loopback_bytes():
 
 
 class PeakMemory(threading.Thread):
-    """Watches the resident memory of Flower's app processes, in MiB, by the kind of process."""
+    """Watches the resident memory of the processes of server and devices, in MiB."""
 
     def __init__(self):
         super().__init__(daemon=True)
-        self.peaks, self.going = {"serverapp": 0, "clientapp": 0}, True
+        self.peaks, self.going = dict.fromkeys(PROCESSES, 0), True
 
     def run(self):
         while self.going:
             for folder in Path("/proc").glob("[0-9]*"):
                 try:
                     command = (folder / "cmdline").read_bytes()
-                    kind = next((kind for kind in self.peaks if f"flwr-{kind}".encode() in command), None)
+                    kind = next((kind for kind, parts in PROCESSES.items() if any(p in command for p in parts)), None)
                     if kind:
                         status = (folder / "status").read_text()
                         peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
@@ -94,7 +99,7 @@ def measure(network, app, algorithm):
     short, long = (run(network, app, rounds, algorithm) for rounds in (SHORT, LONG))
     watch.going = False
     seconds, sent = ((b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True))
-    return seconds, sent, watch.peaks["serverapp"], watch.peaks["clientapp"]
+    return seconds, sent, watch.peaks["server"], watch.peaks["device"]
 
 
 def main():
@@ -103,9 +108,9 @@ def main():
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    for app in ("ours", "flowers"):
+    for app, device in APP_FILES.items():
         shutil.copytree(APPS, folder / app)
-        (folder / app / "pyproject.toml").write_text(PYPROJECT.format(app=app, clients=CLIENTS))
+        (folder / app / "pyproject.toml").write_text(PYPROJECT.format(app=app, device=device, clients=CLIENTS))
     environment = {
         "BENCHMARK_MODEL": arguments.model,
         "PYTHONPATH": f"{Path(__file__).parent.parent}{os.pathsep}{APPS}",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,20 +31,20 @@ class Node:
 
     Attributes:
         make: Makes its service, as a process that has just been started would.
-        memory: What lasts between messages.
-        forgets: Whether it loses its memory after every message.
+        forgets: Whether its process ends after every message.
     """
 
     make: Callable[[], DeviceService]
-    memory: dict[str, bytes] = field(default_factory=dict)
     forgets: bool = False
 
     def answer(self, question: Question) -> dict[str, bytes]:
-        """Answer in a process of its own."""
-        answer = self.make().answer(question.kind, question.parts, self.memory)
-        if self.forgets:
-            self.memory.clear()
-        return answer
+        """Answer in a process of its own, which lasts if it can."""
+        service = self.make() if self.forgets else self._service
+        return service.answer(question.kind, question.parts)
+
+    @cached_property
+    def _service(self) -> DeviceService:
+        return self.make()
 
 
 @dataclass
@@ -103,6 +106,13 @@ def toy_client_data() -> list[TensorDataset]:
         TensorDataset(*(tensor[indices] for tensor in whole.tensors))
         for indices in map(data.partition.__getitem__, range(12))
     ]
+
+
+def data_of_node(config: Mapping[str, Any]) -> ClientData:
+    """What a device of the toy federation has; its process leaves its number in a folder."""
+    if "folder" in config:
+        (Path(config["folder"]) / str(os.getpid())).touch()
+    return ClientData(toy_client_data()[int(config["client"])], batch_size=4)
 
 
 def line_of(

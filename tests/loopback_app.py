@@ -121,4 +121,3 @@ def simulated(config: Any) -> dict[str, torch.Tensor]:
 
 
 server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS, patience=300)
-device = net.client_app(dict.fromkeys(("", *MODELS), LitNet), client)

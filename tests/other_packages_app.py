@@ -103,4 +103,3 @@ def simulated(config: Any) -> dict[str, torch.Tensor]:
 
 
 server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS, patience=300)
-device = net.client_app(MODULES, client)

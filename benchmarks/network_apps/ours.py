@@ -27,4 +27,3 @@ def client(config):
 
 
 server = net.server_app(federation, trainer)
-device = net.client_app(module, client)

@@ -23,7 +23,7 @@ Federated learning over a network, by Flower.
 """
 
 NEXT = """\
-wrote {folder}/app.py and {folder}/pyproject.toml
+wrote app.py, device.py and pyproject.toml in {folder}
 `python -m lightning_spectral network demo {folder}` runs it on this machine, and `network kit` sets up yours."""
 
 PYPROJECT = """\
@@ -39,7 +39,7 @@ publisher = "me"
 
 [tool.flwr.app.components]
 serverapp = "app:server"
-clientapp = "app:device"
+clientapp = "device:device"
 
 # Settings of a run; change them with `flwr run --run-config 'rounds=100'`. `resume` names a checkpoint to resume. The
 # last three are arguments of RemoteClients: with how many clients a run begins, and how many seconds the server waits
@@ -55,7 +55,7 @@ deadline = 600.0
 """
 
 APP = '''\
-"""A federation over Flower: the server's half and the device's half of one run."""
+"""A federation over Flower: what the server trains, and what a device has."""
 
 import lightning.pytorch as pl
 import torch
@@ -117,7 +117,14 @@ def client(config):
 
 
 server = net.server_app(federation, trainer, val=examples(seed=1000))
-device = net.client_app(LitMLP, client)
+'''
+
+DEVICE = '''\
+"""What Flower imports on a device for every message; app.py is imported once a run."""
+
+from lightning_spectral.network import client_app
+
+device = client_app("app:LitMLP", "app:client")
 '''
 
 
@@ -184,6 +191,7 @@ def write_app(folder: Path) -> None:
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "app.py").write_text(APP)
+    (folder / "device.py").write_text(DEVICE)
     (folder / "pyproject.toml").write_text(PYPROJECT.format(name=folder.resolve().name.lower()))
 
 
@@ -222,7 +230,7 @@ def _demo(folder: Path | None, clients: int, run_config: str, node_config: str) 
             for client in range(clients):
                 network.add_node(str(client), node_config)
                 print(f"Client {client} is connected.", flush=True)
-            print("Starting the run. Each message to a client starts a process there, which takes seconds.", flush=True)
+            print("Starting the run. Its first message to a client starts a process there, for seconds.", flush=True)
             command = ["flwr", "run", str(folder), SERVER, "--stream", "--run-config", run_config]
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             with subprocess.Popen(command, env=network.environment, text=True, errors="replace", **streams) as process:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.client.device import Device
-from lightning_spectral.errors import DeviceError, RecordError
+from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.network.messages import (
     DIGEST,
     EVALUATE,
@@ -38,13 +39,12 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
-from lightning_spectral.protocol.codec import read_tensors, write_tensors
-from lightning_spectral.protocol.frozen_base import digest
+from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.records import Download, Upload
 
 SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
-Memory = MutableMapping[str, bytes]
+CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +140,8 @@ def unquoted(error: Exception | None, remedy: str = "") -> str:
 class DeviceService:
     """Answers the server's messages for one client.
 
-    What must outlive a message is in ``memory``, because the next one may find another process: the `Start` of each
-    model, and the frozen tensors. A device that has lost it says so, and is sent it again.
+    It keeps what it was sent once, the `Start` of each model and the frozen tensors, and the sub-models that it made.
+    One that has just been made, because its process ended, says what it lacks, and is sent it again.
 
     Args:
         modules: Makes the user's module, by the model's name; a single model has an empty name.
@@ -163,22 +163,23 @@ class DeviceService:
     ) -> None:
         self.modules, self.data, self.client = modules, data, client
         self.trusted, self.accelerator, self.share_errors = frozenset(trusted), accelerator, share_errors
-        self._devices: dict[tuple[bytes, float], tuple[str, Workplace, Device]] = {}
+        self._starts: dict[bytes, Start] = {}
+        self._devices: dict[tuple[bytes, float], tuple[Workplace, Device]] = {}
+        self._kept: dict[str, KeptTensors] = {}
 
-    def answer(self, question: str, parts: Parts, memory: Memory) -> dict[str, bytes]:
+    def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
         """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
 
         Args:
             question: `WHO`, `TRAIN` or `EVALUATE`.
             parts: The message.
-            memory: What the device keeps between messages; changed in place.
         """
 
         def answer() -> dict[str, bytes]:
             if question == WHO:
                 return identity_parts(self.identity())
             if question == TRAIN:
-                return self._train(parts, memory)
+                return self._train(parts)
             if question == EVALUATE:
                 return self._evaluate(parts)
             raise RecordError(f"This device does not know the question {question!r}.")
@@ -190,24 +191,21 @@ class DeviceService:
         check_accelerator(self.accelerator)
         return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
 
-    def _train(self, parts: Parts, memory: Memory) -> dict[str, bytes]:
+    def _train(self, parts: Parts) -> dict[str, bytes]:
         known = parts.get(DIGEST, b"")
-        key = f"start {known.decode()}"
         if START in parts and digest_of(parts[START]) == known:
-            memory[key] = parts[START]
-        if key not in memory:
+            self._starts[known] = read_object(parts[START], Start, self.trusted)
+        if known not in self._starts:
             return {LACKS: known}
         download = record_of(parts, Download)
         if (known, download.capacity) not in self._devices:
-            start = read_object(memory[key], Start, self.trusted)
+            start = self._starts[known]
             self._check_model(start.model)
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
             device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
-            self._devices[known, download.capacity] = start.model, workplace, device
-        model, workplace, device = self._devices[known, download.capacity]
-        if not device.kept.tensors:
-            placed = {n: (d, t.to(workplace.torch_device)) for n, (d, t) in read_kept(memory, model).items()}
-            device.kept.tensors.update(placed)
+            device.kept = self._kept.setdefault(start.model, device.kept)
+            self._devices[known, download.capacity] = workplace, device
+        workplace, device = self._devices[known, download.capacity]
         device.generators.save()
         try:
             upload = device.run(workplace.arrive(download))
@@ -218,8 +216,6 @@ class DeviceService:
             if not self.share_errors:
                 failure = replace(failure, message=unquoted(failure.cause, failure.remedy))
             upload = replace(upload, failure=failure)
-        if download.frozen and not upload.missing:
-            write_kept(memory, model, device.kept.tensors)
         return record_parts(upload)
 
     def _evaluate(self, parts: Parts) -> dict[str, bytes]:
@@ -236,19 +232,68 @@ class DeviceService:
             raise RecordError(f"This device has no model {model!r}; it has {sorted(self.data)}.")
 
 
-def write_kept(memory: Memory, model: str, kept: Mapping[str, tuple[str, Tensor]]) -> None:
-    """Write the frozen tensors that a device keeps from message to message, unless they are what was written last."""
-    digests = json.dumps({name: known for name, (known, _) in kept.items()}).encode()
-    if memory.get(f"kept digests {model}") != digests:
-        memory[f"kept {model}"] = write_tensors({name: tensor for name, (_, tensor) in kept.items()})
-        memory[f"kept digests {model}"] = digests
+def service_of(
+    modules: Mapping[str, str], client: str, config: Mapping[str, Any], node: str, accelerator: str, share_errors: bool
+) -> DeviceService:
+    """What answers for a device whose module and data are made by names.
+
+    Args:
+        modules: For each model, the name of what makes the user's module, as ``"app:LitNet"``.
+        client: Likewise, of the function that returns the data.
+        config: The configuration of run and node.
+        node: The client's name if the configuration has none.
+        accelerator: Where to train.
+        share_errors: Whether the server is sent the texts of exceptions.
+    """
+    made_by, make_data = {model: _maker(name) for model, name in modules.items()}, _named(client)
+    homes = [*modules.values(), client, *(getattr(make, "__module__", "") for make in (make_data, *made_by.values()))]
+    who = next((str(config[name]) for name in CLIENT_NAMES if name in config), node)
+    trusted = {home.partition(":")[0].partition(".")[0] for home in homes}
+    return DeviceService(made_by, _data_by_model(make_data, config), who, trusted, accelerator, share_errors)
 
 
-def read_kept(memory: Memory, model: str) -> dict[str, tuple[str, Tensor]]:
-    """The frozen tensors that an earlier process wrote; what is damaged counts as lost."""
+def _maker(name: str) -> Callable[[], nn.Module]:
+    """What has a name, which must make a module when it is called without arguments.
+
+    Example:
+        >>> _maker("torch.nn:Linear")
+        Traceback (most recent call last):
+        lightning_spectral.errors.DeviceError: torch.nn:Linear is called without arguments, and needs in_features, ...
+    """
+    make: Callable[[], nn.Module] = _named(name)
+    if isinstance(make, nn.Module) or not callable(make):
+        raise DeviceError(f"{name} must be a class or function that makes the module, got a {type(make).__name__}.")
     try:
-        digests = json.loads(memory[f"kept digests {model}"])
-        tensors = read_tensors(memory[f"kept {model}"])
-    except (KeyError, ValueError, RecordError):
-        return {}
-    return {name: (digests[name], t) for name, t in tensors.items() if digests.get(name) == digest(t)}
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # of a function in C
+        return make
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise DeviceError(
+            f"{name} is called without arguments, and needs {', '.join(needed)}; name a function that gives them."
+        )
+    return make
+
+
+def _named(name: str) -> Any:
+    try:
+        return resolve_name(name)
+    except (ImportError, AttributeError) as error:
+        log.exception("%s cannot be imported.", name)
+        raise DeviceError(f"{name} cannot be imported; the device's log says why.") from error
+
+
+def _data_by_model(client: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> dict[str, ClientData]:
+    """What a user's ``client(config)`` returns, by the model's name."""
+    try:
+        found = client(config)
+    except KeyError as error:
+        entries = ", ".join(sorted(config)) or "nothing"
+        raise DeviceError(
+            f"`client(config)` reads config[{error}], and the configuration of run and node holds {entries}; "
+            "give it with `flower-supernode --node-config`."
+        ) from error
+    data = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, one in data.items():
+        check_is(f"client(config)[{name!r}]" if name else "client(config)", one, ClientData)
+    return data

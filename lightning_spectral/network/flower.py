@@ -1,18 +1,18 @@
-"""Flower as the network: its SuperLink carries messages, its two apps run the server's Trainer and the devices."""
+"""Flower as the network: its SuperLink carries messages, its two apps run the server's Trainer and the devices.
+
+A device imports this file for every message, so it imports neither torch nor Lightning.
+"""
 
 from __future__ import annotations
 
-import inspect
+import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from lightning_spectral.client.local_loop import num_accepted
-from lightning_spectral.errors import DeviceError, check_is, from_extra
-from lightning_spectral.network.device import ClientData, DeviceService, answered
+from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.network.line import Answer, Line, Question
-from lightning_spectral.protocol.records import ExclusionReason
+from lightning_spectral.network.worker import Job, ask
 
 with from_extra("network"):
     from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
@@ -22,10 +22,9 @@ with from_extra("network"):
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_spectral.protocol.records import ExclusionReason
+
 Config = Mapping[str, Any]
-MakeModule = Callable[[], Any]
-MakeData = Callable[[Config], ClientData | Mapping[str, ClientData]]
-CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
 # Flower's error codes that do not say that the code on the device failed
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
@@ -34,57 +33,67 @@ SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
 # what a run's configuration may say to RemoteClients
 FROM_RUN = "wait_for", "patience", "deadline", "keep_first", "at_once"
 LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
-SMALL_PARTS, LARGE_PARTS, MEMORY = "small", "large", "data"
+SMALL_PARTS, LARGE_PARTS = "small", "large"
 
 
 def client_app(
-    module: MakeModule | Mapping[str, MakeModule],
-    client: MakeData,
-    *,
-    accelerator: str = "auto",
-    share_errors: bool = False,
+    module: str | Mapping[str, str], client: str, *, accelerator: str = "auto", share_errors: bool = False
 ) -> ClientApp:
     """Make the app that a device runs.
 
+    It belongs into a file of its own, which Flower imports for every message. Module and data are given by name, and
+    made in another process, which is started once a run and imports your code: what is at module level there, such as
+    a cache, lasts from message to message, until nobody has asked the device for a quarter of an hour.
+
     Args:
-        module: Your LightningModule's class, or a function that makes the module; with several models, one for each
-            name. It must be the one that the server trains.
-        client: Returns the device's own data, `ClientData`, or that of each model by name. It is called with the
-            configuration of the run and of the node: ``--node-config 'client="ward 7" folder="/data"'``.
+        module: Where your LightningModule's class is, or a function that makes the module, such as ``"app:LitNet"``;
+            with several models, one for each name. It must be the one that the server trains.
+        client: Where the function is that returns the device's own data, `ClientData`, or that of each model by name.
+            It is called with the configuration of the run and of the node:
+            ``--node-config 'client="ward 7" folder="/data"'``.
         accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
         share_errors: Whether the server is sent the texts of exceptions, which may quote the device's data; by default
             it is told their class, and the device logs them.
 
+    Raises:
+        TypeError: If the module or the function is given itself.
+        ValueError: If a name is none of the form ``"file:name"``.
+
     Note:
         A device is known by the entry ``client`` of its node's configuration, or ``partition-id``, or by the number
         that Flower gives it, which changes when it is switched off and on.
-    """
-    app, services = ClientApp(), dict[int, DeviceService]()
-    modules = module if isinstance(module, Mapping) else {"": module}
-    check_makes_modules(modules)
-    trusted = {make.__module__.partition(".")[0] for make in (client, *modules.values()) if hasattr(make, "__module__")}
 
-    def service(context: Context) -> DeviceService:
-        if context.node_id not in services:
-            config = {**context.run_config, **context.node_config}
-            who = next((str(config[name]) for name in CLIENT_NAMES if name in config), str(context.node_id))
-            data = _data_by_model(client, config)
-            services[context.node_id] = DeviceService(modules, data, who, trusted, accelerator, share_errors)
-        return services[context.node_id]
+    Example:
+        >>> app = client_app("app:LitNet", "app:client", accelerator="cpu")
+    """
+    if sys.platform == "win32":
+        raise OSError("A device needs Linux or macOS: it keeps a process that is found by a Unix socket.")
+    modules = dict(module) if isinstance(module, Mapping) else {"": module}
+    for argument, names in (("module", modules.values()), ("client", [client])):
+        for name in names:
+            _check_name(argument, name)
+    app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
-        kind, memory = message.metadata.message_type, memory_of(context.state)
-        before = dict(memory)
-        parts = answered(lambda: service(context).answer(kind, parts_of(message.content), memory), share_errors)
-        for key, data in memory.items():
-            if before.get(key) is not data:
-                context.state[key] = ArrayRecord({MEMORY: _array(data)})
+        config = {**context.run_config, **context.node_config}
+        job = Job(context.node_id, context.run_id, modules, client, config, accelerator, share_errors)
+        parts = ask(job, message.metadata.message_type, parts_of(message.content))
         return Message(as_records(parts), reply_to=message)
 
     app.query()(answer)
     app.train()(answer)
     app.evaluate()(answer)
     return app
+
+
+def _check_name(argument: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            f'`{argument}` must be a name, such as "app:LitNet", so that messages do not import what it names; got '
+            f"{name!r}."
+        )
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", name):
+        raise ValueError(f'`{argument}` must be a name of the form "file:name", such as "app:LitNet", got {name!r}.')
 
 
 def server_app(
@@ -137,54 +146,11 @@ def server_app(
 
 def _made(data: Any, config: Config) -> Any:
     """Evaluation data, or what a function or class makes of the configuration."""
+    from lightning_spectral.client.local_loop import call_with_accepted
+
     if not callable(data) or (hasattr(data, "__getitem__") and not isinstance(data, type)):
         return data
-    return data(*(config,)[: num_accepted(data, 1)])
-
-
-def check_makes_modules(modules: Mapping[str, Callable[[], Any]]) -> None:
-    """Raise unless each entry makes a module when it is called without arguments.
-
-    Example:
-        >>> check_makes_modules({"": nn.Linear})
-        Traceback (most recent call last):
-        ValueError: `module` is called without arguments, and Linear needs in_features, out_features; write a function \
-that gives them, e.g. client_app(lambda: Linear(...), client).
-    """
-    for name, make in modules.items():
-        which = f"module[{name!r}]" if name else "module"
-        if isinstance(make, nn.Module) or not callable(make):
-            kind = type(make).__name__
-            raise TypeError(f"`{which}` must be a class or function that makes the module, got a {kind}; leave out ().")
-        try:
-            parameters = inspect.signature(make).parameters.values()
-        except ValueError:  # of a function in C
-            continue
-        needed = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
-        if needed:
-            called = getattr(make, "__name__", "it")
-            raise ValueError(
-                f"`{which}` is called without arguments, and {called} needs {', '.join(needed)}; write a function that "
-                f"gives them, e.g. client_app(lambda: {called}(...), client)."
-            )
-
-
-def _data_by_model(client: MakeData, config: Config) -> dict[str, ClientData]:
-    """What a user's ``client(config)`` returns, by the model's name."""
-    try:
-        found = client(config)
-    except KeyError as error:
-        entries = ", ".join(sorted(config)) or "nothing"
-        raise DeviceError(
-            f"`client(config)` reads config[{error}], and the configuration of run and node holds {entries}; "
-            "give it with `flower-supernode --node-config`."
-        ) from error
-    data = dict(found) if isinstance(found, Mapping) else {"": found}
-    for name, one in data.items():
-        check_is(f"client(config)[{name!r}]" if name else "client(config)", one, ClientData)
-    return data
+    return call_with_accepted(data, config)
 
 
 class FlowerLine(Line):
@@ -228,12 +194,6 @@ def _answer(reply: Message) -> Answer:
         reason = REASONS.get(reply.error.code, "error")
         return Answer(ticket, reason=reason, message=reply.error.reason or f"Flower's error {reply.error.code}")
     return Answer(ticket, parts_of(reply.content))
-
-
-def memory_of(state: RecordDict) -> dict[str, bytes]:
-    """What a node keeps between messages: each entry is a record of its own in Flower's state of the node."""
-    records = {key: record for key, record in state.items() if isinstance(record, ArrayRecord)}
-    return {key: record[MEMORY].data for key, record in records.items() if MEMORY in record}
 
 
 def as_records(parts: Mapping[str, bytes]) -> RecordDict:

@@ -6,9 +6,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from lightning_spectral.network.messages import Parts
-from lightning_spectral.protocol.records import ExclusionReason
+if TYPE_CHECKING:
+    from lightning_spectral.network.messages import Parts
+    from lightning_spectral.protocol.records import ExclusionReason
 
 SHORTEST, LONGEST = 0.02, 1.0  # seconds between two looks at the line
 TRIES = 5  # of sending one question

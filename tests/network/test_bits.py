@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from client_parallel_runs import WithLimits
 from fake_line import held_out_data, held_out_line, remote, toy_line
 from federation import Fit, Fitted, same_state, seeded
@@ -52,6 +53,28 @@ def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> No
         if not forgets:
             assert_same(ours, theirs)
         assert same_state(ours.tensors, theirs.tensors)
+
+
+class LitCounts(LitMLP):
+    """Its loss depends on what it has counted, in a buffer that is in no checkpoint, and in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += 1
+        self.steps += 1
+        return super().training_step(batch, batch_idx) / (self.seen * self.steps)
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "spectral"])
+@pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are no parameters and no buffers")
+def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> None:
+    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "max_epochs": 3, **SETTINGS}
+    theirs = fit(seeded(LitCounts), toy_data(), **options)
+    assert_same(fit(seeded(LitCounts), remote(toy_line(LitCounts)), **options), theirs)
 
 
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.algorithms.FoldedTerms()], ids=repr)

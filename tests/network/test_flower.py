@@ -1,19 +1,22 @@
 """Flower's side of the network: what travels, what its errors mean, and the two apps, called without its processes."""
 
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_line import toy_client_data
+from fake_line import data_of_node, toy_client_data
 from federation import same_state, seeded
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 from hypothesis import given
@@ -23,10 +26,12 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 import lightning_spectral.network as net
-from lightning_spectral.network import local_network
-from lightning_spectral.network.flower import LARGE, FlowerLine, as_records, memory_of, parts_of
+from lightning_spectral.network import flower, local_network
+from lightning_spectral.network.device import answered, service_of
+from lightning_spectral.network.flower import LARGE, FlowerLine, as_records, parts_of
 from lightning_spectral.network.line import Question
 from lightning_spectral.network.roster import Roster
+from lightning_spectral.network.worker import Job
 
 PARTS = st.dictionaries(st.text(max_size=8), st.binary(max_size=20) | st.just(bytes(LARGE)), max_size=4)
 
@@ -86,13 +91,6 @@ def test_what_is_not_a_part_is_left_out() -> None:
     assert parts_of(RecordDict({"small": ConfigRecord({"text": "no bytes"}), "other": ConfigRecord({})})) == {}
 
 
-def test_a_node_keeps_what_it_was_sent_and_reads_no_record_of_others() -> None:
-    state = RecordDict({"of somebody else": ConfigRecord({}), "another's": ArrayRecord({})})
-    assert memory_of(state) == {}
-    state["start"] = ArrayRecord({"data": Array(dtype="uint8", shape=(2,), stype="bytes", data=b"12")})
-    assert memory_of(state) == {"start": b"12"}
-
-
 @pytest.mark.parametrize(("code", "reason"), [(2, "error"), (8, "error"), (4, "late"), (5, "dropped_out")])
 def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
     grid = FakeGrid(lambda message, context: Message(Error(code=code, reason="why"), reply_to=message), {7: {}})
@@ -117,10 +115,26 @@ def _within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
 
 
-def client(config: Any) -> net.ClientData:
-    return net.ClientData(toy_client_data()[int(config["client"])], batch_size=4)
+DATA, HERE = "fake_line:data_of_node", __name__
 
 
+@pytest.fixture
+def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices answer in this process."""
+
+    @cache
+    def service(job: bytes) -> Any:
+        given = json.loads(job)
+        named = given["modules"], given["client"], given["config"], str(given["node"])
+        return service_of(*named, given["accelerator"], given["share_errors"])
+
+    def ask(job: Job, question: str, parts: Any) -> dict[str, bytes]:
+        return answered(lambda: service(job.written()).answer(question, parts), job.share_errors)
+
+    monkeypatch.setattr(flower, "ask", ask)
+
+
+@pytest.mark.usefixtures("without_workers")
 def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any) -> None:
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
     trained = []
@@ -132,7 +146,7 @@ def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any) -> None:
     def trainer(config: Any) -> pl.Trainer:
         return pl.Trainer(**quiet, max_epochs=2, num_sanity_val_steps=0)
 
-    grid = FakeGrid(net.client_app(LitMLP, client), {90 - i: {"client": str(i)} for i in range(12)})
+    grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {90 - i: {"client": str(i)} for i in range(12)})
     server = net.server_app(federation, trainer, val=lambda: toy_data().val, wait_for=12, patience=1.0)
     server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
     simulated = federation({})
@@ -140,40 +154,96 @@ def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any) -> None:
     assert same_state(trained[0].state_dict(), simulated.state_dict())
 
 
-def asked(app: Any, config: dict[str, Any]) -> str:
+def asked(data: str, module: str = "toy_models:LitMLP", /, **config: Any) -> str:
     """What the server warns of when it asks a device who it is."""
-    roster = Roster(FlowerLine(FakeGrid(app, {7: config})), patience=0.0)
+    roster = Roster(FlowerLine(FakeGrid(net.client_app(module, data, share_errors=True), {7: config})), patience=0.0)
     with pytest.warns(UserWarning, match="Node 7 was rejected: ") as caught:
         roster.look()
     return str(caught[0].message)
 
 
-def test_what_client_returns_is_checked() -> None:
-    app = net.client_app(LitMLP, lambda config: torch.zeros(3))  # type: ignore[arg-type, return-value]
-    assert "TypeError: `client(config)` must be an instance of ClientData" in asked(app, {"client": "0"})
+def no_data(config: Any) -> Any:
+    return torch.zeros(3)
 
 
-def test_a_device_without_its_configuration_says_what_is_lacking() -> None:
-    app = net.client_app(LitMLP, lambda config: client({"client": config["ward"]}))
-    said = asked(app, {"client": "0", "folder": "x"})
-    assert "`client(config)` reads config['ward'], and the configuration of run and node holds client, folder" in said
+def data_of_ward(config: Any) -> Any:
+    return data_of_node({"client": config["ward"]})
 
 
-def test_data_that_cannot_be_read_is_named_when_the_device_says_who_it_is() -> None:
-    app = net.client_app(LitMLP, lambda config: net.ClientData(iter([1, 2])))
-    assert "TypeError: `train` must be a map-style data set, with `__len__` and `__getitem__`" in asked(app, {})
-
-
-def test_a_module_is_made_without_arguments() -> None:
-    with pytest.raises(ValueError, match=r"LitNeeds needs width; write a function .* client_app\(lambda: LitNeeds\("):
-        net.client_app(LitNeeds, client)
-    with pytest.raises(TypeError, match=r"`module\['a'\]` must be a class or function .*, got a LitMLP; leave"):
-        net.client_app({"a": LitMLP()}, client)
+def stream(config: Any) -> Any:
+    return net.ClientData(iter([1, 2]))
 
 
 class LitNeeds(LitMLP):
     def __init__(self, width: int) -> None:
         super().__init__(width=width)
+
+
+made = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.usefixtures("without_workers")
+def test_what_is_wrong_with_a_device_is_named_when_it_says_who_it_is() -> None:
+    assert "TypeError: `client(config)` must be an instance of ClientData" in asked(f"{HERE}:no_data")
+    said = asked(f"{HERE}:data_of_ward", client="0", folder="x")
+    assert "`client(config)` reads config['ward'], and the configuration of run and node holds client, folder" in said
+    said = asked(f"{HERE}:stream")
+    assert "TypeError: `train` must be a map-style data set, with `__len__` and `__getitem__`" in said
+    said = asked(DATA, f"{HERE}:LitNeeds", client="0")
+    assert ":LitNeeds is called without arguments, and needs width; name a function that gives them." in said
+    said = asked(DATA, f"{HERE}:made", client="0")
+    assert ":made must be a class or function that makes the module, got a Linear." in said
+    for name in ("nowhere:data", f"{HERE}:nothing"):
+        assert f"{name} cannot be imported; the device's log says why." in asked(name)
+
+
+def test_module_and_data_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match=r"`module` must be a name, such as .*; got <class '.*LitMLP'>"):
+        net.client_app(LitMLP, DATA)  # type: ignore[arg-type]
+    for name in ("LitMLP", ":b", "a:", "a:b()"):
+        with pytest.raises(ValueError, match='`client` must be a name of the form "file:name", such as'):
+            net.client_app({"a": "a:b"}, name)
+
+
+class Killing(FakeGrid):
+    """Kills the first process of a device before the second round."""
+
+    def _push(self, message: Message) -> str:
+        pids = [int(file.name) for file in self.folder.iterdir()]
+        if message.metadata.group_id == "1" and len(pids) == 1:
+            os.kill(pids[0], signal.SIGKILL)
+        return super()._push(message)
+
+
+def test_a_device_that_is_killed_says_what_it_has_lost(
+    tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Module, frozen base and all stay in its process; with another one the bits are the same."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (pids := tmp_path / "pids").mkdir()
+    device = net.client_app("toy_models:LitMLP", DATA, accelerator="cpu")
+    grid = Killing(device, {7: {"client": "3", "folder": str(pids)}})
+    grid.folder = pids
+    models = [ls.FederatedModule(seeded(LitMLP), algorithm=ls.LoRA(2), clients_per_round=1, seed=3) for _ in range(2)]
+    options = {"max_epochs": 4, "num_sanity_val_steps": 0}
+    server = net.server_app(lambda config: models[0], lambda config: pl.Trainer(**quiet, **options), patience=60.0)
+    server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
+    assert len(list(pids.iterdir())) == 2
+    examples = toy_client_data()[3]
+    alone = ls.FederatedDataModule(examples, ls.NaturalPartitioner([0] * len(examples)), batch_size=4)
+    pl.Trainer(**quiet, **options).fit(models[1], alone)
+    assert same_state(models[0].state_dict(), models[1].state_dict())
+
+
+def test_the_process_that_hands_messages_on_imports_neither_torch_nor_lightning() -> None:
+    script = """
+import sys
+from lightning_spectral.network import client_app
+client_app("app:LitNet", "app:client")
+heavy = {"torch", "lightning", "msgspec", "safetensors"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +259,18 @@ class LitNeeds(LitMLP):
 )
 def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message: str) -> None:
     server = net.server_app(federation, trainer)
-    grid = FakeGrid(net.client_app(LitMLP, client), {7: {"client": "0"}})
+    grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {7: {"client": "0"}})
     with pytest.raises(TypeError, match=message):
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
 
+@pytest.mark.usefixtures("without_workers")
 @pytest.mark.parametrize("name", ["wait_for", "patience", "deadline", "at_once"])
 def test_what_the_run_says_comes_before_what_the_app_says(name: str, quiet: Any) -> None:
     server = net.server_app(
         lambda config: ls.FederatedModule(LitMLP()), lambda config: pl.Trainer(**quiet), **{name: 1}
     )
-    grid = FakeGrid(net.client_app(LitMLP, client), {7: {"client": "0"}})
+    grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {7: {"client": "0"}})
     with pytest.raises(ValueError, match=f"`{name}` must be .*, got -1"):
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={name: -1}))
 

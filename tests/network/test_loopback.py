@@ -32,13 +32,22 @@ dependencies = []
 publisher = "tests"
 [tool.flwr.app.components]
 serverapp = "{module}:server"
-clientapp = "{module}:device"
+clientapp = "device:device"
 [tool.flwr.app.config]
 rounds = 2
 algorithm = "fedavg"
 folder = "."
 resume = ""
 """
+DEVICE = """\
+from lightning_spectral.network import client_app
+
+device = client_app({modules}, "{module}:client")
+"""
+MODULES = {
+    "loopback_app": dict.fromkeys(("", "dense", "sharded"), "loopback_app:LitNet"),
+    "other_packages_app": {name: f"other_packages_app:{name}" for name in ("gpt2", "bert", "densenet")},
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,7 @@ def write_app(folder: Path, module: str, *imported: str) -> None:
     app.mkdir()
     for name in (module, *imported):
         shutil.copy(TESTS / f"{name}.py", app)
+    (app / "device.py").write_text(DEVICE.format(module=module, modules=MODULES[module]))
     (app / "pyproject.toml").write_text(PYPROJECT.format(module=module))
 
 
@@ -125,7 +135,8 @@ def test_a_run_goes_on_after_the_server_app_was_killed_alone(network: Any, tmp_p
     settings: dict[str, Any] = {"algorithm": "scaffold", "folder": str(tmp_path)}
     start(network, "killed", rounds=8, **settings)
     wait_for(lambda: "round 1: in, in, in" in network.log("killed"))
-    os.kill(process_of("flwr-serverapp", network), signal.SIGKILL)
+    (server_app,) = processes_of("flwr-serverapp", network)
+    os.kill(server_app, signal.SIGKILL)
     network.kill("killed")
     first = tmp_path / "first.ckpt"
     shutil.move(tmp_path / "last.ckpt", first)
@@ -134,16 +145,15 @@ def test_a_run_goes_on_after_the_server_app_was_killed_alone(network: Any, tmp_p
     assert same(weights(tmp_path), expected(tmp_path, rounds=5, algorithm="scaffold"))
 
 
-def process_of(program: str, network: Any) -> int:
-    """The only process of a program in a network."""
+def processes_of(program: str, network: Any) -> list[int]:
+    """The processes of a program in a network."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is somebody else's
-            home = network.environment["FLWR_HOME"].encode()
-            if program.encode() in (folder / "cmdline").read_bytes() and home in (folder / "environ").read_bytes():
+            kit = str(network.kit.folder).encode()
+            if program.encode() in (folder / "cmdline").read_bytes() and kit in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
-    (pid,) = found
-    return pid
+    return found
 
 
 def start(network: Any, name: str, **settings: Any) -> None:
@@ -159,6 +169,37 @@ def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> 
     assert re.search("round 2: dropped_out, in, in", network.log("run"))
     network.kill("run")
     network.start_node("2")
+
+
+WORKER = "lightning_spectral.network.worker"
+
+
+def test_a_run_goes_on_after_workers_and_what_hands_messages_on_were_killed(network: Any, tmp_path: Path) -> None:
+    """A worker is killed between two messages, and another, with what waits for it, while it answers."""
+    start(network, "run", algorithm="lora", folder=str(tmp_path), rounds=6)
+    wait_for(lambda: "round 0: in, in, in" in network.log("run"))
+    os.kill(processes_of(WORKER, network)[0], signal.SIGKILL)
+    wait_for(lambda: "round 2: in, in, in" in network.log("run"))
+    wait_for(lambda: processes_of("flwr-clientapp", network))
+    os.kill(processes_of("flwr-clientapp", network)[0], signal.SIGKILL)
+    wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))
+    assert network.log("run").count("in, in, in") == 6
+    assert len(processes_of(WORKER, network)) == 3
+    assert same(weights(tmp_path), expected(tmp_path, algorithm="lora", rounds=6))
+    network.kill("run")
+
+
+def test_nothing_remains_of_nodes_that_are_killed(network: Any, tmp_path: Path) -> None:
+    run(network, tmp_path, rounds=1)
+    assert len(processes_of(WORKER, network)) == 3
+    for node in processes_of("flower-supernode", network):
+        os.kill(node, signal.SIGKILL)
+        os.waitpid(node, 0)
+    for program, remaining in ((WORKER, 0), ("flwr-clientapp", 0), ("flower-superexec", 1)):  # that of the SuperLink
+        wait_for(lambda program=program, remaining=remaining: len(processes_of(program, network)) == remaining, 60)
+    for client in range(3):
+        network.kill(f"node-{client}")
+        network.start_node(str(client))
 
 
 def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_path: Path) -> None:

@@ -13,9 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.network.device import read_kept, write_kept
 from lightning_spectral.network.roster import Roster
-from lightning_spectral.protocol.frozen_base import digest
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3, "max_epochs": 3}
@@ -116,24 +114,6 @@ def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
 
     with pytest.raises(ls.ClientError, match="Schedulers are at the server, so a device cannot read their `get"):
         fit(seeded(LitReads), remote(toy_line(LitReads, share_errors=True)), clients_per_round=1)
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", bytes(100)])
-def test_kept_tensors_that_are_damaged_count_as_lost(damage: bytes) -> None:
-    weights = {"one": torch.ones(300), "two": torch.zeros(0, 3)}
-    kept = {name: (digest(tensor), tensor) for name, tensor in weights.items()}
-    memory: dict[str, bytes] = {}
-    write_kept(memory, "", kept)
-    read = read_kept(memory, "")
-    assert {name: known for name, (known, _) in read.items()} == {name: known for name, (known, _) in kept.items()}
-    assert all(torch.equal(tensor, weights[name]) for name, (_, tensor) in read.items())
-    whole = dict(memory)
-    memory["kept "] = whole["kept "][:-1] + b"x"  # in a value of one of them
-    assert read_kept(memory, "").keys() == {"two"}
-    for key in whole:
-        memory = {**whole, key: damage}
-        assert read_kept(memory, "") == {}
-    assert read_kept({}, "") == {}
 
 
 def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:

@@ -189,8 +189,8 @@ def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], na
     n = len(client_ids)
     assert str(caught.value) == (
         f"Round 4: {n} of {n} clients are left out ({named}: missed the deadline), more than the share of 0.5 that "
-        "`Faults.on_late` allows; the server's weights are unchanged. Raise the deadline of `VirtualClock`, or lower "
-        "the keep ratio."
+        "`Faults.on_late` allows; the server's weights are unchanged. Raise the `deadline` of `VirtualClock` or "
+        "`RemoteClients`, or lower the keep ratio."
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -129,7 +130,8 @@ def plan_draws(
     for name, s in spectra.items():
         count = num_terms_of.get(name, partial(num_terms_for, len(s)))
         num_terms = {ratio: count(ratio) for ratio in cohort.groups}
-        answers = strategy.for_groups(s, list(num_terms.values()), weights)
+        with naming_layer(name):
+            answers = strategy.for_groups(s, list(num_terms.values()), weights)
         for (ratio, n), (probs, omega) in zip(num_terms.items(), answers, strict=True):
             drafts.append((name, ratio, probs, omega, design if design is not None else strategy.own_design(s, n)))
     alike = [list(group) for _, group in groupby(drafts, key=lambda draft: id(draft[-1]))]
@@ -143,3 +145,12 @@ def plan_draws(
         multipliers = chosen.multipliers(probs, omega, len(units))
         plans[name][ratio] = GroupPlan(probs, multipliers, fitted, cohort.weights_of(units), dealt)
     return {name: TermDraws(name, s, plans[name], strategy) for name, s in spectra.items()}
+
+
+@contextmanager
+def naming_layer(name: str) -> Iterator[None]:
+    """Name the layer in errors about its weight."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.algorithm import SpectralRound
+from lightning_spectral.algorithms.term_draws import plan_draws
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.spectra import absorb, factorize, num_terms_for
 from lightning_spectral.nn import sharded_layers
@@ -100,6 +101,25 @@ def test_each_group_is_planned_for_its_own_size() -> None:
         pi, omega = ls.Collective()(s, num_terms_for(10, ratio), size)
         assert torch.equal(plan.inclusion_probs, pi)
         assert torch.equal(plan.multipliers, omega)
+
+
+def test_the_designs_of_all_matrices_are_fitted_in_one_call_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    fit_all = ls.designs.ConditionalPoisson.fit_all
+
+    def counted(self: Any, probs: Any) -> Any:
+        sizes.append(len(probs))
+        return fit_all(self, probs)
+
+    monkeypatch.setattr(ls.designs.ConditionalPoisson, "fit_all", counted)
+    algorithm, clients = ls.SpectralSharding(ls.Unbiased(), {0.3: 0.5, 0.6: 0.5}), cohort([0.3, 0.6, 0.3])
+    draws = algorithm.bind(net()).open(clients).term_draws
+    assert sizes == [2 * len(draws)]  # matrices and keep ratios
+    for name, of_matrix in draws.items():
+        alone = plan_draws({name: of_matrix.singular_values}, ls.Unbiased(), None, clients)[name]
+        for ratio, plan in alone.groups.items():
+            together = of_matrix.groups[ratio].design.draw(50, torch.Generator().manual_seed(0))
+            assert torch.equal(together, plan.design.draw(50, torch.Generator().manual_seed(0)))
 
 
 def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:

@@ -23,7 +23,7 @@ from lightning_spectral.algorithms.spectral.aggregation import (
     TermMeans,
     TrainedTerms,
 )
-from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy, naming_layer
+from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import ClientSide, StepActions
@@ -371,23 +371,22 @@ class SpectralHalf(ServerHalf):
 
     def open(self, cohort: Cohort) -> SpectralRound:
         terms = self.planned.of_each_matrix(lambda _, matrix: singular_terms(matrix), cohort.workers)
-        layers = {name: self._open(name, found, cohort) for name, found in terms.items()}
-        return SpectralRound(self, cohort, layers)
+        strategy, design = (value_at(chosen, cohort.round_idx) for chosen in (self.choice.strategy, self.choice.design))
+        spectra = {name: singular_values for name, (singular_values, _, _) in terms.items()}
+        num_terms_of = {name: self.plan.blocks[name].num_terms for name in terms}
+        draws = plan_draws(spectra, strategy, design, cohort, num_terms_of=num_terms_of)
+        return SpectralRound(self, cohort, {n: self._open(draws[n], u, v, cohort) for n, (_, u, v) in terms.items()})
 
-    def _open(self, name: str, terms: tuple[Tensor, ...], cohort: Cohort) -> LayerRound:
-        """Plan the draws of one matrix from its singular values, left and right vectors, and begin its sums.
+    def _open(self, draws: TermDraws, u: Tensor, v: Tensor, cohort: Cohort) -> LayerRound:
+        """Begin the sums of one matrix, with its left and right vectors.
 
         Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the clients'
         matrices, and loses what clients never see: the start has made it small, and what training adds to it piles up.
         """
-        (singular_values, u, v), block, choice = terms, self.plan.blocks[name], self.choice
-        strategy, design = value_at(choice.strategy, cohort.round_idx), value_at(choice.design, cohort.round_idx)
-        num_terms_of = {name: block.num_terms}
-        with naming_layer(name):
-            draws = plan_draws({name: singular_values}, strategy, design, cohort, num_terms_of=num_terms_of)[name]
-            if choice.aggregation is None and name in self.started:
-                return LayerRound(draws, MeanWithinReach(u, v, cohort, block.held_rows, draws.reachable))
-            return LayerRound(draws, (choice.aggregation or TermMeans()).open(u, v, cohort, block.held_rows))
+        choice, held_rows = self.choice, self.plan.blocks[draws.name].held_rows
+        if choice.aggregation is None and draws.name in self.started:
+            return LayerRound(draws, MeanWithinReach(u, v, cohort, held_rows, draws.reachable))
+        return LayerRound(draws, (choice.aggregation or TermMeans()).open(u, v, cohort, held_rows))
 
     def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
         """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.term_draws import naming_layer
 from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.spectra import (
     KEEP_RATIO,
@@ -85,15 +85,6 @@ class PlannedModule:
                 for name, change in changes
             ),
         )
-
-
-@contextmanager
-def naming_layer(name: str) -> Iterator[None]:
-    """Name the layer in errors about its weight."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
 
 
 def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> dict[str, Tensor]:

@@ -371,7 +371,8 @@ class SpectralHalf(ServerHalf):
 
     def open(self, cohort: Cohort) -> SpectralRound:
         terms = self.planned.of_each_matrix(lambda _, matrix: singular_terms(matrix), cohort.workers)
-        strategy, design = (value_at(chosen, cohort.round_idx) for chosen in (self.choice.strategy, self.choice.design))
+        choice, idx = self.choice, cohort.round_idx
+        strategy, design = value_at(choice.strategy, idx), value_at(choice.design, idx)
         spectra = {name: singular_values for name, (singular_values, _, _) in terms.items()}
         num_terms_of = {name: self.plan.blocks[name].num_terms for name in terms}
         draws = plan_draws(spectra, strategy, design, cohort, num_terms_of=num_terms_of)

@@ -46,11 +46,15 @@ NoNewPrivileges=yes
 WorkingDirectory={folder}
 {environment}
 ExecStart={command}
-Restart=always
+{ready}Restart=always
 RestartSec={restart}
 
 [Install]
 WantedBy=multi-user.target
+"""
+
+READY = """\
+ExecStartPost=/bin/bash -c 'until (exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.2; done'
 """
 
 CONFIG = """\
@@ -98,6 +102,7 @@ class Service:
         command: Its command line.
         environment: Its environment variables, beside those of the system.
         restart: Seconds after which it starts again if it has ended.
+        port: Where it listens when it has started; ``None`` if nobody waits for that.
     """
 
     what: str
@@ -105,6 +110,7 @@ class Service:
     command: Sequence[str]
     environment: Mapping[str, str]
     restart: int = 5
+    port: int | None = None
 
     def unit(self) -> str:
         """Its service file for systemd, which runs it as whoever writes the file.
@@ -117,7 +123,9 @@ class Service:
         environment = "\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in self.environment.items())
         command = " ".join(_quoted(word, in_command=True) for word in self.command)
         where = {"user": getpass.getuser(), "folder": str(self.folder).replace("%", "%%")}
-        return UNIT.format(what=self.what, environment=environment, command=command, restart=self.restart, **where)
+        ready = READY.format(port=self.port) if self.port else ""
+        when = {"ready": ready, "restart": self.restart}
+        return UNIT.format(what=self.what, environment=environment, command=command, **when, **where)
 
 
 def _quoted(word: str, *, in_command: bool = False) -> str:
@@ -208,14 +216,15 @@ class Kit:
         options.append(f"--database={folder / 'link.db'}")  # so that it knows its devices when it starts again
         # glibc keeps freed blocks of less than this in pieces, and the server's process would grow with a cohort
         environment = {**self._environment(self.home), "MALLOC_MMAP_THRESHOLD_": "65536"}
-        return Service("Flower's SuperLink", folder, [_program("flower-superlink"), *options], environment)
+        command = [_program("flower-superlink"), *options]
+        return Service("Flower's SuperLink", folder, command, environment, port=self.link_port)
 
     def door(self, host: str = "0.0.0.0") -> Service:
         """What devices reach, at all addresses or one."""
         folder = self.folder / SERVER
         options = [f"--host={host}", f"--port={self.port}", f"--link-port={self.link_port}"]
         command = [sys.executable, "-m", "lightning_spectral", "network", "door", str(folder), *options]
-        return Service("Flower's Fleet API for devices", folder, command, self._environment(self.home))
+        return Service("Flower's Fleet API for devices", folder, command, self._environment(self.home), port=self.port)
 
     def supernode(self, name: str, port: int, node_config: str = "", authority: Path | None = None) -> Service:
         """A device's SuperNode.

@@ -4,50 +4,20 @@ import os
 import re
 import shutil
 import signal
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from loopback_runs import TESTS, expected, run_config, same, wait_for, weights, write_app
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed: constraints-network.txt"),
 ]
-TESTS = Path(__file__).parent.parent
-PYPROJECT = """\
-[project]
-name = "loopback"
-version = "0.1.0"
-description = "a test"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "tests"
-[tool.flwr.app.components]
-serverapp = "{module}:server"
-clientapp = "device:device"
-[tool.flwr.app.config]
-rounds = 2
-algorithm = "fedavg"
-folder = "."
-resume = ""
-"""
-DEVICE = """\
-from lightning_spectral.network import client_app
-
-device = client_app({modules}, "{module}:client")
-"""
-MODULES = {
-    "loopback_app": dict.fromkeys(("", "dense", "sharded"), "loopback_app:LitNet"),
-    "other_packages_app": {name: f"other_packages_app:{name}" for name in ("gpt2", "bert", "densenet")},
-}
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +33,9 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield network
 
 
-def write_app(folder: Path, module: str, *imported: str) -> None:
-    """Make one of the modules beside these tests an app, in a folder of its name."""
-    app = folder / module
-    app.mkdir()
-    for name in (module, *imported):
-        shutil.copy(TESTS / f"{name}.py", app)
-    (app / "device.py").write_text(DEVICE.format(module=module, modules=MODULES[module]))
-    (app / "pyproject.toml").write_text(PYPROJECT.format(module=module))
-
-
 def command(network: Any, app: str, settings: dict[str, Any]) -> list[str]:
     """The command that runs an app with some settings."""
-    config = " ".join(
-        f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in settings.items()
-    )
-    return ["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", config]
+    return ["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", run_config(settings)]
 
 
 def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) -> str:
@@ -86,23 +43,6 @@ def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) 
     printed: str = network.run(command(network, app, {"folder": str(folder), **settings}))
     assert "`Trainer.fit` stopped" in printed, printed + network.log("superlink")[-3000:]
     return printed
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = torch.load(folder / "last.ckpt", weights_only=False)["state_dict"]
-    return found
-
-
-def expected(folder: Path, app: str = "loopback_app", **settings: Any) -> dict[str, torch.Tensor]:
-    simulated = import_module(app).simulated
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found: dict[str, torch.Tensor] = simulated({"folder": str(folder), **settings})
-    return found
-
-
-def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +156,3 @@ def refused(network: Any, why: str) -> None:
     """Wait until the node of a stranger says why it is not connected, and end it."""
     wait_for(lambda: why in network.log("node-stranger"))
     network.kill("node-stranger")
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 900.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it has not happened in time"
-        time.sleep(0.5)

@@ -77,10 +77,12 @@ class Number:
         low = self.above if self.at_least is None else self.at_least
         high = self.below if self.at_most is None else self.at_most
         if low is not None and high is not None:
-            return f"in {'(' if self.at_least is None else '['}{low:g}, {high:g}{')' if self.at_most is None else ']'}"
+            return (
+                f"in {'(' if self.at_least is None else '['}{low:.9g}, {high:.9g}{')' if self.at_most is None else ']'}"
+            )
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
-        words = ["positive" if self.above == 0 else f"{name} {bound:g}" for name, bound in given.items()]
+        words = ["positive" if self.above == 0 else f"{name} {bound:.9g}" for name, bound in given.items()]
         return " and ".join(words + ["finite"] * (self.finite and self.numeric is Real))
 
     def _instead(self, value: Any) -> str:

@@ -48,7 +48,7 @@ class TestConstructor:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"clients_per_round": 0}, r"`clients_per_round` must be in \[1, 8192\], or None, got 0"),
+            ({"clients_per_round": 0}, r"`clients_per_round` must be in \[1, 1048576\], or None, got 0"),
             ({"local_epochs": -1}, "`local_epochs` must be at least 0, got -1"),
             ({"clients_per_round": 2.5}, r"`clients_per_round` must be a whole number, or None, got 2\.5"),
             ({"local_epochs": 1.5}, r"`local_epochs` must be a whole number, got 1\.5"),
@@ -322,8 +322,8 @@ class TestSetup:
     def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"limit_train_batches=0.2 of 3 clients trains none; raise it"):
             fit(lit, data, clients_per_round=3, trainer={"limit_train_batches": 0.2})
-        with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 8192\], or None, got 8193"):
-            ls.FederatedModule(lit, clients_per_round=8193)
+        with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 1048576\], or None, got 1048577"):
+            ls.FederatedModule(lit, clients_per_round=1048577)
 
     def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match="lists 2 values for 12 clients"):

@@ -18,9 +18,9 @@ T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 _MESSAGE = 2**22  # values that processes add up at a time
 
-MOST_TERMS = 2**13  # clients in one round
+MOST_TERMS = 2**20  # clients in one round
 ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
-LARGEST = 2.0**40  # about 1.1e12: what the sums have room for with 2^13 clients
+LARGEST = 2.0**40  # about 1.1e12: what the sums have room for with 2^20 clients
 FINE = 2.0**50  # steps in one unit
 NEAR = 2.0**12  # units up to which a change is added in one part
 COARSE_BITS = 40  # a coarse step is 2^40 steps

@@ -78,7 +78,7 @@ def test_whole_permutation_is_not_kept_alive_by_the_cohort() -> None:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_empty_cohort_is_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 8192\], got"):
+    with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 1048576\], got"):
         UniformParticipation(size)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from federation import Fit, seeded
@@ -126,8 +127,12 @@ class TestConstructor:
             ({"train": Measured()}, "`train` must be a map-style data set, .*, got Measured, which cannot be dealt"),
             ({"val": {"a": [1]}}, r"`val` must be a data set, .* got a dict; write val=list\(data\.values\(\)\)"),
             ({"val": 3}, r"`val` must be a data set, a dataloader or a list of them, got 3\."),
-            ({"train": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple of tensors; write .*Dataset\(\*train\)"),
-            ({"val": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple of tensors; write .*TensorDataset\(\*val\)"),
+            ({"train": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple of Tensors; write .*Dataset\(\*train\)"),
+            (
+                {"train": (np.zeros((4, 2)), np.zeros(4))},
+                r"tuple of ndarrays; write .*\(\*map\(torch.from_numpy, train\)\)",
+            ),
+            ({"val": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple of Tensors; write .*TensorDataset\(\*val\)"),
             ({"test": {"a": [1]}}, "`test` must be a data set, .* got a dict"),
             ({"train": DataLoader([1, 2])}, r"got a DataLoader; write FederatedDataModule\(loader\.dataset, part"),
         ],

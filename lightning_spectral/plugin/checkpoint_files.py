@@ -16,6 +16,7 @@ from zipfile import ZipFile
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_spectral.errors import SpectralWarning
@@ -136,11 +137,12 @@ def latest_checkpoint(folder: str | Path) -> str | None:
             slash in its name creates them. The folder need not exist yet. If it is a file, that file is returned.
 
     Returns:
-        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch.
+        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch. If there is not even the
+        folder, that is said.
 
     Raises:
-        ValueError: If it is a file, and cannot be resumed from; or if an intact file holds objects that torch does not
-            load without executing code, because starting from scratch would be a surprise.
+        ValueError: If it is a pattern, or a file, and cannot be resumed from; or if an intact file holds objects that
+            torch does not load without executing code, because starting from scratch would be a surprise.
 
     Example:
         >>> latest_checkpoint("a folder that is not there")
@@ -153,6 +155,10 @@ def latest_checkpoint(folder: str | Path) -> str | None:
             what = "give the folder to find an intact one"
             raise ValueError(f"{path} cannot be resumed from: {error}; {what}.") from error
         return str(path)
+    if not path.exists():
+        if any(letter in str(folder) for letter in "*?["):
+            raise ValueError(f"`folder` is searched as it is, got the pattern {str(folder)!r}; leave the pattern out.")
+        rank_zero_info(f"There is nothing at {folder}, so there is no checkpoint to resume from.")
     progress: dict[Path, tuple[int, int]] = {}
     for path in sorted(filter(Path.is_file, Path(folder).rglob("*.ckpt"))):  # a dangling link is not a file
         with _skipping(path):

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -84,10 +85,11 @@ def check_evaluation(**data: Any) -> None:
 
 def _check_no_columns(argument: str, data: Any) -> None:
     """Raise ``TypeError`` for inputs and labels that have not been combined into examples."""
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+        parts = argument if isinstance(data[0], Tensor) else f"map(torch.from_numpy, {argument})"
         raise TypeError(
-            f"`{argument}` must be a data set, got a tuple of tensors; write "
-            f"torch.utils.data.TensorDataset(*{argument}), whose examples are the tensors' rows."
+            f"`{argument}` must be a data set, got a tuple of {type(data[0]).__name__}s; write "
+            f"torch.utils.data.TensorDataset(*{parts}), whose examples are their rows."
         )
 
 

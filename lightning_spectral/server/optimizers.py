@@ -29,7 +29,7 @@ class FedOptimizer(ABC):
         """Create the optimizer of the server's parameters."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)  # the first number that one thinks of is the momentum
 class FedAvgM(FedOptimizer):
     """Averaging with server momentum: ``v <- momentum v + pseudo-gradient``, then a step of ``lr v``.
 
@@ -66,7 +66,7 @@ class FedAvgM(FedOptimizer):
 AVERAGING = FedAvgM(momentum=0.0)  # the server's step unless the user chooses another, whatever the algorithm
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BoundedMomentum(FedOptimizer):
     r"""Momentum that turns the server's step: as long as the clients' mean change, or shorter.
 
@@ -121,7 +121,7 @@ class BoundedMomentum(FedOptimizer):
         return BoundedMomentumSGD(parameters, self.lr, self.momentum)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedAdagrad(FedOptimizer):
     r"""Adagrad on the server: :math:`v_t = v_{t-1} + \Delta_t^2`.
 
@@ -166,7 +166,7 @@ def _two_decays(argument: str, betas: Any) -> tuple[float, ...]:
     return tuple(DECAY(argument, beta) for beta in betas)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _TwoMoments(FedOptimizer):
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.99)
@@ -176,7 +176,7 @@ class _TwoMoments(FedOptimizer):
         check_fields(self, lr=POSITIVE, betas=_two_decays, tau=POSITIVE)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedAdam(_TwoMoments):
     r"""Adam on the server: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2`, without bias correction.
 
@@ -202,7 +202,7 @@ class FedAdam(_TwoMoments):
         return ServerAdam(parameters, self.lr, self.betas, self.tau)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FedYogi(_TwoMoments):
     r"""Yogi on the server: :math:`v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \mathrm{sign}(v_{t-1} - \Delta_t^2)`.
 

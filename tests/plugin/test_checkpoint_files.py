@@ -188,8 +188,15 @@ class TestFinding:
             ls.latest_checkpoint(saved / "two.ckpt")
         assert ls.latest_checkpoint(saved / "not yet written.ckpt") is None
 
-    def test_nothing_is_found_where_nothing_is(self, tmp_path: Path) -> None:
+    def test_a_pattern_is_refused(self, saved: Path) -> None:
+        with pytest.raises(ValueError, match=r"got the pattern '.*/\*.ckpt'; leave the pattern out"):
+            ls.latest_checkpoint(f"{saved}/*.ckpt")
+
+    def test_nothing_is_found_where_nothing_is(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        assert ls.latest_checkpoint(tmp_path) is None
+        assert "nothing at" not in caplog.text
         assert ls.latest_checkpoint(tmp_path / "missing") is None
+        assert "missing, so there is no checkpoint to resume from" in caplog.text
         (tmp_path / "last.ckpt").symlink_to("gone.ckpt")
         (tmp_path / "one.ckpt.part").write_bytes(b"half")
         assert ls.latest_checkpoint(tmp_path) is None

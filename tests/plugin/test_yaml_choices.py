@@ -135,7 +135,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
                    on_not_finite=ls.server.Raise(), on_late=ls.server.LeaveOut(0.2))),
     ],
     "update_bound": [
-        ("{norm: 2.0}", ls.server.MaxUpdateNorm(2.0)),
+        ("UsualUpdateNorm", ls.server.UsualUpdateNorm()),
         ("{class_path: MaxUpdateNorm, init_args: {norm: 2.0}}", ls.server.MaxUpdateNorm(2.0)),
     ],
     "dropout": [

@@ -229,7 +229,7 @@ def test_steps_are_those_of_its_definition() -> None:
     changes[-2:] = [[-delta for delta in change] for change in changes[-2:]]
     x, v, shares, cosines = np.zeros(10), np.zeros(10), [], [0.0]
     norm = lambda vector: float(np.sqrt((vector**2).sum()))  # noqa: E731
-    for change, seen in zip(changes, steps(ls.server.BoundedMomentum(0.7, beta), changes), strict=True):
+    for change, seen in zip(changes, steps(ls.server.BoundedMomentum(lr=0.7, momentum=beta), changes), strict=True):
         delta = nn.utils.parameters_to_vector(change).numpy()
         if shares:
             cosines.append(float((delta * v).sum()) / (norm(delta) * norm(v)))

@@ -157,8 +157,14 @@ def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = Non
         (5.0, 4.0)
     """
     return _norm(
-        returned[name] - before - (expected or {}).get(name, 0.0) for name, before in _both_ways(sent, returned)
+        _single(returned[name]) - _single(before) - (expected or {}).get(name, 0.0)
+        for name, before in _both_ways(sent, returned)
     )
+
+
+def _single(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a precision in which differences of half-precision numbers do not overflow."""
+    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> float:
@@ -214,7 +220,10 @@ class UpdateBound(ABC):
         norm, limit = update_norm(sent, returned), self.limit(partial(_scale, sent, both), usual)
         if norm <= limit:
             return upload
-        shortened = {name: before.lerp(returned[name], limit / norm) for name, before in both.items()}
+        shortened = {
+            name: _single(before).lerp(_single(returned[name]), limit / norm).to(before)
+            for name, before in both.items()
+        }
         return replace(upload, tensors={**returned, **shortened})
 
 

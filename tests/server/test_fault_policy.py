@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
 from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, Download, ExclusionReason, Upload, WorkUnit
-from lightning_spectral.server import MaxUpdateNorm
+from lightning_spectral.server import MaxUpdateNorm, UsualUpdateNorm
 from lightning_spectral.server.fault_policy import update_norm
 from lightning_spectral.simulation import Conditions
 from lightning_spectral.sums.exact_mean import LARGEST
@@ -457,6 +458,10 @@ def test_the_norm_is_at_most_the_bound_and_the_direction_stays(bound: float, see
 
 def test_the_norm_of_a_half_precision_change_does_not_overflow() -> None:
     assert update_norm({"w": torch.zeros(2).half()}, {"w": torch.tensor([300.0, -400.0]).half()}) == 500.0
+    low, high = {"w": torch.full((4,), -6e4).half()}, {"w": torch.full((4,), 6e4).half()}
+    assert update_norm(low, high) == 240_000.0
+    found = MaxUpdateNorm(60_000.0).applied(Download(UNIT, 1.0, low), Upload(UNIT, high)).tensors["w"]
+    assert found.tolist() == [-30_000.0] * 4  # a quarter of the way
 
 
 class Seen(ls.RoundCallback):
@@ -480,6 +485,24 @@ def test_a_round_counts_the_clients_that_were_shortened(algorithm: Any, fit: Fit
     assert outcome.update_norm > 1e-3
     free = fit(seeded(LitMLP), data, algorithm=ls.FedAvg(), update_bound=MaxUpdateNorm(1e6))
     assert free.rows[0]["fl/clients_bounded"] == 0
+
+
+def test_what_is_usual_is_the_median_of_the_round_before_also_after_resuming(
+    fit: Fit, data: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"update_bound": UsualUpdateNorm(times=0.9), "seed": 3, "callbacks": [seen := Seen()]}
+    whole = fit(seeded(LitMLP), data, max_epochs=4, **options)
+    median = math.inf  # in the first round, no client comes near the norm of its weights
+    for summary in seen.summaries:
+        norms = [client.update_norm for client in summary.clients]
+        assert [client.is_bounded for client in summary.clients] == [norm > 0.9 * median for norm in norms]
+        median = statistics.median(norms)
+    assert 0 < sum(client.is_bounded for summary in seen.summaries for client in summary.clients) < 12
+    options["callbacks"] = []
+    half = fit(seeded(LitMLP), data, max_epochs=2, **options)
+    half.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
+    resumed = fit(seeded(LitMLP), data, max_epochs=4, ckpt_path=path, **options)
+    assert same_state(resumed.state, whole.state)
 
 
 def test_a_bound_that_is_not_reached_changes_no_bit(fit: Fit, data: Any) -> None:

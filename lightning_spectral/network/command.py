@@ -241,3 +241,4 @@ def _demo(folder: Path | None, clients: int, run_config: str, node_config: str) 
                         print(line, end="", flush=True)
     if not finished or process.returncode:
         raise RuntimeError("The run did not finish:\n" + "".join(lines))
+    print("The run has finished.")

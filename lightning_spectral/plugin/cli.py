@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -19,6 +20,8 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
+import lightning_spectral
+from lightning_spectral import algorithms, designs, participation, partition, server, sharding
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
@@ -209,7 +212,35 @@ def one_line(message: str) -> str:
         if above < depth:
             depth = above
             keys += text.split('"')[1:2] if text.startswith("Parser key") else []
+    if found := re.search(r"Expected a dot import path string: (\w+)(;|$)", said):
+        said = f"There is no class {found[1]!r}{_nearest_class(keys[0] if keys else '', found[1])}"
     return ": ".join(filter(None, (".".join(reversed(keys)), said)))
+
+
+KINDS = {
+    "algorithm": algorithms.Algorithm,
+    "design": designs.Design,
+    "participation": participation.Sampler,
+    "partitioner": partition.Partitioner,
+    "server_optimizer": server.optimizers.FedOptimizer,
+    "strategy": sharding.ShardingStrategy,
+}
+
+
+def _nearest_class(key: str, given: str) -> str:
+    """Which class of this package may have been meant by a name that is none; one that begins with it comes first.
+
+    Example:
+        >>> _nearest_class("partitioner", "Dirichle")
+        "; did you mean 'DirichletPartitioner'?"
+    """
+    given, kind = given.casefold(), KINDS.get(key, object)
+    rooms = lightning_spectral, algorithms, designs, participation, partition, server, sharding
+    found = {name: getattr(room, name) for room in rooms for name in room.__all__}
+    known = {name.casefold(): name for name, one in found.items() if isinstance(one, type) and issubclass(one, kind)}
+    begun = [name for name in sorted(known) if name.startswith(given)]
+    close = begun or difflib.get_close_matches(given, sorted(known), 1)
+    return f"; did you mean {known[close[0]]!r}?" if close else ""
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

@@ -20,9 +20,9 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-import lightning_spectral
-from lightning_spectral import algorithms, designs, participation, partition, server, sharding
+from lightning_spectral import algorithms, client, designs, participation, partition, server, sharding, simulation
 from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.plugin import callbacks
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
@@ -235,7 +235,7 @@ def _nearest_class(key: str, given: str) -> str:
         "; did you mean 'DirichletPartitioner'?"
     """
     given, kind = given.casefold(), KINDS.get(key, object)
-    rooms = lightning_spectral, algorithms, designs, participation, partition, server, sharding
+    rooms = algorithms, callbacks, client, designs, participation, partition, server, sharding, simulation
     found = {name: getattr(room, name) for room in rooms for name in room.__all__}
     known = {name.casefold(): name for name, one in found.items() if isinstance(one, type) and issubclass(one, kind)}
     begun = [name for name in sorted(known) if name.startswith(given)]

@@ -43,6 +43,7 @@ StartLimitIntervalSec=0
 [Service]
 User={user}
 NoNewPrivileges=yes
+UMask=0077
 WorkingDirectory={folder}
 {environment}
 ExecStart={command}
@@ -170,13 +171,12 @@ class Kit:
             node_config: Further entries of each device's configuration, such as ``'folder="/data"'``.
 
         Raises:
-            ValueError: If a name cannot be one, or is given twice.
+            ValueError: If a name cannot be one, or is given twice, or the configuration is not one line.
             FileExistsError: If a device's folder exists, or the server's is one for another server.
         """
-        server, config = (
-            self.folder / SERVER,
-            CONFIG.format(name=SERVER, port=self.link_port, authority=self.folder / SERVER / "ca.crt"),
-        )
+        server = self.folder / SERVER
+        if not node_config.isprintable():
+            raise ValueError(f"A device's configuration must be one line, got {node_config!r}.")
         for name in names:
             if not NAME.fullmatch(name) or name == SERVER or names.count(name) > 1:
                 raise ValueError(
@@ -185,11 +185,15 @@ class Kit:
                 )
             if (self.folder / name).exists():
                 raise FileExistsError(f"{self.folder / name} exists; remove it, or give the device another name.")
-        if server.exists() and not _is_for(server / "server.pem", self.host):
-            raise FileExistsError(f"{server} is not that of a server {self.host}; write the kit elsewhere.")
+        if server.exists() and not self._is_of(server):
+            where = f"{self.host}:{self.port}"
+            raise FileExistsError(
+                f"{server} is not that of a server {where}; say that one, or write the kit elsewhere."
+            )
         if not server.exists():
             write_certificates(server, self.host)
             self.home.mkdir()
+            config = CONFIG.format(name=SERVER, port=self.link_port, authority=server / "ca.crt")
             write(self.home / "config.toml", config.encode())
             for file, service in (("superlink", self.superlink()), ("door", self.door())):
                 write(server / f"{file}.service", service.unit().encode(), mode=0o644)
@@ -201,6 +205,14 @@ class Kit:
             unit = self.supernode(name, NODE_PORT + devices + index, node_config).unit()
             write(folder / "supernode.service", unit.encode(), mode=0o644)
         write(self.folder / "README.md", self._readme(names).encode(), mode=0o644)
+
+    def _is_of(self, server: Path) -> bool:
+        """Whether devices reach a server that was written before as they would reach this one."""
+        certificate, door = server / "server.pem", server / "door.service"
+        if not certificate.is_file() or not door.is_file() or f" --port={self.port} " not in door.read_text():
+            return False
+        names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+        return _general_name(self.host) in names.get_extension_for_class(x509.SubjectAlternativeName).value
 
     def _readme(self, names: Sequence[str]) -> str:
         exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
@@ -250,13 +262,6 @@ class Kit:
 
 def _program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
-
-
-def _is_for(certificate: Path, host: str) -> bool:
-    if not certificate.is_file():
-        return False
-    names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
-    return _general_name(host) in names.get_extension_for_class(x509.SubjectAlternativeName).value
 
 
 def write_certificates(folder: Path, host: str) -> None:

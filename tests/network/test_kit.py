@@ -93,15 +93,21 @@ def test_servers_that_have_no_such_name_are_refused(tmp_path: Path, server: str)
         Kit(tmp_path, server)
 
 
+def test_a_configuration_that_would_be_lines_of_a_service_is_refused(kit: Kit) -> None:
+    with pytest.raises(ValueError, match=r"A device's configuration must be one line, got 'x=1\\nExecStart"):
+        kit.write(["ward-3"], "x=1\nExecStartPre=/bin/evil")
+
+
 def test_what_exists_is_not_overwritten(kit: Kit, tmp_path: Path) -> None:
     key = (kit.folder / "ward-1" / "node").read_bytes()
     with pytest.raises(FileExistsError, match=r"ward-1 exists; remove it, or give the device another name"):
         kit.write(["ward-1"])
     assert (kit.folder / "ward-1" / "node").read_bytes() == key
-    with pytest.raises(FileExistsError, match=r"server is not that of a server other.example; write the kit elsewhere"):
-        Kit(kit.folder, "other.example").write(["ward-3"])
+    for server in ("other.example:9443", "server.example:9444"):
+        with pytest.raises(FileExistsError, match=f"server is not that of a server {server}; say that one, or write"):
+            Kit(kit.folder, server).write(["ward-3"])
     (tmp_path / "server").mkdir()
-    with pytest.raises(FileExistsError, match=r"server is not that of a server server\.example"):
+    with pytest.raises(FileExistsError, match="server is not that of a server"):
         Kit(tmp_path, "server.example").write(["ward-3"])
 
 

@@ -59,8 +59,8 @@ for path in sys.argv[3:]:
         os.dup2(null, number)
     while True:
         with open(path + ".log", "ab") as log:
-            streams = dict.fromkeys(("stdout", "stderr"), log)
-            subprocess.run(command, cwd=unit["WorkingDirectory"], env=environment, **streams)
+            options = dict(cwd=unit["WorkingDirectory"], umask=int(unit["UMask"], 8), stdout=log, stderr=log)
+            subprocess.run(command, env=environment, **options)
         time.sleep(float(unit["RestartSec"]))
 """
 FILES = {"ca-certfile": "ca.crt", "certfile": "server.pem", "keyfile": "server.key"}

@@ -351,20 +351,24 @@ class InfluenceMatrix:
         if z.device.type != "cpu":
             wide = _wide(z)
             return torch.mv(self._on_device(wide)[0], wide).to(z.dtype)
-        x = _wide(z).numpy()
-        pieces = [self._kept @ x, *(rows @ x for _, rows in self._drawn_again())]
-        return torch.from_numpy(np.concatenate(pieces)).to(z.dtype)
+        x = _wide(z)
+        weights = x.new_empty(self.num_rows)  # torch's, so that it counts in what a step holds
+        pieces = [self._kept @ x.numpy(), *(rows @ x.numpy() for _, rows in self._drawn_again())]
+        np.concatenate(pieces, out=weights.numpy())
+        return weights.to(z.dtype)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """The gradient of z from that of the weights, Q^T grad_w, shape ``(n,)``, in the same dtype."""
         if gradient.device.type != "cpu":
             wide = _wide(gradient)
             return torch.mv(self._on_device(wide)[1], wide).to(gradient.dtype)
-        g = _wide(gradient).numpy()
-        total = self._kept.T @ g[: self._kept.shape[0]]
+        wide = _wide(gradient)
+        total, g = wide.new_empty(self.num_columns), wide.numpy()
+        sums = total.numpy()
+        sums[:] = self._kept.T @ g[: self._kept.shape[0]]
         for first_row, rows in self._drawn_again():
-            total += rows.T @ g[first_row : first_row + rows.shape[0]]
-        return torch.from_numpy(total).to(gradient.dtype)
+            sums += rows.T @ g[first_row : first_row + rows.shape[0]]
+        return total.to(gradient.dtype)
 
     def entries(self) -> tuple[Tensor, Tensor]:
         """All columns, ascending in each row, and values, both ``(m, d)``; for small matrices."""

@@ -1,23 +1,24 @@
 """What clients of any algorithm cost at each capacity, and the largest capacity for a budget.
 
 An algorithm is bound to the module, which is put back. A round is opened, and what a client is sent, holds and sends
-back is counted, as is one forward pass, and one step if there is an optimizer.
+back is counted, as is one forward pass, and one step if there is an optimizer. Only sizes count, so all of this happens
+on fake tensors, unless the module's code needs values.
 """
 
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.fed_avg import FedAvg
@@ -35,11 +36,12 @@ from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.kept_state import trying
+from lightning_spectral.protocol.kept_state import FakeTensors, package_of, trying
 from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes
 
 CAPACITY = Number(above=0)
 BUDGET = Number(at_least=0, finite=False)
+T = TypeVar("T")
 Budget: TypeAlias = float | Sequence[float]
 MemoryBudget: TypeAlias = float | str | Sequence[float | str]
 # The figure of a cost that each budget bounds. All of them grow with the capacity; memory does not always.
@@ -66,12 +68,15 @@ def cost_table(
 ) -> CostTable:
     """The cost of each capacity of any algorithm to a client, before any training.
 
-    Two rounds are opened on a copy of the module. What the server sends, what the client holds and what it sends back
-    are counted, as is one forward pass of the client's model. If the rounds differ, the larger cost counts.
+    Two rounds are opened on the module, which is put back. What the server sends, what the client holds and what it
+    sends back are counted, as is one forward pass of the client's model. If the rounds differ, the larger cost counts.
 
     Activations and multiplications are those of ``example_input``, so give a batch like those that clients train on,
     and a module whose layers are in the mode in which they train. Kept values are those that autograd saves. What a
     kernel saves differs between devices, so count on the device used for training.
+
+    On the CPU, no memory of the module's size is needed, unless its code depends on values. A module on the meta device
+    counts as on the CPU.
 
     Args:
         module: Any module; it is not changed.
@@ -85,8 +90,8 @@ def cost_table(
 
     Raises:
         TypeError: If ``algorithm`` is no algorithm.
-        ValueError: If there is no example, the algorithm refuses a capacity or the module, or clients cannot have such
-            an optimizer.
+        ValueError: If there is no example, the algorithm refuses a capacity or the module, clients cannot have such an
+            optimizer, or the module is on the meta device and its code needs values.
 
     Note:
         Multiplications of normalisations, activations and other elementwise operations are not counted, as in
@@ -193,9 +198,9 @@ def largest_that_fits(
     @cache
     def needed(index: int) -> int:
         # clients of several capacities may be sent more than clients of one: multipliers, for example
-        beside = [] if one else [candidates[0], candidates[min(1, len(candidates) - 1)]]
-        capacities = list(dict.fromkeys([*beside, candidates[index]]))
+        beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
+        capacities = list(dict.fromkeys([*beside, candidates[index]]))
         return int(getattr(counted.at(capacities, passed)[candidates[index]], NEEDS[name]))
 
     def largest(budget: float, as_given: float | str) -> float:
@@ -209,10 +214,34 @@ def largest_that_fits(
                 f"No {counted.capacity} fits `{name}={shown}`: the smallest sub-model takes {takes}. Raise the budget, "
                 f"{smaller}or let the algorithm cut more layers."
             )
-        return candidates[bisect_right(range(len(candidates)), budget, key=needed) - 1]
+        return candidates[last_within(budget, needed, len(candidates) - 1)]
 
     found = [largest(*entry) for entry in zip(budgets, as_given, strict=True)]
     return found[0] if one else found
+
+
+def last_within(budget: float, needed: Callable[[int], int], beyond: int) -> int:
+    """An index below ``beyond`` whose need is within a budget, where that of the next one is not; ``needed`` caches.
+
+    That of 0 is within the budget, and that of ``beyond`` is not. Needs grow about evenly in between, so every other
+    guess assumes that they do, and the next one tries how far off it is.
+
+    Example:
+        >>> asked = []
+        >>> last_within(7.5e6, lambda index: asked.append(index) or 8 * index, beyond=10**6), len({*asked})
+        (937500, 4)
+    """
+    fits = guess = attempt = 0
+    while beyond - fits > 1:
+        if attempt % 2:
+            reach = min(4 ** (attempt // 2), (beyond - fits) // 2)
+            guess = fits + reach if guess == fits else beyond - reach
+        else:
+            guess = fits + int((beyond - fits) * (budget - needed(fits)) / (needed(beyond) - needed(fits)))
+        guess = min(max(guess, fits + 1), beyond - 1)
+        fits, beyond = (guess, beyond) if needed(guess) <= budget else (fits, guess)
+        attempt += 1
+    return fits
 
 
 def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[float]) -> dict[float, int]:
@@ -247,12 +276,15 @@ class _Counted:
                     f"it with torch.optim.{type(optimizer).__name__}(module.parameters())."
                 )
             check_optimizer(optimizer)
-        self.module, self.optimizer = module, optimizer
-        with trying(module):
-            if example is not None and example_of(module) is None:
-                module.example_input_array = example
-            self.algorithm = algorithm.planned(module)
-        self.capacity = algorithm.capacity_name
+        self.module, self.optimizer, self.capacity = module, optimizer, algorithm.capacity_name
+        devices = {parameter.device.type for parameter in module.parameters()}
+        self.has_values = "meta" not in devices
+        # What kernels of other devices save is seen on them alone, and transformers masks attention in another way if
+        # it finds that tensors are fake.
+        packages = {package_of(part) for part in module.modules()} if self.has_values else {}
+        self.fakes = FakeTensors() if devices <= {"cpu", "meta"} and "transformers" not in packages else None
+        self.algorithm = self._counted(partial(self._planned, algorithm, example))
+        self._bound: tuple[Algorithm, ServerHalf] | None = None  # the last
 
     def at(self, capacities: Sequence[float], example: Example) -> dict[float, Cost]:
         """The costs of some capacities; those of one federation are counted in the same rounds."""
@@ -267,21 +299,65 @@ class _Counted:
 
     def of_federation(self, choice: Algorithm, keep_ratios: Sequence[float], example: Example) -> dict[float, Cost]:
         """The larger costs of two rounds in a row."""
-        module, optimizer = self.module, self.optimizer
-        with trying(module):
+        return self._counted(partial(self._of_rounds, choice, keep_ratios, example))
+
+    def _counted(self, count: Callable[[FakeTensors | None], T]) -> T:
+        """What is counted on fake tensors, or on the module's own if it, or the algorithm, depends on values."""
+        if self.fakes is not None:
+            try:
+                return count(self.fakes)
+            except Exception as error:  # of any type, from code that looks at values
+                if not self.has_values:
+                    if isinstance(error, ValueError):
+                        raise
+                    raise ValueError(
+                        f"{type(self.module).__name__} is on the meta device, and what it costs depends on values that "
+                        f"it does not have there ({type(error).__name__}: {error}). Build it on the CPU."
+                    ) from error
+                self.fakes = self._bound = None
+        return count(None)
+
+    def _in_place(self, fakes: FakeTensors | None) -> AbstractContextManager[None]:
+        """Put back what happens to the module, whose tensors are perhaps fake ones."""
+        return trying(self.module) if fakes is None else fakes.in_place_of(self.module, self.optimizer)
+
+    def _planned(self, algorithm: Algorithm, example: Example, fakes: FakeTensors | None) -> Algorithm:
+        with self._in_place(fakes):
+            if example is not None and example_of(self.module) is None:
+                self.module.example_input_array = example
+            return algorithm.planned(self.module)
+
+    def _of_rounds(
+        self, choice: Algorithm, keep_ratios: Sequence[float], example: Example, fakes: FakeTensors | None
+    ) -> dict[float, Cost]:
+        half = self._half(choice, fakes)
+        with self._in_place(fakes):
+            example = as_input(self.module, example)
+            if fakes is not None:
+                example = tree_map_only(Tensor, fakes.like, example)
+            given: dict[str, Any] = {"moving": half.moving_tensors, "fakes": fakes}
+            first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
+            if not half.rounds_are_alike:
+                second = turn_costs(half, keep_ratios, round_idx=1, **given)
+        return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
+
+    def _half(self, choice: Algorithm, fakes: FakeTensors | None) -> ServerHalf:
+        """A choice bound to the module; with values, if there are any, which decide on layers and buffers."""
+        if self._bound is not None and self._bound[0] is choice:
+            return self._bound[1]
+        module = self.module
+        with self._in_place(fakes):
             with warnings.catch_warnings():  # what would make a poor run has a cost like any other
                 warnings.simplefilter("ignore", SpectralWarning)
                 choice.check(module)
-            state, parameter = choice.new_state(module, 0), next(module.parameters(), None)
-            if state is not None and parameter is not None:
+            with fakes or nullcontext():
+                state, parameter = choice.new_state(module, 0), next(module.parameters(), None)
+            if state is not None and parameter is not None and fakes is None:
                 state.to(parameter.device)  # where a Trainer would move it
-            untrained = () if optimizer is None else untrained_parameters([optimizer], module)
-            half = choice.bind(module, state, untrained=untrained)
-            moving = half.moving_tensors
-            first = second = turn_costs(half, keep_ratios, example, moving=moving, optimizer=optimizer)
-            if not half.rounds_are_alike:
-                second = turn_costs(half, keep_ratios, moving=moving, round_idx=1)
-        return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
+        with self._in_place(None if self.has_values else fakes):
+            untrained = () if self.optimizer is None else untrained_parameters([self.optimizer], module)
+            self._bound = choice, choice.bind(module, state, untrained=untrained)
+        return self._bound[1]
 
 
 def turn_costs(
@@ -292,23 +368,26 @@ def turn_costs(
     round_idx: int = 0,
     moving: Collection[str] = (),
     optimizer: Optimizer | None = None,
+    fakes: FakeTensors | None = None,
 ) -> list[Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
     Without an example, no pass is counted; with an optimizer, so is the memory of a local step. Frozen tensors that
-    change between rounds, and so travel in each, are named in ``moving``.
+    change between rounds, and so travel in each, are named in ``moving``. Where ``fakes`` are in place of the module's
+    tensors, all that a client makes is fake, too.
     """
     units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
     opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
     side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
     names = {id(parameter): name for name, parameter in half.server.named_parameters()}
-    forms = Forms(half.server, side.take_form, () if optimizer is None else (optimizer,))
+    optimizers = () if optimizer is None else (optimizer,)
     costs = []
     for unit in units.values():
         download = replace(opened.send(unit)[0], round_idx=round_idx)  # tells the device what it trains
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
-        with forms.client(download.capacity) as client:
+        # forms of its own, so that there is one sub-model at a time
+        with fakes or nullcontext(), Forms(half.server, side.take_form, optimizers).client(download.capacity) as client:
             side.load(client, download)
             cost = half.cost_besides
             if example is not None:
@@ -343,7 +422,6 @@ def _step_memory(
     The gradients of the step before are alive until the backward pass begins, and the optimizer's state is there. The
     loss is the output, if that has a single number; otherwise all outputs get a gradient, as from a loss.
     """
-    example = as_input(client, example)
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def state_bytes() -> int:

@@ -15,6 +15,7 @@ from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
+from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 from lightning_spectral.nn.torch_modules import normalised_weights
@@ -176,10 +177,18 @@ class FIARSERound(Round):
 def largest_entries(weights: Mapping[str, Tensor], keep_ratio: float) -> dict[str, Tensor]:
     """Ascending flat indices of the ceil(r m) entries of largest magnitude among all m; of equal ones, the first.
 
+    Of weights without values the first entries, which cost as much: as many are sent, if all weights have one type.
+
     Example:
         >>> largest_entries({"a": torch.tensor([[3.0, -1.0]]), "b": torch.tensor([1.0, -4.0])}, 0.75)
         {'a': tensor([0, 1]), 'b': tensor([1])}
     """
+    if not all(map(has_values, weights.values())) and len({weight.dtype for weight in weights.values()}) == 1:
+        left, found = num_terms_for(sum(weight.numel() for weight in weights.values()), keep_ratio), {}
+        for name, weight in weights.items():
+            found[name] = weight.new_empty(min(left, weight.numel()), dtype=torch.int64)
+            left -= len(found[name])
+        return found
     magnitudes = torch.cat([weight.abs().flatten() for weight in weights.values()])
     num_held = num_terms_for(len(magnitudes), keep_ratio)
     threshold = magnitudes.kthvalue(len(magnitudes) - num_held + 1).values
@@ -240,8 +249,9 @@ class FIARSESide(DenseSide):
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
         """Apply a threshold, the smallest magnitude sent, in each step; do nothing if the client holds all weights."""
         held = held_entries(client, download.tensors)
-        smallest = [float(download.tensors[name].abs().min()) for name in held if download.tensors[name].numel()]
-        weights = [ThresholdedWeight(client.get_parameter(name), mask, min(smallest)) for name, mask in held.items()]
+        sent = [download.tensors[name] for name in held if download.tensors[name].numel()]
+        threshold = min((float(entries.abs().min()) for entries in sent if has_values(entries)), default=0.0)
+        weights = [ThresholdedWeight(client.get_parameter(name), mask, threshold) for name, mask in held.items()]
         vars(client)[THRESHOLDED] = weights
 
         def use() -> None:
@@ -261,7 +271,10 @@ class FIARSESide(DenseSide):
         for weight in vars(client).pop(THRESHOLDED, ()):
             weight.restore()  # from a step that was begun but not taken
         tensors, held = select_tensors(client, self.returned), held_entries(client, download.tensors)
-        return Upload(download.unit, {n: t[held[n]] if n in held else t for n, t in tensors.items()})
+        for name, mask in held.items():
+            whole, sent = tensors[name], download.tensors[name]
+            tensors[name] = whole[mask] if has_values(whole) else whole.new_empty(sent.shape)
+        return Upload(download.unit, tensors)
 
 
 def held_entries(client: nn.Module, tensors: Tensors) -> dict[str, Tensor]:

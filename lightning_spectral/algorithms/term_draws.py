@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
+from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.figures import group_discrepancy
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Key, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.sharding import ShardingStrategy
+from lightning_spectral.sharding import ShardingStrategy, TopN
 
 TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero
 
@@ -124,6 +125,9 @@ def plan_draws(
         cohort: The clients that take part.
         num_terms_of: How many terms of a matrix clients of a keep ratio hold, by its name; ceil(r N) if it has none.
     """
+    if not all(map(has_values, spectra.values())):  # only sizes are asked for, and those of any n terms are the same
+        spectra = {name: torch.arange(len(s), 0, -1, dtype=torch.float64) for name, s in spectra.items()}
+        strategy, design = TopN(), None
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
     weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
     drafts: list[tuple[str, float, Tensor, Tensor, Design]] = []

@@ -18,6 +18,7 @@ from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.zampling import (
     BYTES_PER_ENTRY,
     Clip,
@@ -318,7 +319,7 @@ class ZamplingRound(Round):
             self.probs = half.device_half.received(sent).to(self.probs)
         self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
         num_clients = sum(map(len, cohort.groups.values()))
-        self.bits = MeanBits(len(self.probs), num_clients, self.probs.device)
+        self.bits = MeanBits(self.probs, num_clients)
         self.dense = dense_mean(half.server, averaged_tensors(half.server, half.compressed, half.buffers), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
@@ -469,11 +470,12 @@ class ZamplingSide(ClientSide):
         """
         weights = sampled_weights(client)
         weights.rest()
-        if not bool(torch.isfinite(weights.scores).all()):
-            return Upload(download.unit, {}, left_out="not_finite")
-        trained, probs = weights.probs, self.received(download.tensors[PROBS])
-        moved = float((trained - probs).square().mean().sqrt())
-        logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
+        trained, probs, logged = weights.probs, self.received(download.tensors[PROBS]), {}
+        if has_values(trained):
+            if not bool(torch.isfinite(weights.scores).all()):
+                return Upload(download.unit, {}, left_out="not_finite")
+            moved = float((trained - probs).square().mean().sqrt())
+            logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
         bits = pack_bits(_drawn(trained, download))
         return Upload(download.unit, {BITS: bits, **select_tensors(client, self.dense)}, logged=logged)
 

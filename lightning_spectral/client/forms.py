@@ -377,7 +377,8 @@ class LocalOptimizer:
             before = list(one.param_groups)
             one.param_groups[:] = [self._group(before[group.index], group, made) for group in groups]
         for parameter, state in self._initial_state.items():
-            self.optimizer.state[parameter] = copy.deepcopy(state)
+            tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
+            self.optimizer.state[parameter] = copy.deepcopy(state, tensors)
 
     def _group(
         self, before: dict[str, Any], group: Group, made: dict[tuple[int, str], dict[str, Any]]

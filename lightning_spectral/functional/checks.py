@@ -4,10 +4,21 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from lightning_spectral.arguments import Number, Whole
 
 COHORT_SIZE = Number(at_least=1)  # any real number, e.g. Kish's effective number of clients
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has values, and not a size alone: neither fake tensors nor those on the meta device have any.
+
+    Example:
+        >>> has_values(torch.zeros(2)), has_values(torch.zeros(2, device="meta"))
+        (True, False)
+    """
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def as_magnitudes(values: Tensor, name: str) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, Whole
-from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
+from lightning_spectral.functional.checks import as_magnitudes, check_num_terms, has_values
 
 KEEP_RATIO = Number(above=0, at_most=1, hint="it is the share of singular terms a client holds")
 GRANULARITY = Whole(at_least=1)
@@ -152,7 +152,14 @@ def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def singular_terms(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular values ``(N,)`` of a weight, float64, and ``u`` and ``v`` as from `absorb`, in the weight's type."""
+    """Singular values ``(N,)`` of a weight, float64, and ``u`` and ``v`` as from `absorb`, in the weight's type.
+
+    Those of a weight without values have none either.
+    """
+    if not has_values(weight):
+        (rows, columns), new = weight_to_matrix(weight).shape, weight.new_empty
+        num_terms = min(rows, columns)
+        return new(num_terms, dtype=torch.float64), new(rows, num_terms), new(num_terms, columns)
     factors = factorize(weight)
     return factors.s, *absorb(factors, weight.dtype)
 

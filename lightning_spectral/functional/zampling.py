@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.functional.checks import has_values
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -122,8 +123,7 @@ BELOW_ONE = 1.0 - 2.0**-53
 
 def draw_bits(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw one bit for each probability, on the CPU and in float32, so that the bits do not depend on the device."""
-    uniforms = torch.rand(len(probs), dtype=torch.float32, generator=generator)
-    return _sent(uniforms, probs.device) < probs
+    return _uniforms(probs, torch.float32, generator) < probs
 
 
 def coordinated_uniforms(
@@ -174,9 +174,8 @@ def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None 
 
     0 and 1 are levels. The result has one row of `pack_bits` for each of the k <= 16 binary digits, highest first.
     """
-    uniforms = torch.rand(len(probs), dtype=torch.float64, generator=generator)
     top = 2**num_bits - 1
-    scaled = probs.double() * top + _sent(uniforms, probs.device)
+    scaled = probs.double() * top + _uniforms(probs, torch.float64, generator)
     levels = scaled.floor().clamp(max=top).long()  # the sum may round up to the next whole
     return torch.stack([pack_bits((levels >> k) & 1) for k in reversed(range(num_bits))])
 
@@ -198,9 +197,12 @@ def bit_entropy(probs: Tensor) -> Tensor:
     return nats / math.log(2)
 
 
-def _sent(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the CPU on a device, without waiting until it has finished its work: local steps draw bits, too."""
-    return values.to(device, non_blocking=device.type != "mps")  # which would not wait for the values either
+def _uniforms(probs: Tensor, dtype: torch.dtype, generator: torch.Generator | None) -> Tensor:
+    """A number in [0, 1) for each probability, drawn on the CPU; sent without waiting, since local steps draw, too."""
+    if not has_values(probs):
+        return torch.empty_like(probs, dtype=dtype)
+    drawn = torch.rand(len(probs), dtype=dtype, generator=generator)
+    return drawn.to(probs.device, non_blocking=probs.device.type != "mps")  # which would not wait for the values either
 
 
 def _shifts(device: torch.device) -> Tensor:
@@ -348,26 +350,26 @@ class InfluenceMatrix:
     def expand(self, z: Tensor) -> Tensor:
         """Weights w = Qz, shape ``(m,)``, with the dtype of z, or float32 if that is not a floating-point dtype."""
         z = z if z.is_floating_point() else z.float()
+        wide = _wide(z)
         if z.device.type != "cpu":
-            wide = _wide(z)
             return torch.mv(self._on_device(wide)[0], wide).to(z.dtype)
-        x = _wide(z)
-        weights = x.new_empty(self.num_rows)  # torch's, so that it counts in what a step holds
-        pieces = [self._kept @ x.numpy(), *(rows @ x.numpy() for _, rows in self._drawn_again())]
-        np.concatenate(pieces, out=weights.numpy())
+        weights = wide.new_empty(self.num_rows)  # torch's, so that it counts in what a step holds
+        if has_values(wide):
+            x = wide.numpy()
+            np.concatenate([self._kept @ x, *(rows @ x for _, rows in self._drawn_again())], out=weights.numpy())
         return weights.to(z.dtype)
 
     def pull_back(self, gradient: Tensor) -> Tensor:
         """The gradient of z from that of the weights, Q^T grad_w, shape ``(n,)``, in the same dtype."""
-        if gradient.device.type != "cpu":
-            wide = _wide(gradient)
-            return torch.mv(self._on_device(wide)[1], wide).to(gradient.dtype)
         wide = _wide(gradient)
-        total, g = wide.new_empty(self.num_columns), wide.numpy()
-        sums = total.numpy()
-        sums[:] = self._kept.T @ g[: self._kept.shape[0]]
-        for first_row, rows in self._drawn_again():
-            sums += rows.T @ g[first_row : first_row + rows.shape[0]]
+        if gradient.device.type != "cpu":
+            return torch.mv(self._on_device(wide)[1], wide).to(gradient.dtype)
+        total = wide.new_empty(self.num_columns)
+        if has_values(wide):
+            g, sums = wide.numpy(), total.numpy()
+            sums[:] = self._kept.T @ g[: self._kept.shape[0]]
+            for first_row, rows in self._drawn_again():
+                sums += rows.T @ g[first_row : first_row + rows.shape[0]]
         return total.to(gradient.dtype)
 
     def entries(self) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_spectral.arguments import Number
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.layers.terms import SingularTerms
-from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
+from lightning_spectral.nn.trace import Example, example_of, run_example
 from lightning_spectral.tables import Block, Tabular
 
 if TYPE_CHECKING:
@@ -272,7 +272,6 @@ def count_pass(module: nn.Module, example_input: Example) -> Cost:
         >>> counted.macs, counted.kept_values
         (1920, 160)
     """
-    example_input = as_input(module, example_input)
     leaves = (leaf if isinstance(leaf, PackedSequence) else (leaf,) for leaf in tree_leaves(example_input))
     others = _storages([*module.parameters(), *module.buffers(), *chain.from_iterable(leaves)])
     saved: dict[int, torch.UntypedStorage] = {}  # held, so that their memory is not used again during the pass
@@ -338,7 +337,7 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
 
 def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
-    return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
+    return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -376,6 +375,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:  # from data in Python; of real tensors, it is no operation
+            return result
         given = {storage._cdata for storage in _strided_storages((args, kwargs))}
         for storage in _strided_storages(result):
             key = storage._cdata

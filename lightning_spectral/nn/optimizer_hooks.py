@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_spectral.arguments import Number, check_fields, flag
 from lightning_spectral.errors import check_is
+from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.spectra import (
     TAU,
     effective_lr_factors,
@@ -146,8 +148,14 @@ class TermRates:
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now."""
         factors = [(layer, self.factors(layer)) for layer in self._layers]
-        clipped = [_of_both_vectors(layer, own) for layer, own in factors if bool((own < 1.0).any())]
+        clipped = [_of_both_vectors(layer, own) for layer, own in factors if self._clips(own)]
         self._scaled = [each for of_layer in clipped for each in of_layer]
+
+    def _clips(self, factors: Tensor) -> bool:
+        """Whether one is below 1. Without values, the largest terms count as too large, and multipliers as small."""
+        if not has_values(factors):
+            return self.clip_weight_lr < math.inf
+        return bool((factors < 1.0).any())
 
     def factors(self, layer: SingularTerms) -> Tensor:
         """The factor of each term that a layer holds, shape ``(n,)``."""

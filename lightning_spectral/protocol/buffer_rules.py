@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_spectral.arguments import OneOf, as_patterns, check_matches, first_match, matches_any
+from lightning_spectral.functional.checks import has_values
 
 Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
@@ -105,7 +106,7 @@ def buffer_rules(
     A user's rules come first. Of the other buffers, persistent ones of floating-point numbers are averaged, except for
     entries that are infinite when a fit starts, as running limits are: +inf follows the clients' minimum ever after,
     and -inf their maximum. So an attention mask stays as it is. A buffer that holds NaN keeps the server's value, as do
-    all others.
+    all others. Buffers without values count as finite.
 
     Args:
         module: The server's module.
@@ -172,7 +173,7 @@ def _decide(
             yield name, buffer, "server", "no checkpoint holds it"
         elif name in decided:
             yield name, buffer, decided[name], _VALUES
-        elif bool(torch.isfinite(buffer).all()):
+        elif _is_finite(buffer):
             yield name, buffer, "mean", ""
         else:
             signs = buffer.isneginf().to(torch.int8) - buffer.isposinf().to(torch.int8)
@@ -191,10 +192,14 @@ def _check_possible(name: str, buffer: Tensor, rule: Rule, persistent: bool) -> 
         )
     if rule == "mean" and not buffer.is_floating_point():
         raise ValueError(f"{asked} is of type {buffer.dtype} and has no mean; write 'min', 'max' or 'server'.")
-    if rule == "mean" and not bool(torch.isfinite(buffer).all()):
+    if rule == "mean" and not _is_finite(buffer):
         raise ValueError(f"{asked} holds values that are not finite and has no mean; write 'min', 'max' or 'server'.")
     if buffer.is_complex():
         raise ValueError(f"{asked} holds complex numbers, none of which is the smallest; write 'server'.")
+
+
+def _is_finite(buffer: Tensor) -> bool:
+    return not has_values(buffer) or bool(torch.isfinite(buffer).all())
 
 
 def _policy(rule: str | Tensor, why: str, is_unit: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -186,21 +187,21 @@ def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
 
 
 class MeanBits(RunningMean):
-    """Weighted mean over clients of vectors of n bits, whose counts are kept on a device.
+    """Weighted mean over clients of vectors of n bits, of the shape and on the device of ``like``.
 
     Weights are whole numbers of steps (`Weights`), so sums of them are exact.
 
     Example:
-        >>> mean = MeanBits(2, total_weight=4)
+        >>> mean = MeanBits(torch.zeros(2), total_weight=4)
         >>> mean.add(torch.tensor([True, False]), weight=1)
         >>> mean.add(torch.tensor([True, True]), weight=3)
         >>> mean.finish().tolist()
         [1.0, 0.75]
     """
 
-    def __init__(self, num_bits: int, total_weight: float, device: torch.device | str = "cpu") -> None:
+    def __init__(self, like: Tensor, total_weight: float) -> None:
         super().__init__(total_weight)
-        self.ones = torch.zeros(num_bits, dtype=torch.int64, device=device)
+        self.ones = torch.zeros_like(like, dtype=torch.int64)
 
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         """For each bit, the weight of the clients in which it is 1, in steps."""
@@ -297,12 +298,17 @@ class MeanChange(RunningMean):
         self._dims = {name: dim or 0 for name, dim in by_index.items()}
         flat = {n for n, t in before.items() if by_index.get(n, None if t.is_contiguous() else 0) is None}
         self._rows = {name: tensor.reshape(-1) if name in flat else tensor for name, tensor in before.items()}
-        self._largest = largest_magnitudes(before)
-        self._units = {
-            n: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for n, x in self._largest.items()
-        }
-        self._sums = {n: torch.zeros(t.shape, dtype=torch.int64, device=t.device) for n, t in self._rows.items()}
+        self._sums = {n: t.new_zeros(t.shape, dtype=torch.int64) for n, t in self._rows.items()}
         self.held = {name: self._sums[name].new_zeros(self._sums[name].shape[dim]) for name, dim in self._dims.items()}
+
+    @cached_property
+    def _largest(self) -> Mapping[str, float]:
+        return largest_magnitudes(self.before)
+
+    @cached_property
+    def _units(self) -> Mapping[str, float]:
+        magnitudes = self._largest.items()
+        return {name: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for name, x in magnitudes}
 
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]

@@ -1,6 +1,8 @@
 """What the table of costs says is what rounds send, what a client holds and what torch counts; and how it reads."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,10 @@ from toy_models import LitFrozenParts, LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral import cost_table, largest_that_fits
-from lightning_spectral.algorithms.costs import NEEDS
+from lightning_spectral.algorithms import costs
+from lightning_spectral.algorithms.costs import NEEDS, last_within
+from lightning_spectral.functional import spectra
+from lightning_spectral.models import CharTransformer
 from lightning_spectral.nn.cost import show_bytes, show_count
 from lightning_spectral.nn.zampling import Compression, Compressions
 
@@ -413,3 +418,197 @@ class TestBudgets:
     def test_exactly_one_budget_is_given(self, budgets: Any) -> None:
         with pytest.raises(ValueError, match=r"exactly one of budget_bytes, .*budget_macs, budget_params"):
             largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, **budgets)
+
+
+class Recurrent(nn.Module):
+    """An LSTM, whose kernel alone knows the size of its workspace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm, self.head = nn.Embedding(9, 12), nn.LSTM(12, 16, 2), nn.Linear(16, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(x))[0])
+
+
+NETWORKS: dict[str, tuple[Any, Tensor]] = {
+    "mlp": (mlp, EXAMPLE),
+    "cnn": (LitMany, EXAMPLE),
+    "gpt": (lambda: CharTransformer(9, 8, 16, 2, num_layers=1), torch.zeros(3, 8, dtype=torch.long)),
+    "lstm": (Recurrent, torch.zeros(5, 3, dtype=torch.long)),
+}
+EVERY_KIND: dict[str, tuple[Any, list[float]]] = {
+    "fedavg": (ls.FedAvg(), [1]),
+    "scaffold": (ls.Scaffold(), [1]),
+    "stale": (ls.StaleUpdates(), [1]),
+    **{type(s).__name__: (ls.SpectralSharding(s), [0.2, 1]) for s in (ls.TopN(), ls.PriSM(), ls.Unbiased())},
+    "collective": (ls.SpectralSharding(aggregation=ls.algorithms.MatrixMeans()), [0.2, 1]),
+    "outputs": (spectral(output_ratio=0.5), [0.2, 1]),
+    "heterofl": (ls.WidthSharding(ls.RandomChannels(), scaler=True), [0.3, 1]),
+    "fjord": (ls.WidthSharding(keep_ratio=1.0, step_widths=[0.5, 1.0]), [0.5, 1]),
+    "fiarse": (ls.FIARSE(), [0.2, 1]),
+    "zampling": (ls.Zampling(1), [4, 9]),
+    "rounded": (ls.Zampling(1, downlink_bits=5, coordinated=True), [4]),
+    "fedpm": (ls.Zampling.fed_pm(), [1]),
+    "lora": (ls.LoRA(), [1, 2]),
+    "folded": (ls.LoRA(aggregation=ls.algorithms.FoldedTerms()), [1, 2]),
+}
+
+
+class TestWithoutValues:
+    """Counted on fake tensors, an algorithm costs what it costs on the module's own."""
+
+    @pytest.fixture
+    def with_values(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Count on the module's own tensors, as where fake ones will not do."""
+
+        def counted(*args: Any, **options: Any) -> Any:
+            with monkeypatch.context() as patch:
+                patch.setattr(costs, "FakeTensors", lambda: None)
+                return cost_table(*args, **options)
+
+        return counted
+
+    @pytest.fixture
+    def no_values(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing may be counted on the module's own tensors."""
+        count = costs._Counted._of_rounds
+
+        def on_fakes(self: Any, choice: Any, keep_ratios: Any, example: Any, fakes: Any) -> Any:
+            assert fakes is not None, "counted with values"
+            return count(self, choice, keep_ratios, example, fakes)
+
+        monkeypatch.setattr(costs._Counted, "_of_rounds", on_fakes)
+
+    @pytest.mark.parametrize(
+        ("network", "name"),
+        [
+            *(("mlp", name) for name in EVERY_KIND),
+            *((network, name) for network in ("cnn", "gpt", "lstm") for name in ("Unbiased", "fjord", "zampling")),
+            *((network, "folded") for network in ("cnn", "gpt")),
+        ],
+    )
+    def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
+        """The weights are large, so that spectral sharding bounds the learning rates of their terms."""
+        (make, example), (algorithm, capacities) = NETWORKS[network], EVERY_KIND[name]
+        module = seeded(make)
+        module.example_input_array = example
+        for weight in module.parameters():
+            weight.data.mul_(30)
+        options = {"optimizer": torch.optim.Adam([p for p in module.parameters() if p.requires_grad])}
+        expected = with_values(module, algorithm, capacities, example, **options)
+        request.getfixturevalue("no_values")
+        assert cost_table(module, algorithm, capacities, example, **options) == expected
+
+    @pytest.mark.usefixtures("no_values")
+    @pytest.mark.parametrize("name", EVERY_KIND)
+    def test_a_module_on_the_meta_device_costs_what_it_costs_on_the_cpu(self, name: str) -> None:
+        algorithm, capacities = EVERY_KIND[name]
+        tables = []
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                module = mlp()
+            module.example_input_array = EXAMPLE
+            tables.append(cost_table(module, algorithm, capacities, EXAMPLE))
+        assert tables[0] == tables[1]
+
+    @pytest.mark.usefixtures("no_values")
+    @pytest.mark.parametrize("name", ["scaffold", "Unbiased", "outputs", "fiarse", "zampling", "rounded", "folded"])
+    def test_a_model_of_billions_of_parameters_has_a_table(self, name: str) -> None:
+        """Three weights of 10 GiB each: not one of them fits the tests' memory."""
+        algorithm, capacities = EVERY_KIND[name]
+        with torch.device("meta"):
+            module = nn.Sequential(*(nn.Linear(50_000, 50_000) for _ in range(3)))
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        table = cost_table(module, algorithm, capacities, torch.zeros(2, 50_000), optimizer=sgd)
+        assert table.full.parameters == 3 * (50_000**2 + 50_000)
+        assert table.full.gradient_bytes == 4 * table.full.parameters
+
+    @pytest.mark.parametrize("forward", ["branch", "closure"])
+    def test_a_module_that_looks_at_values_is_counted_with_them(self, forward: str, with_values: Any) -> None:
+        def make() -> nn.Module:
+            class Looks(nn.Sequential):
+                def forward(self, x: Tensor) -> Tensor:
+                    if forward == "branch":
+                        return self[1](self[0](x)) if x.sum() == 0 else x
+                    return self[1](x @ weight.T)
+
+            module = Looks(nn.Linear(6, 8), nn.Linear(8, 3))
+            weight = module[0].weight
+            return module
+
+        module = make()
+        assert cost_table(module, ls.FIARSE(), [0.5], EXAMPLE) == with_values(module, ls.FIARSE(), [0.5], EXAMPLE)
+        with torch.device("meta"):
+            module = make()
+        with pytest.raises(ValueError, match=r"Looks is on the meta device, and what it costs depends on values"):
+            cost_table(module, ls.FIARSE(), [0.5], EXAMPLE)
+
+    def test_what_is_refused_is_refused_on_the_meta_device_as_well(self) -> None:
+        with torch.device("meta"):
+            module = mlp()
+        with pytest.raises(ValueError, match="`rank` must be at most 6 for the layer '0'"):
+            cost_table(module, ls.LoRA(), [7], EXAMPLE)
+
+    def test_values_still_decide_which_layers_are_sharded_and_which_buffers_travel(self, with_values: Any) -> None:
+        module = seeded(LitMany)
+        nn.init.zeros_(module.net[2].weight)  # stays whole, for want of rank
+        module.register_buffer("low", torch.full((5,), torch.inf))
+        table = cost_table(module, ls.SpectralSharding(), [0.2], EXAMPLE)
+        assert table == with_values(module, ls.SpectralSharding(), [0.2], EXAMPLE)
+        assert (
+            table.at[0.2].parameters > cost_table(LitMany(), ls.SpectralSharding(), [0.2], EXAMPLE).at[0.2].parameters
+        )
+
+    @pytest.mark.usefixtures("no_values")
+    def test_an_answer_for_memory_factorises_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(weight: Tensor) -> None:
+            raise AssertionError("factorised")
+
+        monkeypatch.setattr(spectra, "factorize", refuse)
+        module = mlp()
+        options = {"memory": "10 kB", "optimizer": torch.optim.Adam(module.parameters())}
+        assert 0 < largest_that_fits(module, ls.SpectralSharding(), EXAMPLE, **options) < 1
+
+    def test_a_table_of_resnet_18_makes_no_copy_of_it(self) -> None:
+        """In a process of its own, whose peak grows by less than the module's size; one sub-model has as much."""
+        done = subprocess.run([sys.executable, "-c", RESNET_18], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        grown, size = map(int, done.stdout.split())
+        assert grown < size
+
+
+RESNET_18 = """
+import resource, torch, lightning_spectral as ls
+from lightning_spectral.models import ResNet18
+
+torch.set_num_threads(1)
+net, images = ResNet18(), torch.zeros(8, 3, 32, 32)
+ls.cost_table(torch.nn.Linear(2, 2), ls.FedAvg(), [1], torch.zeros(1, 2))  # imports what it needs
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+cases = [(ls.Zampling(), [2]), (ls.SpectralSharding(), [1.0]), (ls.FIARSE(), [0.5]), (ls.Scaffold(), [1])]
+for algorithm, capacities in cases:
+    ls.cost_table(net, algorithm, capacities, images)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(1024 * (after - before), sum(p.nbytes for p in net.parameters()))
+"""
+
+
+@pytest.mark.parametrize("num", [2, 3, 10, 1000])
+@pytest.mark.parametrize(
+    "need",
+    [lambda i: 8 * i, lambda i: i * i, lambda i: i // 8, lambda i: 2**i, lambda i: 7 * i + i * i % 13],
+    ids=["even", "square", "steps", "powers", "neither"],
+)
+def test_an_index_within_a_budget_is_followed_by_one_beyond(need: Any, num: int) -> None:
+    """Whatever the needs are; where they grow evenly, a handful are asked for."""
+    for index in range(0, num - 1, max(1, num // 50)):
+        budget, asked = need(index), set[int]()
+        if not need(0) <= budget < need(num):
+            continue
+        found = last_within(budget, lambda i, asked=asked: asked.add(i) or need(i), num)
+        assert need(found) <= budget < need(found + 1)
+        assert len(asked) <= 2 + 4 * math.log2(num)
+        if [need(1), need(2)] == [8, 16]:
+            assert found == index
+            assert len(asked) <= 4

@@ -574,7 +574,7 @@ def random_bits(weights: Iterable[float]) -> list[tuple[Tensor, float]]:
 
 
 def bits_of(added: Iterable[tuple[Tensor, float]], total: float) -> MeanBits:
-    mean = MeanBits(N, total)
+    mean = MeanBits(torch.zeros(N), total)
     for bits, weight in added:
         mean.add(bits, weight)
     return mean
@@ -627,10 +627,10 @@ def test_smoothing_adds_pseudo_counts_of_both_outcomes(prior: float) -> None:
 
 
 def test_without_clients_the_mean_is_0_and_the_smoothed_one_a_half() -> None:
-    assert MeanBits(2, total_weight=3.0).finish().tolist() == [0.0, 0.0]
-    assert MeanBits(2, total_weight=3.0).finish(prior=1.0).tolist() == [0.5, 0.5]
+    assert MeanBits(torch.zeros(2), total_weight=3.0).finish().tolist() == [0.0, 0.0]
+    assert MeanBits(torch.zeros(2), total_weight=3.0).finish(prior=1.0).tolist() == [0.5, 0.5]
 
 
 def test_one_bit_is_not_broadcast_to_all() -> None:
     with pytest.raises(ValueError, match=r"Bits of shape \(3,\) are averaged, got \(1,\)"):
-        MeanBits(3, total_weight=1).add(torch.tensor([True]), weight=1)
+        MeanBits(torch.zeros(3), total_weight=1).add(torch.tensor([True]), weight=1)

@@ -95,7 +95,7 @@ class AdapterRound(ABC):
     def rest(self, terms: Tensor) -> dict[str, Tensor]:
         """The factors of all terms but some, by their order; nothing if there are no others."""
         A, B = self.opened.A, self.opened.B
-        others = torch.ones(len(A), dtype=torch.bool, device=A.device).index_fill_(0, terms, False)
+        others = torch.ones(len(A), dtype=torch.bool, device=A.device).index_fill_(0, terms, False).nonzero().squeeze(1)
         return {"A": A[others], "B": B[:, others]} if len(terms) < len(A) else {}
 
     @abstractmethod
@@ -591,5 +591,5 @@ def term_sizes(B: Tensor, A: Tensor) -> Tensor:
         tensor([6., 6.], dtype=torch.float64)
     """
     sizes = B.double().norm(dim=0) * A.double().norm(dim=1)
-    live = sizes[sizes > 0]
-    return torch.where(sizes > 0, sizes, live.min() if len(live) else 1.0)
+    smallest = torch.where(sizes > 0, sizes, torch.inf).min()
+    return torch.where(sizes > 0, sizes, torch.where(smallest < torch.inf, smallest, 1.0))

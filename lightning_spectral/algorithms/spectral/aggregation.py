@@ -5,6 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -141,13 +142,17 @@ class MeanOfMatrices(LayerMean):
         super().__init__(u, v, held_rows)
         of_terms, zero = v[:, 0], u.new_zeros(())
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
-        self._before = tuple(largest_magnitudes({"u": u, "v": v}).values())
         self.running = sum_of({"holders": of_terms, "multiples": of_terms, "matrix": matrix}, cohort)
 
     @property
     def visited(self) -> Tensor:
         _, holders = next(self.running.finish())
         return holders > 0
+
+    @cached_property
+    def _before(self) -> tuple[float, ...]:
+        """The largest magnitude of each factor before training."""
+        return tuple(largest_magnitudes({"u": self.u, "v": self.v}).values())
 
     def add(self, client: TrainedTerms, weight: float) -> None:
         omega = client.multipliers().double()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 Narrow = Callable[..., Tensor | None]
 SubclassT = TypeVar("SubclassT", bound=Tensor)
@@ -80,9 +82,19 @@ def as_subclass(tensor: Tensor, subclass: type[SubclassT]) -> SubclassT:
     """The tensor as an instance of a subclass, with its gradients.
 
     torch before 2.6 can do so neither inside a `TorchDispatchMode`, such as a counter of operations, nor in a compiled
-    function. Later versions switch off such modes for this call themselves.
+    function. Later versions switch off such modes for this call themselves. None of them makes other subclasses of a
+    fake tensor.
     """
+    if isinstance(tensor, FakeTensor) and subclass is not Tensor:
+        alias: Any = tensor.view_as(tensor)
+        alias.__class__ = _fake(subclass)
+        return cast("SubclassT", alias)
     return _outside_of_modes(tensor, subclass) if BEFORE_2_6 else tensor.as_subclass(subclass)
+
+
+@cache
+def _fake(subclass: type[Tensor]) -> type[Tensor]:
+    return type(subclass.__name__, (subclass, FakeTensor), {})
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_spectral.functional.checks import has_values
 from lightning_spectral.nn.layers.conv import (
     SpectralShardedConv1d,
     SpectralShardedConv2d,
@@ -152,11 +153,12 @@ def missing_rank(layer: nn.Module, blocks: Iterable[WeightBlock]) -> str | None:
 
     A term of size zero has no gradient, so the rank of a sharded matrix never grows. Zeros would stay zeros, and a
     constant matrix would stay of rank one. Other weights of low rank, such as truncated ones, are low on purpose.
+    Weights without values count as having full rank.
     """
     blocks = list(blocks)
     for block in blocks:
         matrix = block.matrix(layer.get_parameter(block.parameter).detach())
-        first = matrix[0, 0] if matrix.numel() else None
+        first = matrix[0, 0] if matrix.numel() and has_values(matrix) else None
         if first is None or not (bool((matrix == first).all()) and bool(torch.isfinite(first))):
             continue  # not all entries are the same
         if (rank := int(bool(first))) < min(2, block.num_singular):

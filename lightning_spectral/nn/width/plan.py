@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -75,10 +77,10 @@ class WidthPlan(Tabular):
         """Number of labels, including the label of entries that stay."""
         return 1 + sum(group.num_units for group in self.groups)
 
-    def indices(self, kept: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
+    def indices(self, kept: Mapping[str, Any]) -> dict[str, tuple[Tensor, ...]]:
         """The indices that stay along each dimension of each tensor that is cut, ascending.
 
-        ``kept`` has, for each group by name, the units that stay, shape ``(n,)``.
+        ``kept`` has, for each group by name, the units that stay, shape ``(n,)``: an array, or a tensor on the CPU.
 
         Example:
             >>> from torch import nn
@@ -87,19 +89,16 @@ class WidthPlan(Tabular):
             >>> plan.indices({"0": torch.tensor([0, 2])})["2.weight"]
             (tensor([0]), tensor([0, 2]))
         """
-        stays = torch.zeros(self.num_labels, dtype=torch.bool)
+        stays = np.zeros(self.num_labels, bool)  # with numpy: indices have values where tensors have none
         stays[0] = True
         for group in self.groups:
-            stays[group.first_label + kept[group.name]] = True
-        return {name: tuple(stays[dim].nonzero().squeeze(1) for dim in dims) for name, dims in self._as_tensors.items()}
+            stays[group.first_label + np.asarray(kept[group.name])] = True
+        found = {name: map(np.flatnonzero, (stays[dim] for dim in dims)) for name, dims in self.labels.items()}
+        return {name: tuple(map(torch.from_numpy, dims)) for name, dims in found.items()}
 
-    @cached_property
-    def _as_tensors(self) -> dict[str, tuple[Tensor, ...]]:
-        return {name: tuple(map(torch.from_numpy, dims)) for name, dims in self.labels.items()}
-
-    def first(self, keep_ratio: float) -> dict[str, Tensor]:
+    def first(self, keep_ratio: float) -> dict[str, NDArray[np.int64]]:
         """The first units of each group, as many as a client with this keep ratio holds."""
-        return {group.name: torch.arange(group.num_kept(keep_ratio)) for group in self.groups}
+        return {group.name: np.arange(group.num_kept(keep_ratio)) for group in self.groups}
 
     def num_parameters(self, module: nn.Module, keep_ratio: float) -> int:
         """Number of parameters of a sub-model of ``module``."""
@@ -117,7 +116,7 @@ class WidthPlan(Tabular):
                     "of this module with `width_plan`."
                 )
 
-    def positions(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def positions(self, kept: Mapping[str, Any]) -> dict[str, Tensor]:
         """Positions of each small tensor's entries in the flattened whole one; tensors that stay whole are left out."""
         found = {}
         for name, dims in self.indices(kept).items():

@@ -145,9 +145,7 @@ class Problem:
     trail: Sequence[Labels]  # labels of channels that may be at fault, the likeliest first
 
 
-def problem_of(
-    module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, torch.Tensor]
-) -> Problem | None:
+def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mapping[str, Any]) -> Problem | None:
     """The problem with a module, in evaluation mode, that keeps only some units of each group; ``None`` if it works."""
     indices = plan.indices(kept)
     known = {

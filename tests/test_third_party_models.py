@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitNet
 
 import lightning_spectral as ls
+from lightning_spectral.nn.cost import count_pass
 
 
 class LitLogits(LitNet):
@@ -98,3 +99,11 @@ def test_a_model_with_autograd_functions_of_its_own_has_a_cost_table() -> None:
     model = transformers().ReformerModel(transformers().ReformerConfig(**sizes, **axes, **local))
     table = ls.cost_table(model, ls.SpectralSharding(), [0.5], {"input_ids": torch.randint(50, (2, 32))})
     assert "0.5" in str(table)
+
+
+def test_attention_is_masked_as_in_training_where_costs_are_counted() -> None:
+    """Given fake tensors, transformers would build a mask that it leaves out if nothing is padded."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    model = transformers().LlamaForCausalLM(transformers().LlamaConfig(vocab_size=50, **sizes))
+    example = {"input_ids": torch.randint(50, (2, 16)), "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    assert ls.cost_table(model, ls.FedAvg(), [1], example).full.kept_bytes == count_pass(model, example).kept_bytes

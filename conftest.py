@@ -7,6 +7,7 @@ NEED_FLOWER = [
     "lightning_spectral/network/flower.py",
     "lightning_spectral/network/kit.py",
     "lightning_spectral/network/local_network.py",
+    "lightning_spectral/network/supernode.py",
     "tests/loopback_app.py",
     "tests/other_packages_app.py",
 ]

@@ -2,10 +2,11 @@
 
     python benchmarks/network.py cnn
 
-Needs an environment with Flower (constraints-network.txt). One SuperLink and three SuperNodes run all contenders, one
-after another, in turns. The table shows, per contender, seconds of a round (the median of the differences between a
-long run and a short one, so that starting the run does not count), bytes over loopback in a round, and the largest
-resident memory of the server's process and of a device's.
+Needs an environment with Flower (constraints-network.txt). A kit's SuperLink and three of its devices run ours, another
+SuperLink and three of Flower's own SuperNodes theirs, one contender after another, in turns. The table shows, per
+contender, seconds of a round (the median of the differences between a long run and a short one, so that starting the
+run does not count), bytes over loopback in a round, and the largest resident memory of the server's process and of a
+device's.
 """
 
 import argparse
@@ -61,11 +62,11 @@ def loopback_bytes():
 
 
 class PeakMemory(threading.Thread):
-    """Watches the resident memory of the processes of server and devices, in MiB."""
+    """Watches the resident memory of the processes of server and devices of a network, in MiB."""
 
-    def __init__(self):
+    def __init__(self, network):
         super().__init__(daemon=True)
-        self.peaks, self.going = dict.fromkeys(PROCESSES, 0), True
+        self.folder, self.peaks, self.going = str(network.folder).encode(), dict.fromkeys(PROCESSES, 0), True
 
     def run(self):
         while self.going:
@@ -73,7 +74,7 @@ class PeakMemory(threading.Thread):
                 try:
                     command = (folder / "cmdline").read_bytes()
                     kind = next((kind for kind, parts in PROCESSES.items() if any(p in command for p in parts)), None)
-                    if kind:
+                    if kind and self.folder in (folder / "environ").read_bytes():
                         status = (folder / "status").read_text()
                         peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
                         self.peaks[kind] = max(self.peaks[kind], peak // 1024)
@@ -82,21 +83,29 @@ class PeakMemory(threading.Thread):
             time.sleep(0.2)
 
 
-def run(network, app, rounds, algorithm):
+class FlowersOwn(LocalNetwork):
+    """A network whose SuperNodes are as Flower starts them."""
+
+    def start(self, name, command, environment=None):
+        options = command[3:]  # of python -m
+        return super().start(name, ["flower-supernode", *options] if "node-" in name else command, environment)
+
+
+def run(network, rounds, algorithm):
     """Seconds and bytes of one run."""
     config = f'rounds={rounds} algorithm="{algorithm}"'
     start, before = time.monotonic(), loopback_bytes()
-    printed = network.run(["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", config])
+    printed = network.run(["flwr", "run", str(network.folder / "app"), "server", "--stream", "--run-config", config])
     if not any(end in printed for end in ENDS):
         raise RuntimeError(printed)
     return time.monotonic() - start, loopback_bytes() - before
 
 
-def measure(network, app, algorithm):
+def measure(network, algorithm):
     """Seconds and bytes of a round, and the peaks of memory."""
-    watch = PeakMemory()
+    watch = PeakMemory(network)
     watch.start()
-    short, long = (run(network, app, rounds, algorithm) for rounds in (SHORT, LONG))
+    short, long = (run(network, rounds, algorithm) for rounds in (SHORT, LONG))
     watch.going = False
     seconds, sent = ((b - a) / (LONG - SHORT) for a, b in zip(short, long, strict=True))
     return seconds, sent, watch.peaks["server"], watch.peaks["device"]
@@ -108,20 +117,23 @@ def main():
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
-    for app, device in APP_FILES.items():
-        shutil.copytree(APPS, folder / app)
-        (folder / app / "pyproject.toml").write_text(PYPROJECT.format(app=app, device=device, clients=CLIENTS))
     environment = {
         "BENCHMARK_MODEL": arguments.model,
         "PYTHONPATH": f"{Path(__file__).parent.parent}{os.pathsep}{APPS}",
     }
     found = {name: [] for name in CONTENDERS}
-    with LocalNetwork(folder, environment) as network:
-        for client in range(CLIENTS):
-            network.add_node(str(client))
+    ours, flowers = LocalNetwork(folder / "ours", environment), FlowersOwn(folder / "flowers", environment)
+    with ours, flowers:
+        networks = {"ours": ours, "flowers": flowers}
+        for app, network in networks.items():
+            shutil.copytree(APPS, network.folder / "app")
+            pyproject = PYPROJECT.format(app=app, device=APP_FILES[app], clients=CLIENTS)
+            (network.folder / "app" / "pyproject.toml").write_text(pyproject)
+            for client in range(CLIENTS):
+                network.add_node(str(client))
         for _ in range(arguments.turns):
             for name, (app, algorithm) in CONTENDERS.items():
-                found[name].append(measure(network, app, algorithm))
+                found[name].append(measure(networks[app], algorithm))
                 print(f"{name}: {found[name][-1][0]:.1f} s a round", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     rows = [(name, *_columns(turns, found["Flower's FedAvg"])) for name, turns in found.items()]

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-# Flower's error codes that do not say that the code on the device failed
-REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out"}
+# Flower's error codes that do not say that the code on the device failed; that runs in a worker, so what stopped
+# responding (8) was killed
+REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out", 8: "dropped_out"}
 AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
 # what a run's configuration may say to RemoteClients

@@ -253,7 +253,8 @@ class Kit:
         options.append(f'--node-config=client="{name}" {node_config}'.rstrip())
         environment = self._environment(folder / "flwr")
         # A SuperNode that has crashed is refused until the server has missed it for a minute, and ends.
-        return Service(f"Flower's SuperNode {name}", folder, [_program("flower-supernode"), *options], environment, 15)
+        command = [sys.executable, "-m", "lightning_spectral.network.supernode", *options]
+        return Service(f"Flower's SuperNode {name}", folder, command, environment, 15)
 
     def _environment(self, home: Path) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"

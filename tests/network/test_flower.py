@@ -18,7 +18,11 @@ from fake_line import data_of_node, toy_client_data
 from federation import same_state, seeded
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
+from flwr.supercore.superexec import run_superexec
+from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import start_client_internal
 from hypothesis import given
 from hypothesis import strategies as st
 from other_process import toy_data
@@ -26,7 +30,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 import lightning_spectral.network as net
-from lightning_spectral.network import flower, local_network
+from lightning_spectral.network import flower, local_network, supernode
 from lightning_spectral.network.device import answered, service_of
 from lightning_spectral.network.flower import LARGE, FlowerLine, as_records, parts_of
 from lightning_spectral.network.line import Question
@@ -91,7 +95,7 @@ def test_what_is_not_a_part_is_left_out() -> None:
     assert parts_of(RecordDict({"small": ConfigRecord({"text": "no bytes"}), "other": ConfigRecord({})})) == {}
 
 
-@pytest.mark.parametrize(("code", "reason"), [(2, "error"), (8, "error"), (4, "late"), (5, "dropped_out")])
+@pytest.mark.parametrize(("code", "reason"), [(2, "error"), (8, "dropped_out"), (4, "late"), (5, "dropped_out")])
 def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
     grid = FakeGrid(lambda message, context: Message(Error(code=code, reason="why"), reply_to=message), {7: {}})
     line = FlowerLine(grid)
@@ -273,6 +277,40 @@ def test_what_the_run_says_comes_before_what_the_app_says(name: str, quiet: Any)
     grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {7: {"client": "0"}})
     with pytest.raises(ValueError, match=f"`{name}` must be .*, got -1"):
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={name: -1}))
+
+
+def test_a_node_waits_for_a_message_at_most_a_fifth_longer_than_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, slept = supernode.Pauses(), list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for _ in range(2):
+        slept.clear()
+        pauses.sleep(0.5)  # for its own answer
+        waited = 0.0
+        for _ in range(40):
+            pauses.sleep(3.0)
+            assert slept[-1] <= min(3.0, supernode.SHORTEST * supernode.GROWTH + 0.2 * waited) + 1e-9
+            waited += slept[-1]
+        assert slept[-1] == 3.0
+
+
+def test_what_a_node_replaces_in_flower_is_there() -> None:
+    assert start_client_internal.time is time
+    assert run_superexec.get_executor("subprocess").__class__ is supernode.ForkingExecutor.__base__
+
+
+def test_the_program_for_a_message_runs_in_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(address: str, token: str, insecure: bool, parent_pid: int | None) -> None:
+        (tmp_path / "said").write_text(f"{address} {token} {insecure} {parent_pid} {os.getppid()}")
+
+    monkeypatch.setattr(supernode, "run_clientapp", program)
+    executor = supernode.ForkingExecutor()
+    spec = ExecutionSpec(TaskType.CLIENT_APP, "127.0.0.1:9", "a token", True, None, False, 7, False, 1)
+    assert executor.launch(spec).status == "accepted"
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    executor.reconcile()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+    assert (tmp_path / "said").read_text() == f"127.0.0.1:9 a token True 7 {os.getpid()}"
 
 
 # starts another in a session of its own, which starts a third; both ignore that they are asked to end

@@ -72,7 +72,7 @@ def test_a_kit_can_be_extended(kit: Kit) -> None:
     Kit(kit.folder, "server.example:9443").write(["ward-3"])
     assert all(path.read_bytes() == data for path, data in before.items())
     assert (kit.folder / "ward-3" / "ca.crt").read_bytes() == (kit.folder / "server" / "ca.crt").read_bytes()
-    ports = [int(command(unit)[4].removeprefix("--port=")) for unit in sorted(kit.folder.glob("ward-*/*.service"))]
+    ports = [int(command(unit)[6].removeprefix("--port=")) for unit in sorted(kit.folder.glob("ward-*/*.service"))]
     assert ports == [9094, 9095, 9096]  # so that several can be tried on one machine
 
 

@@ -221,7 +221,7 @@ def test_a_link_that_is_down_for_a_while_changes_no_bit(machines: Machines, tmp_
 def test_a_device_that_was_killed_comes_back_by_itself(machines: Machines, tmp_path: Path) -> None:
     log = machines.start("server", *a_run(machines, tmp_path, rounds=99))
     wait_for(lambda: "round 0: in, in, in" in log.read_text())
-    machines.kill("2", "flower-supernode", "flower-superexec", "flwr-clientapp")
+    machines.kill("2", "lightning_spectral.network.supernode")
     wait_for(lambda: re.search("dropped_out, in, in.*: in, in, in", log.read_text(), re.DOTALL) is not None)
     assert "Failed to activate SuperNode" in machines.log_of("2", "supernode")  # until the server had missed it
     machines.kill("server", "flwr", "flwr-serverapp")
@@ -247,7 +247,7 @@ def test_another_authority_and_a_strangers_key_are_refused(machines: Machines) -
     for why in ("certificate verify failed", "Failed to activate SuperNode"):
         log = machines.start("stranger", *flwr(machines, *shlex.split(line), home=machines.site))
         wait_for(lambda log=log, why=why: why in log.read_text())  # type: ignore[misc]
-        machines.kill("stranger", "flower-supernode")
+        machines.kill("stranger", "lightning_spectral.network.supernode")
         shutil.copy(machines.machines / "server" / "kit" / "server" / "ca.crt", own)
 
 

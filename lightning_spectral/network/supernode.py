@@ -1,0 +1,87 @@
+"""A device's SuperNode: Flower's own, but for how often it looks for messages, and how it starts its program for them.
+
+Flower's looks every three seconds, and its program, of which a message starts one, imports for a second before it does
+anything; no option changes either. Here a message waits at most a fifth longer than it must, and the program runs in a
+fork of a process that has imported it. A kit's devices run this; ``flower-supernode`` in its place is as right.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from argparse import ArgumentParser
+from contextlib import suppress
+from typing import Any
+
+from lightning_spectral.errors import from_extra
+
+with from_extra("network"):
+    from flwr.supercore.cli import flower_superexec
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.superexec import run_superexec
+    from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+    from flwr.supercore.superexec.executor.types import ExecutionSpec, LaunchResult
+    from flwr.supernode import start_client_internal
+    from flwr.supernode.cli import flower_supernode
+    from flwr.supernode.runtime.run_clientapp import run_clientapp
+
+SHORTEST, GROWTH = 0.1, 1.2  # seconds of the first pause without a message, and by how much each is longer
+AT_HOME = 0.25  # seconds between two looks whether the SuperNode has a message, on the device itself
+
+
+class Pauses:
+    """Stands for the module ``time`` in Flower's loop, whose pauses grow from an answer on to the three seconds."""
+
+    def __init__(self) -> None:
+        self._next = SHORTEST
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, at most as long as Flower would: half a second for an answer of the device, three for a message."""
+        if seconds < 1.0:
+            self._next = SHORTEST
+        pause, self._next = self._next, self._next * GROWTH
+        time.sleep(min(pause, seconds))
+
+
+class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
+    """Runs Flower's program for a message in a fork of this process."""
+
+    def launch(self, spec: ExecutionSpec) -> LaunchResult:
+        """Start the program."""
+        if spec.task_type != TaskType.CLIENT_APP:
+            return super().launch(spec)
+        if os.fork() == 0:
+            try:
+                run_clientapp(spec.runtime_api_address, spec.token, spec.insecure, parent_pid=spec.parent_pid)
+            finally:
+                os._exit(0)
+        return LaunchResult.accepted()
+
+    def reconcile(self) -> None:
+        """Wait for those that have ended."""
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def main() -> None:
+    """Run a SuperNode with the options of a `Kit`."""
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--port", type=int, required=True)
+    port, node = parser.parse_known_args()[0].port, os.getpid()
+    if os.fork() == 0:
+        executors: Any = run_superexec
+        executors.get_executor = lambda *args, **options: ForkingExecutor()
+        os.environ.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", str(AT_HOME))
+        sys.argv[1:] = ["--insecure", f"--runtime-api-address=127.0.0.1:{port}", f"--parent-pid={node}"]
+        flower_superexec()
+        return
+    loop: Any = start_client_internal
+    loop.time = Pauses()
+    sys.argv.append("--isolation=process")
+    flower_supernode()
+
+
+if __name__ == "__main__":
+    main()

@@ -120,4 +120,4 @@ def simulated(config: Any) -> dict[str, torch.Tensor]:
     return weights_after(config, federation(config), everything)
 
 
-server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS, patience=300)
+server = net.server_app(federation, trainer, val=held_out, wait_for=CLIENTS)

@@ -28,6 +28,7 @@ rounds = 2
 algorithm = "fedavg"
 folder = "."
 resume = ""
+patience = 300.0
 """
 DEVICE = """\
 from lightning_spectral.network import client_app

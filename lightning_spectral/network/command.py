@@ -100,15 +100,19 @@ def examples(seed, number=400):
 
 def federation(config):
     """What the server trains, as in a simulation."""
+    torch.manual_seed(0)  # of the initial weights
     algorithm = ls.SpectralSharding(keep_ratio=KEEP_RATIO)
     return ls.FederatedModule(LitMLP(), algorithm=algorithm, clients_per_round=config["clients"], local_epochs=2)
 
 
 def trainer(config):
     """The server's Trainer; it writes a checkpoint after every round, from which `resume` continues."""
-    saving = pl.callbacks.ModelCheckpoint(config["folder"], save_last=True)
+    callbacks = [
+        pl.callbacks.ModelCheckpoint(config["folder"], save_last=True),
+        ls.plugin.callbacks.RoundLines(every_n_seconds=0),
+    ]
     options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=[saving], **options)
+    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=callbacks, **options)
 
 
 def client(config):

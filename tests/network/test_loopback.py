@@ -102,7 +102,7 @@ def start(network: Any, name: str, **settings: Any) -> None:
 
 
 def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> None:
-    start(network, "run", folder=str(tmp_path), rounds=3)
+    start(network, "run", folder=str(tmp_path), rounds=3, patience=5.0)
     wait_for(lambda: "round 0: in, in, in" in network.log("run"))
     network.kill("node-2", without_warning=True)
     wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))

@@ -81,8 +81,8 @@ class Roster:
         return [client_id for client_id in range(len(self.names)) if self.node_of(client_id) is not None]
 
     def num_expected(self) -> int:
-        """Number of clients without those that are gone, and for whom it has waited once."""
-        return len(self.names) - len(self._missed)
+        """Number of clients without those that are gone, and for whom it has waited once; at least one."""
+        return max(1, len(self.names) - len(self._missed))  # or a run would end in no time while the network is down
 
     def holding(self, client_id: int, model: str) -> Holding:
         """What a client has for a model; nothing if it has not said so."""

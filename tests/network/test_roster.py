@@ -313,7 +313,12 @@ def test_a_client_that_is_gone_is_waited_for_once() -> None:
         roster.wait_for(roster.num_expected(), "A round")
         waits.append(time.monotonic() - begun)
     assert waits[0] >= 0.3 > 0.1 > max(waits[1:])
-    line.there[100] = gone
+    others, line.there = line.there, {}
+    for _ in range(3):  # nobody is there: it waits in every round
+        begun = time.monotonic()
+        assert roster.wait_for(roster.num_expected(), "A round") == 0
+        assert time.monotonic() - begun >= 0.3
+    line.there = {100: gone, **others}
     roster.look()
     assert roster.num_expected() == 3
 

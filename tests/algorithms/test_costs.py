@@ -455,6 +455,13 @@ EVERY_KIND: dict[str, tuple[Any, list[float]]] = {
 }
 
 
+def choice_of(name: str) -> tuple[Any, list[float]]:
+    """An algorithm of `EVERY_KIND`, if this version of torch counts it without values."""
+    if name == "outputs" and torch.__version__ < (2, 5):
+        pytest.skip("fake tensors of torch 2.4 refuse its own decomposition of `addmm`, so values are used")
+    return EVERY_KIND[name]
+
+
 class TestWithoutValues:
     """Counted on fake tensors, an algorithm costs what it costs on the module's own."""
 
@@ -490,7 +497,7 @@ class TestWithoutValues:
     )
     def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
         """The weights are large, so that spectral sharding bounds the learning rates of their terms."""
-        (make, example), (algorithm, capacities) = NETWORKS[network], EVERY_KIND[name]
+        (make, example), (algorithm, capacities) = NETWORKS[network], choice_of(name)
         module = seeded(make)
         module.example_input_array = example
         for weight in module.parameters():
@@ -503,7 +510,7 @@ class TestWithoutValues:
     @pytest.mark.usefixtures("no_values")
     @pytest.mark.parametrize("name", EVERY_KIND)
     def test_a_module_on_the_meta_device_costs_what_it_costs_on_the_cpu(self, name: str) -> None:
-        algorithm, capacities = EVERY_KIND[name]
+        algorithm, capacities = choice_of(name)
         tables = []
         for device in ("cpu", "meta"):
             with torch.device(device):
@@ -516,7 +523,7 @@ class TestWithoutValues:
     @pytest.mark.parametrize("name", ["scaffold", "Unbiased", "outputs", "fiarse", "zampling", "rounded", "folded"])
     def test_a_model_of_billions_of_parameters_has_a_table(self, name: str) -> None:
         """Three weights of 10 GiB each: not one of them fits the tests' memory."""
-        algorithm, capacities = EVERY_KIND[name]
+        algorithm, capacities = choice_of(name)
         with torch.device("meta"):
             module = nn.Sequential(*(nn.Linear(50_000, 50_000) for _ in range(3)))
         sgd = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -30,7 +30,7 @@ PER_ROUND: dict[str, tuple[Any, int]] = {
     "FIARSE": (ls.FIARSE(keep_ratio=0.5), 48),
     "LoRA": (ls.LoRA(2, train=["net.1.*"]), 33),
     "Scaffold": (ls.Scaffold(), 86),
-    "StaleUpdates": (ls.StaleUpdates(), 85),
+    "StaleUpdates": (ls.StaleUpdates(), 84),
 }
 
 

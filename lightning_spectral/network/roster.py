@@ -66,8 +66,7 @@ class Roster:
         self._refused: dict[int, Refusal] = {}
         self.is_closed = False
         self.admits: dict[str, Callable[[str, Holding], object]] = {}
-        self._there: frozenset[int] = frozenset()
-        self._known: frozenset[int] = frozenset()  # those of them that have said who they are
+        self._known: frozenset[int] = frozenset()  # nodes that are there and have said who they are
         self._missed: set[str] = set()  # clients for whom it has waited in vain since they were there
         self._asking, self._heard = Asking(line), dict[int, Identity]()
 
@@ -125,11 +124,11 @@ class Roster:
         Args:
             together: Whether to admit nobody before all have answered.
         """
-        self._there = frozenset(self.line.nodes())
-        self._known &= self._there
+        there = frozenset(self.line.nodes())
+        self._known &= there
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
         paused = {node for node, refusal in self._refused.items() if now < refusal.until}
-        for node in sorted(self._there - self._known - self._heard.keys() - asked - paused):
+        for node in sorted(there - self._known - self._heard.keys() - asked - paused):
             self._asking.ask(Question(node, WHO, seconds=ANSWER_SECONDS))
         for question, answer in self._asking.look():
             if answer.reason in ("late", "dropped_out"):  # it may answer the next time

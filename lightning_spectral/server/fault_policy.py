@@ -213,11 +213,19 @@ class UpdateBound(ABC):
             )
 
     @torch.no_grad()
-    def applied(self, download: Download, upload: Upload, usual: float = math.nan) -> Upload:
-        """An upload whose values are finite, shortened if that is needed; otherwise the same object."""
+    def applied(self, download: Download, upload: Upload, usual: float = math.nan, norm: float | None = None) -> Upload:
+        """An upload whose values are finite, shortened if that is needed; otherwise the same object.
+
+        Args:
+            download: What the client was sent.
+            upload: What it sent back.
+            usual: As for `limit`.
+            norm: That of the update, if it is known.
+        """
         sent, returned = download.tensors, upload.tensors
         both = dict(_both_ways(sent, returned))
-        norm, limit = update_norm(sent, returned), self.limit(partial(_scale, sent, both), usual)
+        norm = update_norm(sent, returned) if norm is None else norm
+        limit = self.limit(partial(_scale, sent, both), usual)
         if norm <= limit:
             return upload
         shortened = {

@@ -510,6 +510,7 @@ class Turn:
         self.download: Download | None = None
         self.upload: Upload | None = None
         self._is_bounded = False
+        self._norm: float | None = None  # of the update, as it was before it was bounded; if that is known
 
     @property
     def round_idx(self) -> int:
@@ -581,7 +582,9 @@ class Turn:
         if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
         if engine.update_bound is not None and self.download is not None:
-            bounded = engine.update_bound.applied(self._averaged(self.download), averaged, engine.usual_update)
+            sent = self._averaged(self.download)
+            self._norm = update_norm(sent.tensors, averaged.tensors)
+            bounded = engine.update_bound.applied(sent, averaged, engine.usual_update, self._norm)
             self._is_bounded, averaged = bounded is not averaged, bounded
         opened.add(self.receipt, averaged)
         if engine.half.buffers.limits:
@@ -602,6 +605,8 @@ class Turn:
         if self.download is None or not is_used:
             return math.nan
         expected = self.round.opened.expected_update(upload.unit) if engine.figure == "stale update" else None
+        if self._norm is not None and expected is None:
+            return self._norm
         return update_norm(self._averaged(self.download).tensors, self._averaged(upload).tensors, expected)
 
     def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:

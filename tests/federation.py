@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 import lightning_spectral as ls
 
@@ -137,6 +139,16 @@ def resume(trainer: pl.Trainer, model: Any, data: Any, ckpt_path: str | Path | N
 def tensors_only(trainer: pl.Trainer) -> dict[str, bool]:
     """The option of `Trainer.fit` that refuses code in a checkpoint; Lightning before 2.6 has none."""
     return {"weights_only": True} if "weights_only" in inspect.signature(trainer.fit).parameters else {}
+
+
+class ScalesAlone(MixedPrecision):
+    """Scales gradients and does nothing else; from a large scale they overflow, and steps are skipped."""
+
+    def __init__(self, scale: float = 2.0**8) -> None:
+        super().__init__("16-mixed", "cpu", GradScaler("cpu", init_scale=scale, growth_interval=1))
+
+    def autocast_context_manager(self) -> torch.autocast:
+        return torch.autocast("cpu", enabled=False)
 
 
 def seeded(make: Callable[..., ModuleT], *arguments: Any, **options: Any) -> ModuleT:

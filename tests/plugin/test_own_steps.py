@@ -1,31 +1,90 @@
-"""Modules that decide how their optimizer steps: as in plain Lightning, and as where they leave it to the client."""
+"""Steps taken by Lightning, in the module's own hooks, and by hand in its `training_step` are the same steps."""
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, same_state, seeded
-from lightning.pytorch.plugins import MixedPrecision
-from lightning_versions import AUTOCAST_CACHES
-from one_by_one import OneByOne
-from own_steps import DENSE, MIXED, UNCLIPPED, WAYS, ScalesAlone, assert_same_run, both_ways
+from federation import Fit, Fitted, ScalesAlone, check_resumes, same_state, seeded
+from observed_runs import acting
+from programs import AdversarialPair, ClosesFirst, Lit, Manual, StepsEveryOtherBatch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
-from torch.utils.data import DataLoader
+from torch.optim.lr_scheduler import StepLR
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Workers
-from lightning_spectral.protocol.records import Download, WorkUnit
+
+MIXED = ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=1.2, frobenius_decay=0.01)
+UNCLIPPED = replace(MIXED, clip_tau=float("inf"))  # Adam undoes the clip
+DENSE = ls.FedAvg()
 
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
     """Fits of two rounds, with spectral sharding."""
     return partial(fit, algorithm=MIXED, max_epochs=2)
+
+
+def in_own_hooks(kind: Any) -> Any:
+    """A class whose hooks do what Lightning does where they are not overridden."""
+
+    class Own(kind):  # type: ignore[misc]
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            optimizer.zero_grad()
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            loss.backward(*args, **kwargs)
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    return Own
+
+
+def by_hand(kind: Any) -> Any:
+    """A class that takes the same steps in its ``training_step``."""
+
+    class Manual(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            loss = output["loss"] if isinstance(output, Mapping) else output
+            if loss is not None:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return output
+
+    return Manual
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {"own hooks": in_own_hooks, "manual": by_hand}
+
+
+def both_ways(way: str, fit: Fit, kind: Any, data: Any, **options: Any) -> list[Fitted]:
+    """The same federation twice, from the same weights: steps are Lightning's, and then those of a way."""
+    return [fit(seeded(one), data, **options) for one in (kind, WAYS[way](kind))]
+
+
+def assert_same_run(one: Fitted, two: Fitted) -> None:
+    for name, value in one.state.items():
+        assert torch.equal(value, two.state[name]), name
+    assert repr(one.rows) == repr(two.rows)  # NaN equals NaN
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,20 +154,6 @@ class TestAsAnAutomaticStep:
         without = fit(seeded(lit_mlp), data)
         assert not torch.equal(without.module.net[0].weight, two.module.net[0].weight)
 
-    def test_with_weight_decay_apart_from_gradients(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
-
-        with pytest.warns(ls.SpectralWarning, match="weight_decay"):
-            assert_same_run(*both_ways(way, fit, Lit, data, algorithm=UNCLIPPED))
-
-    def test_with_data_from_a_loader(self, way: str, lit_mlp: Any, data: Any, toy: Any, fit: Fit) -> None:
-        unindexed = ls.FederatedDataModule(
-            OneByOne(toy), data.partitioner, val=toy, batch_size=4, labels=toy.tensors[1]
-        )
-        assert_same_run(*both_ways(way, fit, lit_mlp, unindexed))
-
     @pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])
     def test_with_steps_that_are_skipped_and_epochs_that_end_early(
         self, is_scaled: bool, way: str, lit_mlp: Any, data: Any, fit: Fit
@@ -133,211 +178,146 @@ class TestAsAnAutomaticStep:
         assert str(fitted.history.column("fl/loss")) == "[nan]"
 
 
-@pytest.mark.parametrize("mixed", ["bf16-mixed", "16-mixed"])
-def test_own_hooks_change_nothing_in_mixed_precision(mixed: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-    """A large scale overflows at first: steps are skipped, and no client starts from the scale of another."""
-    scaler = GradScaler("cpu", init_scale=2.0**20, growth_interval=1) if mixed == "16-mixed" else None
-    trainer = {"plugins": [MixedPrecision(mixed, "cpu", scaler)]}
-    assert_same_run(*both_ways("own hooks", fit, lit_mlp, data, trainer=trainer, local_epochs=2))
-    assert scaler is None or scaler.get_scale() == 2.0**20
+class LitHalves(pl.LightningModule):
+    """One loss, two optimizers that each step one half of the network: together they are one optimizer over all."""
 
-
-HOOKS = ["training_step", "on_train_epoch_start", "on_train_batch_start", "on_before_zero_grad", "on_before_backward"]
-HOOKS += ["on_after_backward", "on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end"]
-HOOKS += ["optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping"]
-
-
-class LitSmooth(pl.LightningModule):
-    """A network whose every step shows in its weights."""
-
-    def __init__(self) -> None:
+    def __init__(self, manual: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.automatic_optimization = not manual
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.net = nn.Sequential(
+                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+            )
 
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
-
-
-class Accumulates(LitSmooth):
-    """Steps once for two batches, as Lightning's documentation of `optimizer_step` shows."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 2 == 1:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-
-
-class WarmsUp(LitSmooth):
-    """Sets the learning rate of each step."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1 * (1 + batch_idx)
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-
-
-class ClosesFirst(LitSmooth):
-    """Computes gradients, looks at them, and then steps without a closure."""
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if float(optimizer_closure()) > 1.0:
-            optimizer.step()
-
-
-class SkipsBatches(LitSmooth):
-    """Returns no loss for some batches, and steps in a hook of its own."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-
-
-class Clips(LitSmooth):
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any) -> None:
-        assert gradient_clip_val is gradient_clip_algorithm is None
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-
-class GoesBackwardsItself(LitSmooth):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (3.0 * loss).backward(*args, **kwargs)
-
-
-class Sharp(torch.optim.SGD):
-    """Evaluates the loss at two points, as sharpness-aware minimisation does; enables no gradients for that."""
-
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        loss = closure()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        before = [p.clone() for p in parameters]
-        for p in parameters:
-            p.add_(p.grad, alpha=0.05)
-        closure()
-        for p, old in zip(parameters, before, strict=True):
-            p.copy_(old)
-        super().step()
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("train_loss", loss)
+        if not self.automatic_optimization:
+            front, back = self.optimizers()
+            front.zero_grad()
+            back.zero_grad()
+            self.manual_backward(loss)
+            front.step()  # while the other half also has gradients: hooks of one must leave the other's alone
+            back.step()
         return loss
 
-
-class LooksTwice(LitSmooth):
     def configure_optimizers(self) -> Any:
-        return Sharp(self.parameters(), lr=0.5, momentum=0.9)
+        options = {"lr": 0.3, "momentum": 0.9}
+        if self.automatic_optimization:
+            optimizer = torch.optim.SGD(self.parameters(), **options)
+            return [optimizer], [StepLR(optimizer, 1, 0.5)]
+        halves = (torch.optim.SGD(half.parameters(), **options) for half in (self.net[:4], self.net[4:]))
+        return [{"optimizer": half, "lr_scheduler": StepLR(half, 1, 0.5)} for half in halves]
 
 
-class SearchesLines(LitSmooth):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.2, max_iter=3)
+@pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
+def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any, fit: Fit) -> None:
+    data.val = None
+    settings: dict[str, Any] = {"algorithm": algorithm, "local_epochs": 2, "max_epochs": 3}
+    plain = fit(LitHalves(manual=False), data, **settings)
+    manual = fit(LitHalves(manual=True), data, **settings)
+    assert_same_run(plain, manual)
+    assert manual.history.column("fl/lr") == [0.3, 0.15, 0.075]
 
 
-class Manual(LitSmooth):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> None:
+    """The pull of a proximal term is the sum of those of its parts, so one optimizer shows what two must do."""
+    data.val = None
+    plain = fit(LitHalves(manual=False), data, local_hooks=[ls.client.ProximalTerm(2.0)])
+    manual = fit(LitHalves(manual=True), data, local_hooks=[ls.client.ProximalTerm(2.0)])
+    assert_same_run(plain, manual)
+    without = fit(LitHalves(manual=True), data)
+    assert not torch.equal(manual.module.net[6].weight, without.module.net[6].weight)
 
 
-class ManualAccumulates(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        if batch_idx % 2 == 0:
-            optimizer.zero_grad()
-        self.manual_backward(self.loss(batch) / 2)
-        if batch_idx % 2 == 1:
-            optimizer.step()
+def test_steps_are_those_of_all_optimizers(data: Any, fit: Fit) -> None:
+    steps: list[int] = []
+    note = acting(on_client_end=lambda trainer, model, turn: steps.append(turn.upload.num_steps))
+    data.val = None
+    fit(seeded(AdversarialPair), data, algorithm=DENSE, clients_per_round=3, max_epochs=1, callbacks=[note])
+    assert steps == [6, 6, 6]  # three batches, two optimizers
 
 
-class ManualWithClosures(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            return loss
-
-        with optimizer.toggle_model(sync_grad=True):
-            optimizer.step(closure=closure)
+def test_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
+    data.val = None
+    check_resumes(fit, AdversarialPair, data, tmp_path, algorithm=UNCLIPPED, clients_per_round=3)
 
 
-class ManualSeveralTimes(Manual):
-    """Several steps on a batch, with a graph that is kept."""
+def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) -> None:
+    def listen(trainer: pl.Trainer, model: Any) -> None:
+        cosines.append(float(trainer.callback_metrics["fl/fedavg_alignment"]))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        for number in range(2):
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss, retain_graph=True)
-            if number == 0:
-                self.manual_backward(loss)
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-            optimizer.step()
-        return {"loss": loss, "more": 1}
+    cosines: list[float] = []
+    data.val = None
+    watchers = [ls.plugin.callbacks.UpdateAlignment(every_n_rounds=1), acting(on_train_epoch_end=listen)]
+    fit(seeded(AdversarialPair), data, algorithm=DENSE, clients_per_round=3, callbacks=watchers)
+    assert cosines == [pytest.approx(1.0, abs=1e-6)] * 2  # the round it compares with does what the run does
 
 
-KINDS = [Accumulates, WarmsUp, ClosesFirst, SkipsBatches, Clips, GoesBackwardsItself, LooksTwice, SearchesLines]
-KINDS += [ManualAccumulates, ManualWithClosures, ManualSeveralTimes]
-PRECISIONS = {"": None, "scaled": ScalesAlone, "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu")}
-CASES = [(kind, name) for name in PRECISIONS for kind in KINDS]
-WITHOUT_SCALE = (LooksTwice, SearchesLines, ClosesFirst)  # Lightning scales the only closure that a step gets
+def test_schedulers_can_be_read_and_are_stepped_by_the_server(data: Any, fit: Fit) -> None:
+    class Lit(LitHalves):
+        def on_train_epoch_end(self) -> None:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+                rates.append(scheduler.get_last_lr()[0])
+
+    rates: list[float] = []
+    data.val = None
+    history = fit(Lit(manual=True), data, clients_per_round=2).history
+    assert rates == [0.3] * 4 + [0.15] * 4
+    assert history.column("fl/lr") == [0.3, 0.15]
 
 
-def watched(kind: Any, calls: list[Any], weights: list[Tensor]) -> Any:
-    """A module of this kind that notes its hooks as they are called, and its weights after each epoch."""
+def test_hooks_of_optimizers_run_in_each_step(data: Any, fit: Fit) -> None:
+    stepped: list[str] = []
 
-    def spy(name: str) -> Any:
-        inherited = getattr(kind, name)
+    class Lit(LitHalves):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert type(optimizer) is torch.optim.SGD
+            stepped.append("front" if optimizer is self.optimizers()[0].optimizer else "back")
 
-        def hook(self: Any, *args: Any, **options: Any) -> Any:
-            calls.append((name, *(argument for argument in args if isinstance(argument, int))))
-            if name == "on_train_epoch_end":
-                weights.append(nn.utils.parameters_to_vector(self.parameters()).detach().clone())
-            return inherited(self, *args, **options)
+        def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+            raise AssertionError("Lightning leaves clipping to a module that optimises manually")
 
-        return hook
-
-    own = {name: spy(name) for name in HOOKS if "on_" in name or name in vars(kind)}
-    return seeded(type(kind.__name__, (kind,), own))
+    data.val = None
+    fit(Lit(manual=True), data, clients_per_round=2, max_epochs=1)
+    assert stepped == 2 * 3 * ["front", "back"]
 
 
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`", "ignore:You have overridden `on_")
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [case for case in CASES if case[1] != "scaled" or case[0] not in WITHOUT_SCALE],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_client_trains_as_in_plain_lightning(
-    kind: Any, precision: str, toy: Any, quiet: dict[str, Any], fit: Fit
-) -> None:
-    """Its hooks are called in the same order, with the same numbers, and its weights have the same bits."""
-    if AUTOCAST_CACHES and kind is ManualSeveralTimes and precision == "bf16-mixed":
-        pytest.skip("this Lightning's autocast keeps weights of before a step, which clients' does not")
-    calls: tuple[list[Any], list[Any]] = ([], [])
-    weights: tuple[list[Tensor], list[Tensor]] = ([], [])
-    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=1), batch_size=20)
-    plugins = [make()] if (make := PRECISIONS[precision]) else []
-    trainer = {"plugins": plugins}
-    fit(watched(kind, calls[0], weights[0]), data, algorithm=DENSE, clients_per_round=1, max_epochs=1, trainer=trainer)
-    batches = [batch for batch, _ in data.client_data(Download(WorkUnit(0), 1.0, {})).epoch(0)]
-    pl.Trainer(max_epochs=1, log_every_n_steps=1, plugins=plugins, **quiet).fit(
-        watched(kind, calls[1], weights[1]), DataLoader(batches, batch_size=None, num_workers=0)
-    )
-    assert calls[0] == calls[1]
-    assert torch.equal(weights[0][0], weights[1][0])
+def test_what_an_optimizer_wrapped_by_the_client_says_is_that_of_the_users(data: Any, fit: Fit) -> None:
+    class Lit(LitHalves):
+        def on_train_epoch_start(self) -> None:
+            front, back = self.optimizers()
+            assert isinstance(front, torch.optim.SGD)
+            assert front.param_groups is front.optimizer.param_groups
+            assert self.optimizers(use_pl_optimizer=False) == [front.optimizer, back.optimizer]
+            assert not front.state  # every client begins without
+            seen.append(front.param_groups[0]["lr"])
+
+    seen: list[float] = []
+    data.val = None
+    fit(Lit(manual=True), data, clients_per_round=2)
+    assert seen == [0.3, 0.3, 0.15, 0.15]
+
+
+def test_backward_passes_by_hand_need_manual_optimisation(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+    with pytest.raises(ls.ClientError, match="`manual_backward` is for manual optimisation: set"):
+        fit(Lit(), data)
+
+
+def test_several_optimizers_need_manual_optimisation(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(half.parameters(), lr=0.1) for half in (self.net[:2], self.net[2:])]
+
+    with pytest.raises(ValueError, match=r"got 2 \(SGD, SGD\); several need manual optimisation: `self.automatic_opt"):
+        fit(Lit(), data)
 
 
 def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) -> None:
@@ -345,7 +325,7 @@ def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) 
     plain = fit(seeded(ClosesFirst), data)
     scaled = fit(seeded(ClosesFirst), data, trainer={"plugins": [ScalesAlone()]})
     assert same_state(plain.state, scaled.state)
-    assert not same_state(plain.state, fit(seeded(LitSmooth), data).state)  # it does not step on every batch
+    assert not same_state(plain.state, fit(seeded(Lit), data).state)  # it does not step on every batch
 
 
 @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
@@ -354,7 +334,7 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
 
     class ByHand(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(batch)
+            loss = LitNet.training_step(self, batch, batch_idx)
             if batch_idx % 2 == 0:
                 self.optimizers().zero_grad()
             self.manual_backward(loss)
@@ -364,28 +344,8 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
 
     data.val, data.batch_size = None, 2
     options: dict[str, Any] = {"algorithm": algorithm, "local_hooks": [ls.client.ProximalTerm(5.0)]}
-    one, two = fit(seeded(Accumulates), data, **options), fit(seeded(ByHand), data, **options)
+    one, two = fit(seeded(StepsEveryOtherBatch), data, **options), fit(seeded(ByHand), data, **options)
     assert same_state(one.state, two.state)
-
-
-def test_an_epoch_is_a_round_and_a_step_is_one_too(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    """Also for a client: `self.trainer` is the Trainer of the rounds."""
-    seen: list[tuple[int, int, int]] = []
-    trainers: list[pl.Trainer] = []
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-            assert epoch == self.current_epoch
-            optimizer.step(closure=optimizer_closure)
-
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            seen.append((self.current_epoch, self.global_step, self.trainer.max_epochs))
-            trainers.append(self.trainer)
-
-    data.val, data.batch_size = None, 5  # ten examples a client: two batches
-    fitted = fit(Lit(), data, clients_per_round=2, local_epochs=3)
-    assert seen == 12 * [(0, 0, 2)] + 12 * [(1, 1, 2)]
-    assert all(trainer is fitted.trainer for trainer in trainers)
 
 
 @pytest.mark.parametrize(("max_steps", "seen"), [(2, 2), (-1, -1)])

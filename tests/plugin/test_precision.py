@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from federation import Fit, seeded
+from federation import Fit, ScalesAlone, seeded
 from lightning.pytorch.plugins import MixedPrecision
 from observed_runs import acting
-from own_steps import ScalesAlone
 
 import lightning_spectral as ls
 

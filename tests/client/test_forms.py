@@ -4,8 +4,6 @@ import copy
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from torch.nn.utils import prune
 import lightning_spectral as ls
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.client.forms import Forms, LocalOptimizer, options_of, postponing_interrupts
-from lightning_spectral.nn import SpectralShardedLinear
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.kept_state import KeptState
@@ -485,48 +482,6 @@ def test_a_users_hook_sees_the_output_of_the_adapted_layer(name: str, when: str)
             assert not torch.allclose(seen[0], plain, atol=0.1)
 
 
-class Keeper(nn.Module):
-    """Keeps a function that reads its layer, in one of many ways."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.line = nn.Linear(4, 4)
-        layers = [self.line]
-        kept: dict[str, Any] = {
-            "closure": lambda: self.line,
-            "default": lambda line=self.line: line,
-            "list in a closure": lambda: layers[0],
-            "partial": partial(lambda line: line, self.line),
-            "method": self.own,
-            "method of a closure": MethodType(lambda _: self.line, self),
-            "global name": lambda: KEEPERS[-1].line,
-        }
-        self.read = kept[how]
-        self.held = {"list": [self.read], "tuple": (0, self.read)}
-
-    def own(self) -> nn.Module:
-        return self.line
-
-
-KEEPERS: list[Keeper] = []
-WAYS = ["closure", "default", "list in a closure", "partial", "method", "method of a closure", "global name"]
-
-
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(layers=EVERY_LAYER)], ids=["dense", "spectral"])
-def test_functions_that_a_module_keeps_in_any_way_reach_the_client(how: str, algorithm: Any) -> None:
-    keeper = Keeper(how)
-    KEEPERS.append(keeper)
-    side = algorithm.bind(keeper).device_half
-    forms = Forms(keeper, side.take_form)
-    for _ in range(2):
-        with forms.client(0.5) as client:
-            for read in (client.read, client.held["list"][0], client.held["tuple"][1]):
-                assert read() is client.line
-                assert isinstance(read(), SpectralShardedLinear) == isinstance(algorithm, ls.SpectralSharding)
-    KEEPERS.pop()
-
-
 class Frozen(nn.Module):
     """The gradient of its weight is multiplied by a buffer."""
 
@@ -859,22 +814,6 @@ def test_clients_read_their_own_features_and_weights(algorithm: Any, lit_mlp: An
 
     fit(seeded(Lit), data, algorithm=algorithm, max_epochs=2)
     assert set(differ) == {0.0}
-
-
-def test_a_layer_in_a_plain_list_is_trained_as_a_sharded_one(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = [self.net[0], nn.ReLU(), self.net[2], nn.ReLU(), self.net[5]]
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    listed, plain = seeded(Lit), seeded(lit_mlp, dropout=0.0)
-    runs = [fit(module, data, algorithm=SPECTRAL, max_epochs=2) for module in (listed, plain)]
-    assert torch.equal(runs[0].weights, runs[1].weights)
 
 
 def test_a_function_that_holds_a_parameter_which_clients_do_not_have_is_refused(lit: Any, data: Any, fit: Fit) -> None:

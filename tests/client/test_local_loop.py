@@ -26,7 +26,6 @@ from lightning_spectral.client.local_loop import (
     LocalTask,
     Placement,
     Recorder,
-    isolate_metrics,
 )
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.records import Download, LoggedValue, WorkUnit
@@ -96,13 +95,6 @@ def test_a_step_whose_gradients_overflow_is_skipped(client_data: ClientData) -> 
     overflows = {i for i, gradient in enumerate(module.seen["before step"]) if gradient == float("inf")}
     assert 1 <= len(overflows) <= 4
     assert same(module, trained(client_data, None, skip=overflows))
-
-
-def test_every_client_starts_with_the_scale_that_was_set(client_data: ClientData) -> None:
-    scaler = GradScaler("cpu", init_scale=2.0**125)
-    one = trained(client_data, scaler)
-    assert scaler.get_scale() == 2.0**125
-    assert same(one, trained(client_data, scaler))
 
 
 def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> None:
@@ -307,36 +299,6 @@ def test_a_loop_without_defines_leaves_lightnings_own_ways_of_a_step_alone(clien
     assert same(module, trained(client_data, None))
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_steps_as_by_hand(client_data: ClientData) -> None:
-    ours, by_hand = seeded(LitPlain), seeded(LitPlain)
-    optimizer, expected = (torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3) for module in (ours, by_hand))
-    LocalLoop(ours, [optimizer], LocalSettings(defines=defines))(LocalTask(SENT, client_data, Recorder(ours)))
-    for batch_idx, (batch, _) in enumerate(client_data.epoch(0)):
-
-        def closure(batch: Any = batch, batch_idx: int = batch_idx) -> torch.Tensor:
-            expected.zero_grad()
-            loss = by_hand.training_step(batch, batch_idx)
-            loss.backward()
-            return loss
-
-        expected.step(closure)  # type: ignore[arg-type]
-    assert same(ours, by_hand)
-    assert not same(ours, seeded(LitPlain))
-
-
-def test_a_step_that_was_replaced_on_the_optimizer_is_the_one_that_is_taken(client_data: ClientData) -> None:
-    module = seeded(LitPlain)
-    optimizer, taken = torch.optim.SGD(module.parameters(), lr=0.05), [0]
-
-    def step(closure: Any = None) -> None:
-        taken[0] += 1
-
-    optimizer.step = step  # type: ignore[method-assign,assignment]
-    LocalLoop(module, [optimizer], LocalSettings(defines=defines))(LocalTask(SENT, client_data, Recorder(module)))
-    assert taken == [5]
-    assert same(module, seeded(LitPlain))
-
-
 def test_a_clients_value_is_the_mean_over_its_examples() -> None:
     recorder = Recorder(nn.Linear(1, 1))
     finished = []
@@ -376,12 +338,6 @@ def test_names_and_weights_follow_lightning() -> None:
     finished = recorder.finish_client()
     assert set(finished) == {"both_epoch", "own"}
     assert finished["own"].value == pytest.approx(2.0)
-
-
-def test_metrics_of_clients_never_sync() -> None:
-    module = nn.ModuleList([torchmetrics.MeanMetric()])
-    isolate_metrics(module)
-    assert not module[0].distributed_available_fn()
 
 
 @pytest.mark.parametrize("value", ["text", [1.0, 2.0], None])

@@ -148,31 +148,6 @@ def test_groups_keep_the_users_order() -> None:
         assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself_steps_whole_clients_and_no_others() -> None:
-    """LBFGS keeps a list of its parameters."""
-    server = nn.Linear(3, 2)
-    twin = copy.deepcopy(server)
-
-    def stepped(optimizer: Optimizer, module: nn.Module) -> list[Tensor]:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss: Tensor = (module(torch.ones(1, 3)) - 1).square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)  # type: ignore[arg-type]
-        return values(module)
-
-    optimizer, expected = (torch.optim.LBFGS(module.parameters(), lr=0.5) for module in (server, twin))
-    with client_of(optimizer, server, whole) as client:
-        assert same(stepped(optimizer, client), stepped(expected, twin))
-    with (
-        pytest.raises(ValueError, match="LBFGS keeps parameters of the module in `_params`, besides its groups"),
-        client_of(optimizer, server, replaced),
-    ):
-        pass
-
-
 class ClippedSGD(torch.optim.SGD):
     """Has an argument that is no option, a method kept as an attribute, and counters of every kind."""
 

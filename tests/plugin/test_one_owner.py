@@ -1,15 +1,13 @@
 """Every piece of a module's state has one owner: what clients start from, what is put back, and who sees what."""
 
-import argparse
 import copy
 import random
 import signal
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,9 +20,6 @@ from torchmetrics import MeanMetric
 from toy_models import LitNet
 
 import lightning_spectral as ls
-from lightning_spectral.protocol.records import Download, Upload
-from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.round import Engine
 
 MIXED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6] * 3)
 ALGORITHMS = {
@@ -135,20 +130,6 @@ class Levelled(Lit):
 
 
 @DENSE_AND_MIXED
-def test_a_level_raised_after_validation_acts_on_all_clients_of_the_next_round(
-    algorithm: Any, data: Any, fit: Fit
-) -> None:
-    class Seen(Levelled):
-        def on_train_epoch_start(self) -> None:
-            seen.append(self.level)
-
-    seen: list[int] = []
-    module = fit(seeded(Seen), data, algorithm=algorithm, max_epochs=3).module
-    assert seen == [0] * 6 + [1] * 6 + [2] * 6
-    assert module.level == 3
-
-
-@DENSE_AND_MIXED
 def test_a_resumed_run_has_the_levels_of_the_uninterrupted_one(
     algorithm: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
@@ -187,20 +168,10 @@ def test_when_a_client_that_is_left_out_fails_makes_no_difference(algorithm: Any
     assert same_state(early.model.state_dict(), late.model.state_dict())
 
 
-@DENSE_AND_MIXED
-def test_a_layer_put_into_evaluation_mode_stays_there_for_the_next_clients(algorithm: Any, data: Any, fit: Fit) -> None:
-    module, seen = watched(lambda module: (module.training, module.net[3].training))
-    freeze = acting(on_train_epoch_end=lambda trainer, model: model.module.net[3].eval())
-    fit(module, data, algorithm=algorithm, callbacks=[freeze])
-    assert seen == [(True, True)] * 6 + [(True, False)] * 6
-
-
 # Generators of the module's own
 
-GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], float]]] = {
+GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], float]]] = {  # of all kinds in `test_kept_state`
     "random.Random": (random.Random, lambda own: own.random()),
-    "numpy Generator": (np.random.default_rng, lambda own: float(own.random())),
-    "numpy RandomState": (np.random.RandomState, lambda own: float(own.random_sample())),
     "torch.Generator": (
         lambda seed: torch.Generator().manual_seed(seed),
         lambda own: float(torch.rand((), generator=own)),
@@ -267,34 +238,6 @@ def test_the_server_goes_on_drawing_where_it_was(kind: str, data: Any, fit: Fit)
     assert module.weights() == (third, third)
 
 
-class Backwards(Executor):
-    """Trains the clients of a round in reverse order."""
-
-    def __init__(self, own: Executor) -> None:
-        self.own = own
-
-    def begin_round(self) -> None:
-        self.own.begin_round()
-
-    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        yield from self.own.run(list(downloads)[::-1])
-
-    def end_round(self) -> None:
-        self.own.end_round()
-
-
-class BackwardsFederation(ls.FederatedModule):
-    def make_executor(self, engine: Engine) -> Executor:
-        return Backwards(super().make_executor(engine))
-
-
-@EVERY_GENERATOR
-def test_the_order_of_clients_makes_no_difference_to_generators(kind: str, data: Any, fit: Fit) -> None:
-    kinds = ls.FederatedModule, BackwardsFederation
-    one, two = (make(seeded(Noisy, kind), algorithm=MIXED, clients_per_round=6) for make in kinds)
-    assert same_state(fit(one, data).state, fit(two, data).state)
-
-
 # What a module keeps on itself
 
 
@@ -308,37 +251,11 @@ class Tally:
         self.parts.append(self.total)
 
 
-def rotate(kept: OrderedDict[str, int]) -> None:
-    kept.move_to_end(next(iter(kept)))
-
-
-def frame() -> Any:
-    return pytest.importorskip("pandas").DataFrame({"a": [0.0, 0.0]})
-
-
-def add_to_frame(kept: Any) -> None:
-    kept.loc[0, "a"] += 1.0
-    kept[f"column {kept.shape[1]}"] = 0.0
-
-
-# What is kept, and how a client or the server changes it in place
+# What is kept, and how a client or the server changes it in place; `test_kept_state` has all kinds
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "list": (list, lambda kept: kept.append(len(kept))),
-    "dict": (dict, lambda kept: kept.update({len(kept): 0})),
-    "set": (set, lambda kept: kept.add(len(kept))),
-    "deque": (lambda: deque([0], maxlen=2), lambda kept: kept.append(kept[-1] + 1)),
-    "Counter": (Counter, lambda kept: kept.update("a")),
-    "OrderedDict": (lambda: OrderedDict(a=1, b=2, c=3), rotate),
-    "defaultdict": (lambda: defaultdict(list), lambda kept: kept["a"].append(1)),
-    "UserDict": (UserDict, lambda kept: kept.update({len(kept): 0})),
-    "bytearray": (bytearray, lambda kept: kept.append(len(kept))),
-    "SimpleNamespace": (lambda: SimpleNamespace(n=0), lambda kept: vars(kept).update(n=kept.n + 1)),
-    "Namespace": (lambda: argparse.Namespace(n=[0]), lambda kept: kept.n.append(len(kept.n))),
     "dataclass": (Tally, Tally.add),
-    "array": (lambda: np.zeros(2), lambda kept: np.add(kept, 1, out=kept)),
     "tensor": (lambda: torch.zeros(2), lambda kept: kept.add_(1)),
-    "frame": (frame, add_to_frame),
-    "tuple": (lambda: (1, [0]), lambda kept: kept[1].append(len(kept[1]))),
     "nested": (lambda: {"a": [Counter(), Tally()]}, lambda kept: (kept["a"][0].update("b"), kept["a"][1].add())),
 }
 
@@ -359,77 +276,6 @@ def test_each_client_starts_with_what_the_server_keeps_now(kind: str, data: Any,
     assert seen == [expected[0]] * 6 + [expected[1]] * 6
     assert module.kept is kept
     assert repr(kept) == expected[2]
-
-
-@DROPPED
-@DENSE_AND_MIXED
-def test_hyperparameters_that_a_step_changes_are_put_back(algorithm: Any, data: Any, fit: Fit) -> None:
-    class Decaying(Lit):
-        def __init__(self, x: float = 1.0) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-        def on_validation_epoch_end(self) -> None:
-            self.hparams.x += 1.0
-
-    def decay(module: Any) -> float:
-        module.hparams.x *= 0.9
-        return float(module.hparams.x)
-
-    module, seen = watched(lambda module: module.hparams.x, decay, Decaying)
-    fit(module, data, algorithm=algorithm)
-    assert seen == [1.0] * 6 + [2.0] * 6
-    assert module.hparams == {"x": 3.0}
-
-
-@DROPPED
-@DENSE_AND_MIXED
-def test_attributes_that_a_client_binds_adds_or_deletes_are_put_back(algorithm: Any, data: Any, fit: Fit) -> None:
-    def rebind(module: Any) -> None:
-        module.bound = module.added = "by a client"
-        vars(module).pop("gone", None)
-
-    gone = [1]
-    look = lambda module: (module.bound, hasattr(module, "gone"), hasattr(module, "added"))  # noqa: E731
-    module, seen = watched(look, rebind, bound="at first", gone=gone)
-    fit(module, data, algorithm=algorithm)
-    assert seen == [("at first", True, False)] * 12
-    assert look(module) == ("at first", True, False)
-    assert module.gone is gone
-
-
-@DROPPED
-@DENSE_AND_MIXED
-@pytest.mark.parametrize("place", ["net", "net.0", "net.2"])
-def test_what_a_part_keeps_is_put_back_too(place: str, algorithm: Any, data: Any, fit: Fit) -> None:
-    def change(module: Any) -> None:
-        part = module.get_submodule(place)
-        part.kept.append(1)
-        part.number += 1
-
-    def look(module: Any) -> Any:
-        part = module.get_submodule(place)
-        return list(part.kept), part.number
-
-    module, seen = watched(look, change)
-    part = module.get_submodule(place)
-    part.kept, part.number = [0], 0
-    fit(module, data, algorithm=algorithm)
-    assert seen == [([0], 0)] * 12
-    assert look(module) == ([0], 0)
-
-
-@DROPPED
-@DENSE_AND_MIXED
-def test_an_object_of_the_users_own_class_is_the_same_on_every_client(algorithm: Any, data: Any, fit: Fit) -> None:
-    class Scale:
-        value = 0.5
-
-    scale = Scale()
-    module, seen = watched(lambda module: module.scale, lambda module: module.scale.value, scale=scale)
-    fit(module, data, algorithm=algorithm)
-    assert set(seen) == {scale}
-    assert module.scale is scale
 
 
 @DENSE_AND_MIXED
@@ -461,24 +307,6 @@ def test_metrics_gradients_and_optimizer_state_start_empty_and_are_dropped(algor
     module = fit(seeded(Measuring), data, algorithm=algorithm, callbacks=[note]).module
     assert seen == between == [(0, 0, 0)] * 12
     assert look(module, made[-1]) == (0, 0, 0)
-
-
-@DENSE_AND_MIXED
-def test_options_that_a_client_changes_in_its_optimizer_are_put_back(algorithm: Any, data: Any, fit: Fit) -> None:
-    class Decaying(Lit):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)]
-
-    def halve(module: Any) -> None:
-        for group in module.optimizers().param_groups:
-            group["lr"] *= 0.5
-
-    look = lambda module: {group["lr"] for group in module.optimizers().param_groups}  # noqa: E731
-    module, seen = watched(look, halve, Decaying)
-    first, second = fit(module, data, algorithm=algorithm).history.column("fl/lr")
-    assert (first, second) == (0.1, pytest.approx(0.01))
-    assert seen == [{first}] * 6 + [{second}] * 6
 
 
 # What is said of it
@@ -534,35 +362,6 @@ def photograph(module: nn.Module) -> dict[str, Any]:
     return {"parts": parts, "tensors": tensors}
 
 
-class FailingSGD(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = super().step(closure)
-        self.act()  # type: ignore[attr-defined]
-        return loss
-
-
-def failing_module(place: str, act: Callable[[], None]) -> Any:
-    """A module that acts somewhere in each local step."""
-
-    def hook(self: Any, *args: Any) -> Any:
-        act()
-        return getattr(Lit, place)(self, *args)
-
-    if place == "optimizer":
-
-        def configure_optimizers(self: Any) -> Any:
-            optimizer = FailingSGD(self.parameters(), lr=0.1, momentum=0.9)
-            optimizer.act = act  # type: ignore[attr-defined]
-            return optimizer
-
-        return seeded(type("Failing", (Lit,), {"configure_optimizers": configure_optimizers}))
-    if place == "forward hook":
-        module = seeded(Lit)
-        module.net[2].register_forward_hook(lambda *args: act() if module.training else None)
-        return module
-    return seeded(type("Failing", (Lit,), {place: hook}))
-
-
 @pytest.fixture
 def _sigint() -> Iterator[None]:
     """Lightning ignores further interrupts after the first one."""
@@ -574,23 +373,17 @@ def _sigint() -> Iterator[None]:
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("error", [FloatingPointError("here"), KeyboardInterrupt()], ids=["error", "interrupt"])
-@pytest.mark.parametrize(
-    ("place", "algorithm"),
-    [
-        *((place, algorithm) for place in ("training_step", "optimizer") for algorithm in ALGORITHMS),
-        *((place, "SpectralSharding") for place in ("on_train_batch_start", "forward hook", "on_after_backward")),
-        *((place, "LoRA") for place in ("on_before_optimizer_step", "on_train_batch_end", "on_train_epoch_end")),
-    ],
-)
+@EVERY_ALGORITHM
 def test_a_client_that_fails_leaves_the_servers_module_as_it_was(
-    place: str, algorithm: str, error: BaseException, data: Any, fit: Fit
+    algorithm: Any, error: BaseException, data: Any, fit: Fit
 ) -> None:
-    """The second time in the eighth turn, which is the second of the second round."""
+    """In the second step of the eighth turn, which is the second of the second round."""
 
-    def act() -> None:
-        calls.append(len(turns))
-        if calls.count(8) == 2:
-            raise error
+    class Failing(Lit):
+        def on_after_backward(self) -> None:
+            calls.append(len(turns))
+            if calls.count(8) == 2:
+                raise error
 
     def note(module: Any, *ids: int) -> None:
         turns.append(ids)
@@ -599,10 +392,10 @@ def test_a_client_that_fails_leaves_the_servers_module_as_it_was(
     calls: list[int] = []
     turns: list[tuple[int, ...]] = []
     photographs: list[dict[str, Any]] = []
-    module = failing_module(place, act)
+    module = seeded(Failing)
     expected = (SystemExit, KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else ls.ClientError
     with pytest.raises(expected) as raised:
-        fit(module, data, algorithm=ALGORITHMS[algorithm], local_epochs=2, callbacks=[each_turn(note)])
+        fit(module, data, algorithm=algorithm, local_epochs=2, callbacks=[each_turn(note)])
     if isinstance(error, FloatingPointError):
         address = f"Round 1, client {turns[-1][1]}, local training: FloatingPointError: here"
         assert str(raised.value).startswith(address)
@@ -665,31 +458,6 @@ def test_callbacks_see_the_servers_layers_and_weights(algorithm: Any, data: Any,
         (after,) = {values for name, at, values in seen if at == round_idx and name == "on_round_end"}
         assert len(before) == 1
         assert after not in before
-
-
-@DENSE_AND_MIXED
-@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
-@pytest.mark.parametrize("layer", [2, 4])
-def test_a_hook_registered_and_removed_in_mid_fit_acts_on_the_next_clients(
-    layer: int, kind: str, algorithm: Any, data: Any, fit: Fit
-) -> None:
-    def register(module: Any, round_idx: int, client_id: int) -> None:
-        now.append((round_idx, client_id))
-        if len(now) == 3:
-            handles.append(getattr(module.net[layer], f"register_{kind}")(hook))
-        if len(now) == 9:
-            handles[0].remove()
-
-    def hook(*args: Any) -> None:
-        if torch.is_grad_enabled() or kind == "full_backward_hook":
-            called.append(now[-1])
-
-    now: list[tuple[int, int]] = []
-    called: list[tuple[int, int]] = []
-    handles: list[Any] = []
-    fit(seeded(Lit), data, algorithm=algorithm, callbacks=[each_turn(register)])
-    assert len(now) == 12
-    assert called == [turn for turn in now[2:8] for _ in range(3)]
 
 
 def test_a_gradient_hook_registered_in_mid_fit_acts_on_the_next_clients(data: Any, fit: Fit) -> None:

@@ -17,9 +17,9 @@ import pluggy
 import pytest
 import torch
 import torchmetrics
-from federation import HARDLY_MOVED, Fit, check_resumes, same_state, seeded
+from federation import HARDLY_MOVED, Fit, same_state, seeded
+from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
-from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.nn import plan_layers
@@ -134,6 +134,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Change, Callable[[Any], Any]]] = {
     "OrderedDict": (lambda: OrderedDict(a=1, b=2), lambda v: v.move_to_end("a"), repr),
     "defaultdict": (lambda: defaultdict(list, a=[1]), lambda v: v["b"].append(1), repr),
     "Counter": (lambda: Counter("aab"), lambda v: v.update("bc"), repr),
+    "hyperparameters": (lambda: AttributeDict(a=1), lambda v: put(v, a=2), repr),
     "UserDict": (lambda: UserDict(a=[1]), lambda v: v.update(b=2), repr),
     "UserList": (lambda: UserList([1]), lambda v: v.append(2), repr),
     "set": (lambda: {1}, lambda v: v.add(2), repr),
@@ -686,42 +687,6 @@ class TestNamed:
         changed = changed_attributes(module)
         module(2 * torch.ones(1, 1))
         assert changed() == ()
-
-
-@pytest.fixture
-def counted() -> type[LitMLP]:
-    """A module whose loss depends on what earlier steps left on it: counters, lists, an average, a generator."""
-
-    class Remembers(LitMLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps, self.seen, self.center = 0, [], torch.zeros(())
-            self.chance = np.random.default_rng(0)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss: Tensor = super().training_step(batch, batch_idx)
-            self.steps += 1
-            self.seen.append(loss.detach())
-            self.center.lerp_(loss.detach(), 0.1)
-            noise = 0.1 * self.chance.random()
-            return loss * (1 + noise + 0.1 * self.steps) + 0.01 * len(self.seen) * self.center
-
-    return Remembers
-
-
-@pytest.mark.filterwarnings("ignore:.*clients change:lightning_spectral.SpectralWarning")
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5)], ids=["dense", "spectral"])
-def test_no_client_inherits_what_another_left_on_the_module(
-    data: Any, fit: Fit, tmp_path: Any, algorithm: Any, counted: Any
-) -> None:
-    check_resumes(fit, counted, data, tmp_path, algorithm=algorithm)
-
-
-def test_what_clients_changed_is_named_once(data: Any, fit: Fit, counted: Any) -> None:
-    with pytest.warns(ls.SpectralWarning, match="clients change `center`, `seen`, `steps`, which are") as said:
-        fitted = fit(seeded(counted), data, max_epochs=3)
-    assert len([one for one in said if "clients change" in str(one.message)]) == 1
-    assert (fitted.module.steps, fitted.module.seen, float(fitted.module.center)) == (0, [], 0.0)
 
 
 def test_objects_of_installed_packages_are_left_alone_unless_the_module_is_of_the_same() -> None:

@@ -54,6 +54,23 @@ def check_is(argument: str, value: object, expected: type) -> Any:
 
 
 @contextmanager
+def writing(path: object, remedy: str) -> Iterator[None]:
+    """Name the file and the remedy if the block cannot write it.
+
+    Example:
+        >>> with writing("/proc/run.jsonl", "Choose another folder."):
+        ...     open("/proc/run.jsonl", "w").close()
+        Traceback (most recent call last):
+        FileNotFoundError: [Errno 2] /proc/run.jsonl cannot be written: No such file or directory. Choose another ...
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror or error}. {remedy}"
+        raise type(error)(error.errno, reason) from error
+
+
+@contextmanager
 def from_extra(extra: str) -> Iterator[None]:
     """Say which extra provides a package that an import inside the block does not find.
 

@@ -145,6 +145,184 @@ class TestConstructor:
         ls.FederatedModule(lit, clients_per_round=2, server_optimizer=torch.optim.Adam)
 
 
+class Relabelled(Dataset[Any]):
+    """Examples whose labels are not the ones that it stores."""
+
+    def __init__(self, toy: TensorDataset, stored: torch.Tensor) -> None:
+        self.toy, self.targets = toy, stored
+
+    def __len__(self) -> int:
+        return len(self.toy)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.toy[index]
+
+
+def relabelled(toy: TensorDataset, change: Any) -> TensorDataset:
+    x, y = toy.tensors
+    return TensorDataset(x, change(y))
+
+
+class TestLabels:
+    @pytest.mark.parametrize("change", [lambda y: y.roll(1), lambda y: (y + 1) % 3, lambda y: y.flip(0)])
+    def test_stored_labels_that_are_not_those_of_the_examples(self, change: Any, toy: Any) -> None:
+        stored = Relabelled(toy, change(toy.tensors[1]))
+        before = torch.random.get_rng_state()
+        data = ls.FederatedDataModule(stored, ls.DirichletPartitioner(num_clients=4, alpha=1.0))
+        with pytest.raises(ValueError, match=r"^Example \d+ of Relabelled has the label \d, but .* say \d, .*labels="):
+            data.setup("fit")
+        assert torch.equal(torch.random.get_rng_state(), before)
+        given = ls.FederatedDataModule(stored, ls.DirichletPartitioner(num_clients=4, alpha=1.0), labels=toy.tensors[1])
+        assert given.num_clients == 4
+
+    def test_stored_labels_that_may_differ(self, toy: Any) -> None:
+        """Parts and subsets, a label before another part, examples without one, and a transformed label."""
+        x, y = toy.tensors
+        agreeing = Relabelled(toy, y)
+        kinds = ls.DirichletPartitioner(num_clients=4, alpha=1.0)
+        other_order = Relabelled([(a, int(b), "name", 7) for a, b in zip(x, y, strict=True)], y)  # type: ignore[arg-type]
+        soft = Relabelled(TensorDataset(x, nn.functional.one_hot(y).float()), y)
+        shifted = Relabelled(TensorDataset(x, y + 1), y)
+        shifted.target_transform = lambda label: label + 1  # type: ignore[attr-defined]
+        part = torch.utils.data.Subset(agreeing, range(119, -1, -1))
+        for train in (agreeing, part, other_order, soft, shifted):
+            ls.FederatedDataModule(train, kinds).setup("fit")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [(lambda y: y - 1, r"examples have labels \(-1\) .*LitMLP, 0 to 2"), (lambda y: y + 2, r"labels \(3, 4\)")],
+    )
+    def test_labels_that_the_modules_metrics_do_not_count(self, change, message, lit, toy, fit):
+        data = ls.FederatedDataModule(relabelled(toy, change), ls.IIDPartitioner(4), batch_size=4)
+        refused = pytest.raises(ls.ClientError, match=r"Target -?\d is .*batch of float32 \(4, 6\), int64 \(4,\)\. Cla")
+        with pytest.warns(ls.SpectralWarning, match=message), refused:
+            fit(lit, data)
+
+    def test_labels_that_a_metric_ignores(self, lit, toy, fit):
+        lit.train_acc.ignore_index = -100
+        lit.training_step = lambda batch, batch_idx: nn.functional.cross_entropy(lit.net(batch[0]), batch[1])
+        ignored = relabelled(toy, lambda y: torch.where(y == 1, -100, y))
+        fit(lit, ls.FederatedDataModule(ignored, ls.IIDPartitioner(4), batch_size=60))  # a warning is an error
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                lambda x, y: (x, y.float()),
+                r"batch of float32 \(4, 6\), float32 \(4,\)\. Cross-entropy takes classes as i",
+            ),
+            (
+                lambda x, y: (x, y.int()),
+                r"batch of float32 \(4, 6\), int32 \(4,\)\. Cross-entropy takes classes as i",
+            ),
+            (
+                lambda x, y: (x, y[:, None]),
+                r"int64 \(4, 1\)\. Cross-entropy takes one class per example",
+            ),
+            (lambda x, y: (x.double(), y), r"float64 \(4, 6\), int64 \(4,\)\. Inputs need the type of the weights"),
+            (lambda x, y: (x[:, :5], y), r"float32 \(4, 5\), int64 \(4,\)\. The first layer that fails takes another"),
+        ],
+    )
+    def test_batches_that_do_not_suit_the_module(self, change: Any, message: str, lit: Any, toy: Any, fit: Fit) -> None:
+        data = ls.FederatedDataModule(TensorDataset(*change(*toy.tensors)), ls.IIDPartitioner(4), batch_size=4)
+        with pytest.raises(ls.ClientError, match=rf"^Round 0, client \d, local training: RuntimeError: .*{message}"):
+            fit(lit, data)
+
+    @pytest.mark.parametrize(
+        ("example", "message"),
+        [
+            (torch.zeros(2, 7), r"LitMLP cannot run its example input, float32 \(2, 7\): mat1 and mat2 shapes"),
+            (torch.zeros(2, 6, dtype=torch.int64), r"int64 \(2, 6\): mat1 and mat2 must have the same dtype"),
+            ((torch.zeros(2, 6), torch.zeros(2)), r"float32 \(2, 6\), float32 \(2,\): .*takes 2 positional"),
+        ],
+    )
+    def test_an_example_input_that_the_module_cannot_run(self, example: Any, message: str, lit: Any) -> None:
+        with pytest.raises(ValueError, match=rf"{message}.*a tuple of its arguments"):
+            ls.validate(lit, example)
+
+
+class Reading(pl.Callback):
+    """A callback of ordinary training, which reads what a federation has elsewhere."""
+
+    def __init__(self, **reads: Any) -> None:
+        for hook, read in reads.items():
+            setattr(self, hook, lambda trainer, module, *args, read=read: read(module, *args))
+
+
+class TestTrainer:
+    @pytest.mark.parametrize(
+        ("callback", "error", "message"),
+        [
+            (
+                Reading(on_train_batch_start=lambda _, batch, i: [*batch]),
+                TypeError,
+                r"`batch\[0\]`\. A round",
+            ),
+            (
+                Reading(on_train_batch_end=lambda _, out, batch, i: batch["x"]),
+                TypeError,
+                r"`batch\['x'\]`\. A",
+            ),
+            (
+                Reading(on_train_batch_start=lambda _, batch, i: batch.shape),
+                AttributeError,
+                r"`batch\.shape`\. A",
+            ),
+            (
+                Reading(on_train_batch_end=lambda _, out, batch, i: out["loss"]),
+                KeyError,
+                r"`outputs\['loss'\]`\.",
+            ),
+            (
+                Reading(on_train_epoch_start=lambda module: module.hparams.lr),
+                AttributeError,
+                "no hyper-parameter 'lr'; those of your own module are `pl_module.module.hparams`",
+            ),
+        ],
+    )
+    def test_callbacks_that_read_batches_outputs_and_hyper_parameters(self, callback, error, message, lit, data, fit):
+        with pytest.raises(error, match=message):
+            fit(lit, data, callbacks=[callback])
+
+    def test_hyper_parameters_can_be_read_and_set(self, lit: Any) -> None:
+        model = ls.FederatedModule(lit, clients_per_round=1)
+        model.hparams.note = 3
+        assert (model.hparams.note, model.hparams.user_module["lr"], model.module.hparams.lr) == (3, 0.1, 0.1)
+        assert copy.deepcopy(model).hparams == model.hparams
+
+    @pytest.mark.parametrize("interval", [0.25, 100])
+    def test_validation_within_a_round(self, interval: Any, lit: Any, data: Any, fit: Fit) -> None:
+        with pytest.raises(ValueError, match=rf"`val_check_interval={interval}` would .*`check_val_every_n_epoch=n`"):
+            fit(lit, data, trainer={"val_check_interval": interval})
+        rounds = {"val_check_interval": 2, "check_val_every_n_epoch": None}  # counted over epochs
+        assert "val_loss" in fit(lit, data, max_epochs=2, trainer=rounds).rows[1]
+
+    def test_remarks_on_what_may_not_be_meant(self, lit_mlp, data, fit, caplog):
+        class Lit(lit_mlp):
+            def configure_optimizers(self):
+                optimizer = SGD(self.parameters(), lr=0.1)
+                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=500)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        with caplog.at_level("INFO", logger="lightning.pytorch"):
+            fit(Lit(), data, local_epochs=0, max_epochs=2)
+        assert [caplog.text.count(said) for said in ("clients train nothing", "steps once per round here")] == [1, 1]
+        caplog.clear()
+        with caplog.at_level("INFO", logger="lightning.pytorch"):
+            fit(lit_mlp(), data)
+        assert "clients train nothing" not in caplog.text
+        assert "once per round" not in caplog.text
+
+    def test_a_folder_that_cannot_be_written(self, lit, data, fit, tmp_path):
+        (tmp_path / "file").touch()
+        message = r"file/rounds.jsonl cannot be written: .*Choose another folder: .*RoundHistory\(path\)"
+        fitted = fit(lit, data)
+        with pytest.raises(OSError, match=message):
+            fitted.history.save(tmp_path / "file" / "rounds.jsonl")
+        with pytest.raises(OSError, match=r"file/a\.ckpt cannot be written: .*ModelCheckpoint\(dirpath=\.\.\.\)"):
+            fitted.trainer.save_checkpoint(tmp_path / "file" / "a.ckpt")
+
+
 class TestSetup:
     def test_more_clients_per_round_than_clients(self, lit: Any, data: Any, fit: Fit) -> None:
         with pytest.raises(ValueError, match=r"`clients_per_round` must be at most num_clients=12, got 13"):

@@ -25,6 +25,7 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
+from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.kept_state import KeptState, changed_attributes
@@ -33,6 +34,14 @@ from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 
 WATCHED_ROUNDS = 10  # a single client may not use every layer, e.g. an expert or one that is dropped at random
 
+LABELS = (
+    "Classes are numbered from 0, and the last layer needs an output for each: relabel the examples in the data set, "
+    "add outputs, or give the loss an `ignore_index` for examples without a class."
+)
+INTEGERS = (
+    "Cross-entropy takes classes as int64, `y.long()`, one per example, or probabilities as floats of shape (batch, "
+    "classes)."
+)
 # Advice to the user, by a phrase of the error message from torch
 REMEDIES = {
     "Expected more than 1 value per channel": "BatchNorm cannot train on a batch of one example: leave such last "
@@ -42,6 +51,18 @@ REMEDIES = {
     "of the losses.",
     "element 0 of tensors does not require grad": "The loss of `training_step` depends on nothing that is trained; "
     "compute it from the module's output, without `detach` or `no_grad`, or return None to skip the step.",
+}
+# Likewise, and the message says what the batch was
+OF_BATCHES = {
+    "Target ": LABELS,
+    "device-side assert": LABELS + " Train with accelerator='cpu' to see which.",
+    "expected target dtype": INTEGERS,
+    "expected scalar type Long": INTEGERS,
+    "multi-target not supported": "Cross-entropy takes one class per example, shape (batch,): `y.squeeze(1)`, or "
+    "`y.argmax(1)` of one-hot labels.",
+    "must have the same dtype": "Inputs need the type of the weights: convert them in the data set, e.g. `x.float()`.",
+    "shapes cannot be multiplied": "The first layer that fails takes another number of features: compare the batch "
+    "with what `forward` expects; images may have to be flattened.",
 }
 # Likewise, if the client's parameters have other names or shapes than the server's
 OTHER_SHAPES = (
@@ -202,7 +223,7 @@ class Device:
         assert kept is not None, "the module is a client"
         is_watched = download.round_idx < WATCHED_ROUNDS
         watched = self.side.watched(module) if is_watched else {}
-        stage = _during("local training", lambda: bool(form.replaced))
+        stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
         with GradientWatch(watched) as watch, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             kept.seed(download.seed, download.ids)
@@ -281,20 +302,24 @@ class _Failed(Exception):
 
 
 @contextmanager
-def _during(stage: str, has_other_shapes: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def _during(
+    stage: str, has_other_shapes: Callable[[], bool] = lambda: False, shapes: Callable[[], str] = str
+) -> Iterator[None]:
     """Raise any failure within the block as a `_Failed` that names the stage.
 
     Args:
         stage: The stage.
         has_other_shapes: Returns whether the client's parameters have other names or shapes than the server's.
+        shapes: Returns the types and shapes of the current batch.
     """
     try:
         yield
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        remedies = REMEDIES | dict.fromkeys(OTHER_SHAPES if has_other_shapes() else (), SMALLER)
+        remedies = REMEDIES | OF_BATCHES | dict.fromkeys(OTHER_SHAPES if has_other_shapes() else (), SMALLER)
         if remedy := next((remedy for words, remedy in remedies.items() if words in str(error)), ""):
-            message = f"{message.rstrip(' .')}. {remedy}"
+            batch = f" in a batch of {shapes()}" if remedy in OF_BATCHES.values() and shapes() else ""
+            message = f"{message.rstrip(' .')}{batch}. {remedy}"
         raise _Failed(Failure(stage, message, error, remedy)) from error
 
 

@@ -154,6 +154,7 @@ class Recorder:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.num_examples = 1
+        self.batch: Any = None  # the last one, for the message if a step fails
         self.metrics = [] if module is None else metrics_of(module)
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
@@ -197,11 +198,13 @@ class Recorder:
         """Clear what the previous client logged, and reset the module's metrics."""
         self._client.clear()
         self._metrics.clear()
+        self.batch = None
         for metric in self.metrics:
             metric.reset()
 
     def finish_client(self) -> dict[str, LoggedValue]:
         """The means over the client's turn, by name."""
+        self.batch = None
         means = {n: LoggedValue(float(e.total / e.weight), e.prog_bar, e.logger) for n, e in self._client.items()}
         computed = {n: LoggedValue(_scalar(m.compute()).item(), *flags) for n, (m, *flags) in self._metrics.items()}
         return {**means, **computed}
@@ -378,7 +381,7 @@ class LocalLoop:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples = size
-                batch = self._to_device(batch)
+                batch = recorder.batch = self._to_device(batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
                 output, loss = self._step(task, batch, batch_idx)
@@ -581,7 +584,8 @@ class LossLoop(LocalLoop):
         sizes: list[int] = []
         for batch_idx, (batch, size) in enumerate(task.data.epoch(0)):
             task.recorder.num_examples = size
-            loss = loss_of(self._forward(task, self._to_device(batch), batch_idx))
+            task.recorder.batch = self._to_device(batch)
+            loss = loss_of(self._forward(task, task.recorder.batch, batch_idx))
             if loss is not None:
                 losses.append(loss.detach())
                 sizes.append(size)

@@ -1,10 +1,12 @@
 """Input checks shared by the sampling mathematics; each error names the rule, the value and the remedy."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.arguments import Number, Whole
 
@@ -69,3 +71,14 @@ def as_inclusion_probs(inclusion_probs: Tensor) -> tuple[Tensor, int]:
 def _refuse_first(name: str, rule: str, values: Tensor, wrong: Tensor) -> None:
     index = int(wrong.nonzero()[0])
     raise ValueError(f"`{name}` must be {rule}, got {values[index].item()} at index {index}.")
+
+
+def shapes_of(tensors: Any) -> str:
+    """Types and shapes of the tensors in a nested structure, such as a batch; empty if there are none.
+
+    Example:
+        >>> shapes_of([torch.zeros(4, 6), {"label": torch.zeros(4, dtype=torch.int64)}])
+        'float32 (4, 6), int64 (4,)'
+    """
+    found = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in found)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
+from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.nn.layers.terms import join
 from lightning_spectral.protocol.kept_state import trying
 
@@ -58,7 +59,18 @@ def execution_order(module: nn.Module, example_input: Example) -> tuple[str, ...
         module.eval()
         for name, layer in module.named_modules():
             layer.register_forward_pre_hook(lambda layer, inputs, name=name: called.setdefault(name))
-        run_example(module, as_input(module, example_input))
+        example = as_input(module, example_input)
+        try:
+            run_example(module, example)
+        except NotImplementedError:  # of a part without `forward`: it says so
+            raise
+        except (RuntimeError, TypeError, IndexError) as error:  # of torch, or of a `forward` with other arguments
+            shown = shapes_of(example) or type(example_input).__name__
+            raise ValueError(
+                f"{type(module).__name__} cannot run its example input, {shown}: {error}. Give `example_input`, or the "
+                "module's `example_input_array`, as `forward` takes it: one batch, a tuple of its arguments, or a "
+                "dictionary of them."
+            ) from error
     attentions = {name for name, layer in module.named_modules() if isinstance(layer, nn.MultiheadAttention)}
     return tuple(
         entry for name in called for entry in ((name, join(name, "out_proj")) if name in attentions else (name,))

@@ -13,6 +13,8 @@ from lightning_spectral.partition.partition import check_one_per_example
 
 Labels = Tensor | Sequence[int | str] | npt.NDArray[np.generic]
 
+STORED = ("targets", "labels")  # attributes of a data set
+SAMPLED = 16  # examples that are compared with the stored labels
 _REMEDY = "pass labels=... with one class index per example."
 
 
@@ -34,7 +36,7 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
     """
     if not hasattr(dataset, "__len__"):
         raise ValueError(f"{type(dataset).__name__} has no length, so its labels cannot be listed; {_REMEDY}")
-    stored = _stored(dataset)
+    stored = stored_labels(dataset)
     if stored is None and isinstance(dataset, ConcatDataset):
         return torch.cat([dataset_labels(part) for part in dataset.datasets])
     return _read(dataset) if stored is None else stored
@@ -59,13 +61,51 @@ def labels_in_examples(dataset: Dataset[Any], labels: Tensor) -> Tensor:
         parts = torch.split(labels, [len(part) for part in dataset.datasets])  # type: ignore[arg-type]
         return torch.cat([labels_in_examples(*pair) for pair in zip(dataset.datasets, parts, strict=True)])
     transform = getattr(dataset, "target_transform", None)
-    if transform is None or isinstance(dataset, TensorDataset) or _stored(dataset) is None:
+    if transform is None or isinstance(dataset, TensorDataset) or stored_labels(dataset) is None:
         return labels
     classes, which = torch.unique(labels, return_inverse=True)
     try:
         return _as_classes([transform(label) for label in classes.tolist()], "a transformed label")[which]
     except (TypeError, ValueError):
         return labels
+
+
+def check_labels_of_examples(dataset: Dataset[Any], labels: Tensor) -> None:
+    """Check labels that a data set stores against a sample of its examples, spread evenly over it.
+
+    An example agrees if its stored label, perhaps transformed, is among its parts. Examples without an integer tell
+    nothing.
+
+    Raises:
+        ValueError: If an example has integers, but not its label: someone has permuted or relabelled one of the two.
+
+    Example:
+        >>> class Reversed(list):
+        ...     targets = [0, 1, 2]
+        >>> check_labels_of_examples(Reversed([("a", 2), ("b", 1), ("c", 0)]), torch.tensor([0, 1, 2]))
+        Traceback (most recent call last):
+        ValueError: Example 0 of Reversed has the label 2, but its `targets` or `labels` say 0, ...
+    """
+    if isinstance(dataset, TensorDataset):
+        return
+    expected, size = labels_in_examples(dataset, labels), len(dataset)  # type: ignore[arg-type]
+    for index in sorted({round(i * (size - 1) / (SAMPLED - 1)) for i in range(SAMPLED)} if size else ()):
+        example = dataset[index]
+        parts = example[1:] if isinstance(example, tuple | list) else ()
+        found = [int(part) for part in parts if _is_whole(part)]
+        if found and not {int(labels[index]), int(expected[index])} & set(found):
+            raise ValueError(
+                f"Example {index} of {type(dataset).__name__} has the label {', '.join(map(str, found))}, but its "
+                f"`targets` or `labels` say {int(labels[index])}, so clients would not get the classes that the "
+                f"partitioner deals. Permute or relabel both (`torch.utils.data.Subset` does), or {_REMEDY}"
+            )
+
+
+def _is_whole(part: Any) -> bool:
+    if isinstance(part, Tensor | np.ndarray | np.generic):
+        values = torch.as_tensor(part)
+        return values.numel() == 1 and not values.is_floating_point() and not values.is_complex()
+    return isinstance(part, int)
 
 
 def class_indices(labels: Labels, num_examples: int) -> Tensor:
@@ -96,9 +136,9 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
     return _as_classes(labels, "`labels`")
 
 
-def _stored(dataset: Any) -> Tensor | None:
-    """Labels that the data set stores as a whole, or ``None``."""
-    for name in ("targets", "labels"):
+def stored_labels(dataset: Any) -> Tensor | None:
+    """Labels that a data set stores as a whole, or ``None``; raise ``ValueError`` unless they are integers."""
+    for name in STORED:
         values: Any = getattr(dataset, name, None)
         # in some data sets `labels` is the list of class names, which has another length
         if hasattr(values, "__len__") and len(values) == len(dataset):
@@ -106,10 +146,10 @@ def _stored(dataset: Any) -> Tensor | None:
     if isinstance(dataset, TensorDataset):
         return _as_classes(dataset.tensors[-1], "The last tensor of the TensorDataset")
     if isinstance(dataset, Subset):
-        whole = _stored(dataset.dataset)
+        whole = stored_labels(dataset.dataset)
         return None if whole is None else whole[torch.as_tensor(dataset.indices, dtype=torch.int64)]
     if isinstance(dataset, ConcatDataset):
-        parts = [part for part in map(_stored, dataset.datasets) if part is not None]
+        parts = [part for part in map(stored_labels, dataset.datasets) if part is not None]
         return torch.cat(parts) if len(parts) == len(dataset.datasets) else None
     return None
 

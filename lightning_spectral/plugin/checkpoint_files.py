@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import SpectralWarning, writing
 from lightning_spectral.protocol.frozen_base import digest
 
 NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
@@ -59,13 +59,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         target = Path(path)  # not resolved: a link is replaced, and its target stays
-        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.part")  # a fixed name, so that what a crash left behind is overwritten
-        with part.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(target)
+        with writing(target, "Choose another folder: Trainer(default_root_dir=...), or ModelCheckpoint(dirpath=...)."):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(target)
         if hasattr(os, "O_DIRECTORY"):  # write the new name itself to the disk, if the system can
             descriptor = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:

@@ -9,9 +9,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
+import torch
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.arguments import first_of
+from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.data import ServerData
@@ -83,6 +87,12 @@ def check_trainer(trainer: pl.Trainer) -> None:
             f"Clients are spread over processes by Trainer(strategy='client_parallel'), got {trainer.world_size} "
             f"processes of {type(trainer.strategy).__name__}; use that, or devices=1."
         )
+    interval: Any = trainer.val_check_interval
+    if trainer.check_val_every_n_epoch is not None and isinstance(interval, int | float) and interval != 1:
+        raise ValueError(
+            f"`val_check_interval={interval}` would validate within a round, which is one batch of the Trainer's; "
+            "leave it out, and validate after every n-th round with `check_val_every_n_epoch=n`."
+        )
     if "configure_optimizers" in vars(trainer.lightning_module):  # of LightningCLI
         raise ValueError(
             "`optimizer` of LightningCLI would replace the server's optimizer and the clients'; leave it out. Clients "
@@ -104,6 +114,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         )
     if data.has_val and not is_overridden(module, "validation_step"):
         raise ValueError(f"{type(module).__name__} needs `validation_step` for `val`; define it, or leave `val` out.")
+    warn_of_labels(module, data.stored_labels)
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
         if owner.faults.ends_run("no_data"):
@@ -118,6 +129,32 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         raise ValueError(
             f"VirtualClock(keep_first={owner.conditions.clock.keep_first}) leaves out clients that a sampler drew, and "
             "every step would be too short; leave it out, or give the sampler normalize=True."
+        )
+
+
+def warn_of_labels(module: pl.LightningModule, labels: Tensor | None) -> None:
+    """Warn of labels that a module's own metrics, or its ``hparams.num_classes``, do not count among the classes.
+
+    Modules say nothing else about their labels, and losses refuse wrong ones only once a client has such an example.
+    """
+    metrics = metrics_of(module)
+    counts = [getattr(metric, "num_classes", None) for metric in metrics] + [module.hparams.get("num_classes")]
+    num_classes = max((count for count in counts if isinstance(count, int)), default=0)
+    if labels is None or not len(labels) or num_classes < 2:
+        return
+    ignored = [index for metric in metrics if isinstance(index := getattr(metric, "ignore_index", None), int)]
+    is_wrong = (labels < 0) | (labels >= num_classes)
+    for index in ignored:
+        is_wrong &= labels != index
+    if wrong := torch.unique(labels[is_wrong]).tolist():
+        shown = first_of([str(label) for label in wrong], 3)
+        warnings.warn(
+            f"{int(is_wrong.sum())} of {len(labels)} training examples have labels ({shown}) "
+            f"that are not among the {num_classes} classes of {type(module).__name__}, 0 to {num_classes - 1}. Unless "
+            "`training_step` renumbers or ignores them, relabel them in the data set, leave these examples out, or "
+            "raise the number of classes.",
+            SpectralWarning,
+            stacklevel=2,
         )
 
 

@@ -27,6 +27,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
+from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.host import Share, as_host
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.protocol.per_client import Assigned
@@ -174,6 +175,11 @@ class ServerData(pl.LightningDataModule):
             ValueError: If the server does not know the clients' examples.
         """
         raise ValueError("The server does not know the classes of clients' examples, which are on other machines.")
+
+    @property
+    def stored_labels(self) -> Tensor | None:
+        """The same, if the data set stores integers; ``None`` if only its examples, or a user, know the classes."""
+        return None
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
         """What the server knows of the clients.
@@ -324,12 +330,24 @@ class FederatedDataModule(FixedArguments, ServerData):
         if self._labels is not None:
             return self._labels
         with isolated_rng(derived_seed(self.seed, "labels")):  # examples may draw, and a client may be training
-            return dataset_labels(self.train)
+            labels = dataset_labels(self.train)
+            # a file that is opened here would be shared by the workers, which read it at once
+            if self.num_workers == 0 and stored_labels(self.train) is not None:
+                check_labels_of_examples(self.train, labels)
+            return labels
 
     @cached_property
     def labels_in_examples(self) -> Tensor:
         """The same as a training step sees them, after the data set's ``target_transform``."""
         return self.labels if self._labels is not None else labels_in_examples(self.train, self.labels)
+
+    @property
+    def stored_labels(self) -> Tensor | None:
+        try:
+            stored = None if self._labels is not None else stored_labels(self.train)
+        except ValueError:
+            return None
+        return None if stored is None else labels_in_examples(self.train, stored)
 
     @cached_property
     def _parts(self) -> tuple[Partition, Partition]:

@@ -30,12 +30,18 @@ from lightning_spectral.plugin.checks import (
 )
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation
-from lightning_spectral.plugin.host import Host, Share
+from lightning_spectral.plugin.host import Host, NoOutputs, Share
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, log_options, processes_of
 from lightning_spectral.plugin.rounds import Runtime, with_boundaries
-from lightning_spectral.plugin.settings import TRAINER_SETTINGS, FixedArguments, check_same_everywhere, config_of
+from lightning_spectral.plugin.settings import (
+    TRAINER_SETTINGS,
+    FixedArguments,
+    Hparams,
+    check_same_everywhere,
+    config_of,
+)
 from lightning_spectral.plugin.trainer import convert_now, full_precision
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.processes import Processes
@@ -308,13 +314,14 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         self._saved.kept = {}
         self.federation.start_round(round_idx)
 
-    def training_step(self, batch: Share, batch_idx: int) -> None:
+    def training_step(self, batch: Share, batch_idx: int) -> NoOutputs:
         self._runtime.note_shares(batch.round_idx, batch)
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
             self._runtime.stop_if_signalled()
             for callback in self._runtime.round_callbacks():
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
+        return NoOutputs()
 
     def finish_round(self) -> None:
         """Close the round, step the servers and the schedules, log the round, and keep it as it is saved."""
@@ -384,6 +391,13 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
         super().log(name, value, *args, **{**options, **log_options(self)})
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The federation's settings, and the user's hyper-parameters as loggers show them."""
+        if not isinstance(found := super().hparams, Hparams):
+            self._hparams = found = Hparams(found)
+        return found
 
     @property
     def hparams_initial(self) -> AttributeDict:

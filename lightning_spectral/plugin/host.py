@@ -14,6 +14,12 @@ from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.round import Engine
 
+WHERE = (
+    "A round is one batch for the Trainer: the clients that train in it, `batch.units`, without examples and outputs. "
+    "Hooks of your own LightningModule get each client's batches and outputs; a RoundCallback follows rounds and "
+    "clients, and `trainer.callback_metrics['fl/loss']` has a round's loss once it has ended."
+)
+
 
 class Share:
     """The units whose turns one process takes in a round, which Lightning sees as a batch.
@@ -34,6 +40,24 @@ class Share:
         self.round_idx = round_idx
         self.everywhere = tuple(map(tuple, everywhere))
         self.units = self.everywhere[rank]
+
+    def __getitem__(self, key: Any) -> Any:
+        """Say what this is to a callback that unpacks or indexes its batches."""
+        raise TypeError(f"There is no `batch[{key!r}]`. {WHERE}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"There is no `batch.{name}`. {WHERE}")
+
+
+class NoOutputs(dict[str, Any]):
+    """The outputs of a round: none, which a callback that reads some is told."""
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(f"There is no `outputs[{key!r}]`. {WHERE}")
+
+    def copy(self) -> NoOutputs:
+        """Lightning passes on a copy of what a step returns."""
+        return self
 
 
 class Host:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -139,11 +139,22 @@ class Member:
         self.decisions = half.decisions
         may_rest = half.averages_may_rest or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
+        self._report(self._remarks())
         owner.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         self.engine_or_none = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
         self.engine.usual_update = self.usual_update
 
-    def _report(self, lines: Sequence[str]) -> None:
+    def _remarks(self) -> Iterator[str]:
+        """What is allowed, and may still not be meant."""
+        if self.owner.local_epochs == 0:
+            yield "local_epochs=0: clients train nothing, so rounds leave the weights as they are."
+        if any(each.by_step for each in self.schedules.schedulers):
+            yield (
+                "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
+                "count its warm-up, its `T_max` or its milestones in rounds."
+            )
+
+    def _report(self, lines: Iterable[str]) -> None:
         for line in lines:
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
@@ -221,6 +232,7 @@ class RoundScheduler:
         frequency: Number of rounds from one step to the next.
         monitor: Metric that a ``ReduceLROnPlateau`` monitors, after validation.
         strict: Whether a missing metric is an error.
+        by_step: Whether the user has asked for steps of the optimizer.
     """
 
     scheduler: Any
@@ -228,6 +240,7 @@ class RoundScheduler:
     frequency: int = 1
     monitor: str | None = None
     strict: bool = True
+    by_step: bool = False
 
 
 class RoundSchedules:
@@ -311,7 +324,8 @@ def read_optimizers(
     for scheduler, monitor in schedulers:
         if isinstance(scheduler, Mapping):
             given = {name: scheduler[name] for name in ("name", "frequency", "strict") if name in scheduler}
-            schedules.append(RoundScheduler(scheduler["scheduler"], monitor=scheduler.get("monitor", monitor), **given))
+            given |= {"monitor": scheduler.get("monitor", monitor), "by_step": scheduler.get("interval") == "step"}
+            schedules.append(RoundScheduler(scheduler["scheduler"], **given))
         elif scheduler is not None:
             schedules.append(RoundScheduler(scheduler, monitor=monitor))
     return optimizers, schedules

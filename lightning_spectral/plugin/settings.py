@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.utilities.parsing import is_picklable
 
 from lightning_spectral.nn.plan.module_plan import ModulePlan
@@ -32,6 +33,19 @@ class FixedArguments:
                 f"{kind}(..., {name}=...)."
             )
         super().__setattr__(name, value)
+
+
+class Hparams(AttributeDict):
+    """The hyper-parameters of a federation, which say where those of the user's module are."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"The federation has no hyper-parameter {name!r}; those of your own module are "
+                "`pl_module.module.hparams`."
+            ) from None
 
 
 TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")

@@ -21,9 +21,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_spectral.errors import ReportError
+from lightning_spectral.errors import ReportError, writing
 
 NAME = "rounds.jsonl"
+ELSEWHERE = "Choose another folder: Trainer(default_root_dir=...), or RoundHistory(path)."
 ROUND = "fl/round"
 NOT_ENDED = "the file ends before the run does: it was killed, or is still running"
 LARGEST = 3.4028235e38  # of float32; a metric beyond it has diverged, and its square would not be a number
@@ -80,16 +81,17 @@ def read_record(path: Path) -> Record:
 
 def write_record(path: Path, run: str, config: Mapping[str, Any], lines: Iterable[Line]) -> None:
     """Write a whole record at once, in place of an earlier one; missing folders are created."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")  # renamed when it is whole
     head = {"run": run, "begun": time.time(), "config": config}
-    part.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)), encoding="utf-8")
-    part.replace(path)
+    with writing(path, ELSEWHERE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)), encoding="utf-8")
+        part.replace(path)
 
 
 def append_line(path: Path, line: Line) -> None:
     """Add a line at the end of a record."""
-    with path.open("a", encoding="utf-8") as file:
+    with writing(path, ELSEWHERE), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 

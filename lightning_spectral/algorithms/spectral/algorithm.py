@@ -300,9 +300,10 @@ class SpectralSharding(ByKeepRatio):
         kind = type(template).__name__
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
             warnings.warn(
-                f"clip_tau={self.clip_tau:g} bounds effective learning rates by scaling gradients, as clip_weight_lr "
-                f"does, which is exact for SGD, with or without momentum; {kind} rescales gradients by their own "
-                "history, which undoes it. Use SGD, or turn the bound off with clip_tau=float('inf').",
+                f"{kind} rescales gradients by their own history, so neither clip_tau={self.clip_tau:g} nor "
+                f"clip_weight_lr={self.clip_weight_lr:g} bounds its steps. Use SGD, for which both are exact; or tune "
+                f"{kind}'s learning rate anew, beginning at ten times that of the dense model, because factors need "
+                "longer steps, and silence this with clip_tau=float('inf').",
                 SpectralWarning,
                 stacklevel=2,
             )

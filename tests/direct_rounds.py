@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Round
-from lightning_spectral.protocol.cohort import ClientStore, Cohort
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import averaged_tensors
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 

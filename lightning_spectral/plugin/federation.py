@@ -122,7 +122,7 @@ class Federation:
         reached = {name: member.first_rounds.unreached for name, member in members}
         entries = {
             "federation_state": {n: state.state_dict() for n, m in members if (state := m.owner.state) is not None},
-            "federation_clients": {key: entry for _, m in members for key, entry in m.store.state_dict().items()},
+            "federation_clients": [entries for _, member in members for entries in member.store.state_dict()],
             "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
             "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
@@ -134,13 +134,13 @@ class Federation:
 
     def read(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore all that `write` wrote, except schedules, which exist only once optimizers do."""
-        clients, frozen = checkpoint.get("federation_clients", {}), checkpoint.get("federation_frozen", {})
+        clients, frozen = checkpoint.get("federation_clients", []), checkpoint.get("federation_frozen", {})
         for name, member in self.members.items():
             member.frozen_base = FrozenBase.from_state_dict(frozen.get(name, {}))
             member.unreached = checkpoint.get("federation_unreached", {}).get(name)
             member.usual_update = checkpoint.get("federation_updates", {}).get(name, math.nan)
             member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
-            member.store.load_state_dict({key: entry for key, entry in clients.items() if key[1] == member.key})
+            member.store.load_state_dict(entries for entries in clients if entries["model"] == member.key)
         if self.cohorts.sampled is not None:
             self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
 

@@ -29,7 +29,7 @@ from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
 from lightning_spectral.plugin.rounds import Runtime
 from lightning_spectral.plugin.user_hooks import defines
-from lightning_spectral.protocol.cohort import ClientStore
+from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights

@@ -18,7 +18,8 @@ from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.participation import Figure
-from lightning_spectral.protocol.cohort import ClientStore, Cohort
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import (

@@ -29,7 +29,8 @@ from lightning_spectral.client.device import ClientSide, Device
 from lightning_spectral.client.forms import options_of
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
-from lightning_spectral.protocol.cohort import ClientStore, Workers
+from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.exchange import copy_module, named_state
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
@@ -251,9 +252,9 @@ class Trial:
     def everything(self) -> dict[str, Tensor]:
         """Copies of all that lasts from round to round: the server's tensors, the state's, and each client's."""
         stored = {
-            f"client {key[0]}: {name}": tensor
-            for key, tensors in self.store.state_dict().items()
-            for name, tensor in tensors.items()
+            f"client {key[0]}: {name}": tensor.clone()
+            for key in self.store
+            for name, tensor in self.store.kept(WorkUnit(*key)).items()
         }
         return {**self.weights(), **{f"state.{name}": t for name, t in tensors_of(self.state).items()}, **stored}
 

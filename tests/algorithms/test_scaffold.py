@@ -13,7 +13,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import ClientSide
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 SHARES = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}
 COHORTS = [(1, 3), (0,), (0, 1, 2), (3,), (2, 3), (1,), (0, 1, 2, 3)]
@@ -127,8 +127,9 @@ def test_a_client_left_out_keeps_its_control(rounds: DirectRounds, train: Any) -
     ours.play(SHARES, train, left_out=(0, 2))
     theirs.play({client: SHARES[client] for client in (1, 3)}, train)
     assert_close(ours.state.pieces(), theirs.state.pieces(), 1e-14)
-    for key, entry in ours.store.state_dict().items():
-        assert same_state(entry, theirs.store.state_dict()[key])
+    assert list(ours.store) == list(theirs.store)
+    for key in ours.store:
+        assert same_state(ours.store[WorkUnit(*key)], theirs.store[WorkUnit(*key)])
 
 
 def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds: DirectRounds, train: Any) -> None:

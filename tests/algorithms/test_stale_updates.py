@@ -15,7 +15,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import compress, restore
 from lightning_spectral.algorithms.memory.stale_updates import SEEN
 from lightning_spectral.protocol.exchange import averaged_tensors
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.fault_policy import update_norm
 
@@ -202,9 +202,9 @@ def test_a_client_left_out_changes_neither_the_table_nor_its_sum() -> None:
     ours.play(COEFFICIENTS, train, left_out=(0, 2))
     theirs.play({client: COEFFICIENTS[client] for client in (1, 3)}, train)
     assert_close(ours.state.pieces(), theirs.state.pieces(), 1e-14)
-    assert ours.store.state_dict().keys() == theirs.store.state_dict().keys()
-    for key, entry in ours.store.state_dict().items():
-        assert same_state(entry, theirs.store.state_dict()[key])
+    assert list(ours.store) == list(theirs.store)
+    for key in ours.store:
+        assert same_state(ours.store[WorkUnit(*key)], theirs.store[WorkUnit(*key)])
 
 
 def test_a_truncated_entry_is_smaller_and_one_that_would_not_be_is_whole() -> None:

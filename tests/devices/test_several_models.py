@@ -80,5 +80,5 @@ def test_what_is_kept_of_clients_of_every_model_is_on_the_cpu(run: Run, device: 
     options = {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
     run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), ModelCheckpoint(tmp_path, "last"), **options)
     kept = torch.load(tmp_path / "last.ckpt", weights_only=True)["federation_clients"]
-    assert {model for _, model in kept} == {"words", "images"}
-    assert {tensor.device.type for entry in kept.values() for tensor in entry.values()} == {"cpu"}
+    assert {entries["model"] for entries in kept} == {"words", "images"}
+    assert {tensor.device.type for entries in kept for tensor in entries["tensors"].values()} == {"cpu"}

@@ -1,5 +1,6 @@
 """What the server keeps of single clients, and which frozen tensors it knows that they have."""
 
+import io
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +15,10 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.protocol import client_store
+from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.codec import decode, encode
-from lightning_spectral.protocol.cohort import ClientStore, Cohort
+from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.frozen_base import FrozenBase, KeptTensors, frozen_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
@@ -32,13 +35,26 @@ def filled() -> ClientStore:
 def same(one: Any, two: Any) -> bool:
     """Keys in the same order, and equal tensors."""
     if isinstance(one, Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two)
+        return one.dtype == two.dtype and one.stride() == two.stride() and torch.equal(one, two)
+    if isinstance(one, str):
+        return bool(one == two)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(same, one, two))
     return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+
+
+def entries(saved: Any) -> dict[Any, Any]:
+    """What a checkpoint has of each client and model."""
+    return {
+        (client, part["model"]): {name: tensor[row] for name, tensor in part["tensors"].items()}
+        for part in saved
+        for row, client in enumerate(part["clients"].tolist())
+    }
 
 
 def test_a_store_is_empty_until_it_is_written_to() -> None:
     store = Cohort(0, 0, {}).store
-    assert (len(store), list(store), store.num_bytes, store.state_dict(), store.written()) == (0, [], 0, {}, {})
+    assert (len(store), list(store), store.num_bytes, store.state_dict(), store.written()) == (0, [], 0, [], {})
     assert WorkUnit(0) not in store
     with pytest.raises(KeyError, match=r"\(0, ''\)"):
         store[WorkUnit(0)]
@@ -81,7 +97,7 @@ def test_what_is_saved_is_loaded_and_later_writes_do_not_reach_it() -> None:
     assert loaded.written() == {}
     loaded[WorkUnit(8)] = {}
     loaded.commit()
-    assert (8, "") not in saved
+    assert same(saved, filled().state_dict())
 
 
 def test_what_a_round_wrote_is_read_at_once_and_kept_when_it_ends() -> None:
@@ -93,7 +109,7 @@ def test_what_a_round_wrote_is_read_at_once_and_kept_when_it_ends() -> None:
     assert store[unit]["loss"] == 0.5
     store[unit] = {"loss": torch.tensor(8.0)}
     store.commit()
-    assert store.state_dict()[unit.key]["loss"] == 8.0
+    assert entries(store.state_dict())[unit.key]["loss"] == 8.0
     assert store.written() == {}
 
 
@@ -109,6 +125,63 @@ def test_processes_that_exchange_what_they_wrote_end_with_the_same() -> None:
     one.commit(), two.commit()
     assert same(one.state_dict(), two.state_dict())
     assert list(one) == [(1, ""), (2, "words"), (3, ""), (3, "words"), (7, "")]
+
+
+@pytest.mark.parametrize("most_bytes", [1, 64, client_store.MOST_BYTES])
+def test_a_store_is_a_dictionary_of_copies(most_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is written, dropped and saved: of several models, types, shapes and strides, over many chunks."""
+    monkeypatch.setattr(client_store, "MOST_BYTES", most_bytes)
+    generator, store = torch.Generator().manual_seed(0), ClientStore()
+    expected: dict[Any, dict[str, Tensor]] = {}
+    for round_idx in range(30):
+        written: dict[Any, dict[str, Tensor]] = {}
+        for client in torch.randint(40, (6,), generator=generator).tolist():
+            unit, kind = WorkUnit(client, ("", "words")[client % 2]), (client + round_idx) % 5
+            w = torch.randn(3, 2, generator=generator)
+            entry = ({"w": w}, {"w": w.T}, {"w": w.double()}, {}, {"w": w, "b": w[0].clone(), "n": w[0, 0].clone()})[
+                kind
+            ]
+            store[unit] = written[unit.key] = entry
+        if round_idx % 7 == 3:
+            store.discard()
+            continue
+        expected |= written
+        store.commit()
+        if round_idx % 5 == 4:
+            file = io.BytesIO()
+            torch.save(store.state_dict(), file)
+            file.seek(0)
+            saved = torch.load(file, weights_only=True)
+            (store := ClientStore()).load_state_dict(saved)
+            assert same(store.state_dict(), saved)
+            assert (
+                sum(t.untyped_storage().nbytes() for part in saved for t in part["tensors"].values()) == store.num_bytes
+            )
+        assert len(store) == len(expected)
+        assert list(store) == sorted(expected)
+        assert same({key: store.kept(WorkUnit(*key)) for key in expected}, expected)
+        assert same(dict(sorted(entries(store.state_dict()).items())), dict(sorted(expected.items())))
+    assert len(expected) > 30
+
+
+def test_tables_do_not_depend_on_the_order_within_a_round() -> None:
+    one, two = ClientStore(), ClientStore()
+    for store, order in ((one, (3, 1, 2)), (two, (2, 3, 1))):
+        for client in order:
+            store[WorkUnit(client)] = {"loss": torch.tensor(float(client))}
+        store.commit()
+    assert same(one.state_dict(), two.state_dict())
+
+
+def test_a_small_entry_takes_little_more_than_its_values() -> None:
+    store, count = ClientStore(), 20_000
+    for client in range(count):
+        store[WorkUnit(client)] = {"weight": torch.ones(2, 5), "bias": torch.ones(5)}
+        if client % 10 == 9:
+            store.commit()
+    file = io.BytesIO()
+    torch.save(store.state_dict(), file)
+    assert file.tell() < count * (60 + 8) * 1.01  # one tensor of each client alone has 100 bytes of framing
 
 
 class TestInARun:
@@ -132,7 +205,7 @@ class TestInARun:
 
         fitted = fit(seeded(lit_mlp), data, algorithm=remembering(), max_epochs=3, callbacks=[Losses()])
         stored = fitted.history.column("fl/store_bytes")
-        kept = self.saved(fitted.trainer, tmp_path / "3.ckpt")["federation_clients"]
+        kept = entries(self.saved(fitted.trainer, tmp_path / "3.ckpt")["federation_clients"])
         assert {key: float(entry["loss"]) for key, entry in kept.items()} == {(c, ""): x for c, x in losses.items()}
         assert sum(int(entry["turns"]) for entry in kept.values()) == 3 * 5
         assert max(int(entry["turns"]) for entry in kept.values()) > 1
@@ -175,7 +248,7 @@ class TestInARun:
 
         remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])
         kept = torch.load(tmp_path / "within.ckpt", weights_only=True)["federation_clients"]
-        assert [int(entry["turns"]) for entry in kept.values()] == [1] * 5  # of the first round alone
+        assert [int(entry["turns"]) for entry in entries(kept).values()] == [1] * 5  # of the first round alone
         resumed = remember(seeded(lit_mlp), data, max_epochs=3, ckpt_path=tmp_path / "within.ckpt")
         assert same(resumed.state, whole.state)
 

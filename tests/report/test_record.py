@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import random
 import re
@@ -21,7 +23,9 @@ from made_up_runs import lines_of, made_run, rounds, write_run
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
+from lightning_spectral.plugin.callbacks.packed import LedgerRow, PackedTurns
 from lightning_spectral.plugin.settings import as_config
+from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import (
@@ -196,6 +200,60 @@ def test_a_history_is_saved_and_loaded(lit: Any, data: Any, fit: Fit, tmp_path: 
     run = read_run(tmp_path / "new/run.jsonl")
     check_holds(run, history.rows)
     assert run.config == {"algorithm": {"name": "TopN"}, "seed": 1}
+
+
+def torch_saved(state: Any) -> Any:
+    """What a checkpoint gives back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_turns_are_read_as_they_were_added() -> None:
+    """Of two models, of clients left out, measured, and with times only later; some rounds have no turn."""
+    turns, expected = PackedTurns(), dict[int, list[LedgerRow]]()
+    for round_idx in (0, 1, 4, 5):
+        for model in ("words", "images"):
+            rows = [
+                LedgerRow(
+                    round_idx, client, 0.2 + client % 2, 80 * client, 40, left_out, seconds, model, client == 3, 8
+                )
+                for client, left_out in ((round_idx, None), (3, "late"), (2**31 - 1, None))
+                for seconds in [1 / 3 if round_idx > 1 and client == 3 else None]
+            ]
+            turns.add(rows)
+            expected.setdefault(round_idx, []).extend(rows)
+        assert dict(turns) == expected
+        kinds = turns.state_dict()["kinds"]
+        turns = PackedTurns.from_state_dict(torch_saved(turns.state_dict()))
+        assert dict(turns) == expected
+    assert len(kinds) == len({(*row[2:6], *row[7:]) for rows in expected.values() for row in rows})
+    with pytest.raises(AssertionError, match="round by round"):
+        turns.add([expected[1][0]])
+
+
+def test_a_checkpoint_has_every_row_of_a_history_and_grows_by_the_numbers_alone() -> None:
+    history, sizes = ls.RoundHistory(), []
+    for index in range(3000):
+        history.rows.append({"fl/round": float(index), "fl/loss": math.nan if index == 7 else 1 / (index + 1)})
+        if index % 3 == 1:
+            history.rows[-1] |= {"val_acc": math.inf, "fl/loss": -0.0}
+        outcomes = [ClientOutcome(index, WorkUnit(client), 0.5, 10, 1, 1 / client, 80, 40) for client in range(1, 11)]
+        history.turns.add(LedgerRow.of(outcome, False) for outcome in outcomes)
+        if index in (0, 5, 999, 1999, 2999):
+            saved = io.BytesIO()
+            torch.save(history.state_dict(), saved)
+            sizes.append(saved.tell())
+            again = ls.RoundHistory()
+            again.load_state_dict(torch_saved(history.state_dict()))
+            assert [repr(row) for row in again.rows] == [repr(row) for row in history.rows]
+            assert again.turns == history.turns
+            history.rows[-1]["test_acc"] = 0.5  # evaluated after it was saved
+            history = again if index == 5 else history
+    assert sizes[4] - sizes[3] == pytest.approx(sizes[3] - sizes[2], rel=0.01)
+    per_round = 10 * 8 + 12 + 4 + 8 * 7 / 3  # turns, round and their number, which names, and numbers
+    assert (sizes[4] - sizes[3]) / 1000 < per_round + 2
 
 
 def test_a_history_that_cannot_be_saved_or_loaded_says_why(tmp_path: Path) -> None:

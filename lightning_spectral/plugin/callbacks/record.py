@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import lightning.pytorch as pl
 
 from lightning_spectral.errors import check_is, from_extra
+from lightning_spectral.plugin.callbacks.packed import LedgerRow, PackedRows, PackedTurns
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.host import is_host
 from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.settings import as_config
-from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.report.measures import BYTES
 from lightning_spectral.report.runs import NAME, Line, append_line, read_record, write_record
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
@@ -27,41 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 10  # rounds of a notebook's table
-
-
-class LedgerRow(NamedTuple):
-    """The cost of one client's turn, and the reason if its update was not used.
-
-    Attributes:
-        round_idx: Communication round, from 0.
-        client_id: The client, from 0.
-        keep_ratio: Share of singular terms it held.
-        downlink_bytes: Bytes sent to it.
-        uplink_bytes: Bytes it sent back.
-        left_out: Why it is not in the average; ``None`` if it is.
-        virtual_seconds: When it finished, by the virtual clock; ``None`` without a clock, or if it never finished.
-        model: Which model it trained; ``""`` if there is only one.
-        measured: Whether it only measured something for a sampler before the round and sent back one number.
-        frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
-    """
-
-    round_idx: int
-    client_id: int
-    keep_ratio: float
-    downlink_bytes: int
-    uplink_bytes: int
-    left_out: ExclusionReason | None = None
-    virtual_seconds: float | None = None
-    model: str = ""
-    measured: bool = False
-    frozen_bytes: int = 0
-
-
-def _ledger_row(client: ClientOutcome, measured: bool) -> LedgerRow:
-    seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
-    turn = client.round_idx, client.client_id, client.keep_ratio
-    sent = client.downlink_bytes, client.uplink_bytes
-    return LedgerRow(*turn, *sent, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
 
 
 class RoundHistory(RoundCallback):
@@ -78,7 +43,7 @@ class RoundHistory(RoundCallback):
         config: Settings that distinguish this run from others, besides those of the federation.
 
     Attributes:
-        rows: One dictionary per round, in order.
+        rows: One dictionary per round, in order; only the last may still change.
         turns: The clients' turns by round, if a `CommunicationLedger` reads them.
     """
 
@@ -88,9 +53,10 @@ class RoundHistory(RoundCallback):
         self.path = None if path is None else Path(path)
         self.config: dict[str, Any] = dict(config or {})
         self.rows: list[dict[str, float]] = []
-        self.turns: dict[int, list[LedgerRow]] = defaultdict(list)
+        self.turns = PackedTurns()
         self.keeps_turns = False
         self._from_clients: set[str] = set()
+        self._final = PackedRows()  # all but the last, in the checkpoint
         self._new = NewlyLogged()
         self._run = ""  # its id, once it has a file
         self._file: Path | None = None
@@ -115,8 +81,8 @@ class RoundHistory(RoundCallback):
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
         if self.keeps_turns:
-            rows = [_ledger_row(client, True) for client in summary.measured]
-            self.turns[summary.round_idx] += [*rows, *(_ledger_row(client, False) for client in summary.clients)]
+            self.turns.add(LedgerRow.of(client, True) for client in summary.measured)
+            self.turns.add(LedgerRow.of(client, False) for client in summary.clients)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._new.mark(trainer)
@@ -169,18 +135,17 @@ class RoundHistory(RoundCallback):
         return [*losses, *(name for name in found if "fl/" not in name and name not in self._from_clients)]
 
     def state_dict(self) -> dict[str, Any]:
-        rows, turns = [dict(row) for row in self.rows], {index: [*map(tuple, own)] for index, own in self.turns.items()}
+        self._final.add(self.rows[len(self._final) : -1])
+        rows = {"final": self._final.state_dict(), "last": [dict(row) for row in self.rows[-1:]]}
         file = {"from_clients": sorted(self._from_clients), "run": self._run, "file": str(self._file or "")}
-        return {"rows": rows, "turns": turns, **file}
+        return {"rows": rows, "turns": self.turns.state_dict(), **file}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.rows = [dict(row) for row in state_dict["rows"]]
-        self._take_turns(state_dict["turns"])
+        self._final = PackedRows.from_state_dict(state_dict["rows"]["final"])
+        self.rows = [*self._final, *map(dict, state_dict["rows"]["last"])]
+        self.turns = PackedTurns.from_state_dict(state_dict["turns"])
         self._from_clients = set(state_dict["from_clients"])
         self._run, self._file = state_dict["run"], Path(state_dict["file"]) if state_dict["file"] else None
-
-    def _take_turns(self, turns: Mapping[int, Sequence[Sequence[Any]]]) -> None:
-        self.turns = defaultdict(list, {index: [LedgerRow(*turn) for turn in own] for index, own in turns.items()})
 
     # -- the file
 
@@ -246,7 +211,9 @@ class RoundHistory(RoundCallback):
             rows[line["round"]].update({**trained, **line.get("evaluated", {})})
             history._from_clients |= trained.keys()
         history.rows = [rows[index] for index in sorted(rows)]
-        history._take_turns({line["round"]: line["turns"] for line in found.lines if "turns" in line})
+        turns = {line["round"]: line["turns"] for line in found.lines if "turns" in line}
+        for index in sorted(turns):
+            history.turns.add(LedgerRow(*turn) for turn in turns[index])
         return history
 
     # -- pictures and notebooks

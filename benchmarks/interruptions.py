@@ -369,7 +369,7 @@ def train(name: str, saver: str, folder: Path, num_processes: int) -> None:
             if isinstance(callback, EMAWeightAveraging):
                 callback.on_train_end(trainer, model)
     if trainer.global_rank == 0:
-        states = {n: m.owner.state for n, m in model.federation.members.items() if m.owner.state is not None}
+        states = {n: m.state for n, m in model.federation.members.items() if m.state is not None}
         result = {
             "weights": {n: v.clone() for n, v in model.state_dict().items()},
             "state": {f"{n}.{k}": v for n, state in states.items() for k, v in state.state_dict().items()},

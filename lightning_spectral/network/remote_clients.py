@@ -182,7 +182,7 @@ class RemoteClients(ServerData):
             return
         self._begun = round_idx
         self.roster.is_closed = self._is_sampled or any(
-            member.owner.algorithm.counts_all_clients for member in self._module.federation.members.values()
+            member.algorithm.counts_all_clients for member in self._module.federation.members.values()
         )
         self.roster.wait_for(math.ceil(min(self._usual_size(), self.roster.num_expected())), f"Round {round_idx}")
 
@@ -237,7 +237,7 @@ class RemoteClients(ServerData):
         return {"clients": "elsewhere"}
 
     def _bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
-        owner = self._module.federation.members[self.model].owner
+        owner = self._module.federation.members[self.model]
         return round_bytes(owner.module, owner.algorithm, keep_ratios)
 
     @property

@@ -121,8 +121,8 @@ class SavedRun:
             checkpoint[ARGUMENTS] = dict(self._given)
         for name, member in federation.members.items():
             with own_checkpoint(checkpoint, name) as own:
-                write_hparams(own, member.owner.module)
-                member.owner.module.on_save_checkpoint(own)
+                write_hparams(own, member.module)
+                member.module.on_save_checkpoint(own)
         checkpoint["federation"] = configuration
         federation.write(checkpoint)
         checkpoint["federation_metrics"] = self.logged.split(self._trainer)
@@ -155,7 +155,7 @@ class SavedRun:
     def call_user_hooks(self, checkpoint: Checkpoint) -> None:
         for name, member in self._federation.members.items():
             with own_checkpoint(checkpoint, name) as own:
-                member.owner.module.on_load_checkpoint(own)
+                member.module.on_load_checkpoint(own)
 
     def start_training(self, host: pl.LightningModule) -> None:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""

@@ -47,8 +47,7 @@ class Federation:
     def take_members(self) -> None:
         """Make the models part of this federation; they may have been fitted alone or in another one since."""
         for name, member in self.members.items():
-            member.name, member.key = name, name if len(self.members) > 1 else ""
-            member.plan, member.runtime = self.plan, self.runtime
+            member.name, member.key, member.part_of = name, name if len(self.members) > 1 else "", self
 
     def begin_fit(self, resumed: bool) -> None:
         """Begin a fit of all models, new or resumed."""
@@ -60,22 +59,21 @@ class Federation:
         units = self.cohorts.units(round_idx)
         for member in self.members.values():
             own = [unit for unit in units if unit.model == member.key]
-            if own or member.owner.algorithm.steps_without_clients:
+            if own or member.algorithm.steps_without_clients:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
-                    callback.on_round_start(self.runtime.trainer, member.owner, opened.opened)
+                    callback.on_round_start(self.runtime.trainer, member, opened.opened)
 
     def play(self, share: Share) -> None:
         """Train this process's clients, one model after another."""
         callbacks, trainer = self.runtime.round_callbacks(), self.runtime.trainer
         for member in self.members.values():
-            module: Any = member.owner
 
-            def start(turn: Turn, module: Any = module) -> None:
+            def start(turn: Turn, module: Member = member) -> None:
                 for callback in callbacks:
                     callback.on_client_start(trainer, module, turn)
 
-            def end(turn: Turn, module: Any = module) -> None:
+            def end(turn: Turn, module: Member = member) -> None:
                 for callback in callbacks:
                     callback.on_client_end(trainer, module, turn)
 
@@ -90,11 +88,11 @@ class Federation:
             member.engine.gather_round()
         with postponing_interrupts():
             closed = {member.name: member.apply_round() for member in opened}
-            runtime.step([member.optimizers[0] for member in opened])
+            runtime.step([member.made_optimizers[0] for member in opened])
             for member in opened:
                 member.engine.settle()
             for member in members:
-                member.owner.zero_grad()  # of every parameter, including those of no optimizer
+                member.zero_grad()  # of every parameter, including those of no optimizer
             self.last_stepped = runtime.round_idx
             summaries = []
             for index, member in enumerate(members):
@@ -107,7 +105,7 @@ class Federation:
             calls.append(partial(runtime.log, summaries))
             for callback in runtime.round_callbacks():
                 for member, summary in zip(members, summaries, strict=True):
-                    calls.append(partial(callback.on_round_end, runtime.trainer, member.owner, summary))
+                    calls.append(partial(callback.on_round_end, runtime.trainer, member, summary))
             _call_all(calls)
 
     def abandon_round(self) -> None:
@@ -121,7 +119,7 @@ class Federation:
         members, sampled = self.members.items(), self.cohorts.sampled
         reached = {name: member.first_rounds.unreached for name, member in members}
         entries = {
-            "federation_state": {n: state.state_dict() for n, m in members if (state := m.owner.state) is not None},
+            "federation_state": {n: state.state_dict() for n, m in members if (state := m.state) is not None},
             "federation_clients": [entries for _, member in members for entries in member.store.state_dict()],
             "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
@@ -147,7 +145,7 @@ class Federation:
     def load_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore what the algorithms keep from round to round, which `write` wrote with the rest."""
         saved = checkpoint.get("federation_state", {})
-        states = {name: state for name, m in self.members.items() if (state := m.owner.state) is not None}
+        states = {name: state for name, m in self.members.items() if (state := m.state) is not None}
         try:
             if saved.keys() != states.keys():
                 raise RuntimeError(f"It is of {list(saved)}, not of {list(states)}.")
@@ -195,8 +193,8 @@ class Cohorts:
         self.limit, self.sampled, self._resumed = limit, None, (-1, [])
         sampler = self._plan.participation
         if isinstance(sampler, Sampler):
-            check_sampler(sampler, {name: member.owner.algorithm for name, member in self._members.items()})
-            check_measurable(sampler, {name: member.owner.module for name, member in self._members.items()})
+            check_sampler(sampler, {name: member.algorithm for name, member in self._members.items()})
+            check_measurable(sampler, {name: member.module for name, member in self._members.items()})
             keys = [member.key for member in self._members.values()]
             self.sampled = SampledCohorts(sampler, self._plan.population(), keys, self._plan.seed)
         if limit and not self._most_units:
@@ -275,4 +273,4 @@ class Cohorts:
         member = next(member for member in self._members.values() if member.key == unit.model)
         clients = member.engine.clients
         work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
-        return work if len(self._members) == 1 else work * sum(p.numel() for p in member.owner.module.parameters())
+        return work if len(self._members) == 1 else work * sum(p.numel() for p in member.module.parameters())

@@ -103,7 +103,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     @property
     def members(self) -> Mapping[str, Any]:
         """The `FederatedModule` of each model by name; the name is empty if there is only one."""
-        return {name: member.owner for name, member in self.federation.members.items()}
+        return self.federation.members
 
     def data_of(self, name: str) -> Any:
         """The `ServerData` of one model's clients."""
@@ -256,19 +256,19 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         self.move_batches()
 
     def teardown(self, stage: str) -> None:
-        for member in self.federation.members.values():
-            member.end_fit()
-            member.owner.module.teardown(stage)
+        for member in self.members.values():
+            member.engine_or_none, member.made_optimizers = None, []
+            member.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:
         """Return each model's server optimizer and the user's own, which clients' are modelled on."""
         optimizers: list[Any] = []
         schedulers: list[dict[str, Any]] = []
-        for name, member in self.federation.members.items():
+        for name, member in self.members.items():
             for made in member.make_optimizers():
                 shown = f"{name}/{made.name or 'lr'}" if name else made.name
                 schedulers.append({"scheduler": made.scheduler, "name": shown})
-            optimizers += member.optimizers
+            optimizers += member.made_optimizers
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:
@@ -290,7 +290,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def on_train_end(self) -> None:
         """Report what the first rounds have shown, and call the users' hooks."""
-        for member in self.federation.members.values():
+        for member in self.members.values():
             member.first_rounds.finish()
         self.call_users("on_train_end")
 
@@ -348,7 +348,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         Callbacks that save are called after this: what they save must be complete, and need not be logged again.
         """
         if self.federation.last_stepped == self.current_epoch:
-            for member in self.federation.members.values():
+            for member in self.members.values():
                 member.schedules.step_on(self.trainer.callback_metrics, self.current_epoch)
         show_epoch(self.trainer)
         self._saved.ended = self.current_epoch

@@ -67,15 +67,12 @@ class Host:
 class Trained(Protocol):
     """One model of a federation, a `FederatedModule`: callbacks are called once for each of them."""
 
+    name: str  # in metrics; empty if it is trained alone
     module: pl.LightningModule
     algorithm: Algorithm
     state: nn.Module | None
     seed: int
     faults: Faults
-
-    @property
-    def name(self) -> str:
-        """The model's name; empty if it is trained alone."""
 
     @property
     def data(self) -> Any:

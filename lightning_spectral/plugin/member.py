@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf
+from lightning_spectral.client.device import Device
 from lightning_spectral.client.forms import (
     check_optimizer,
     check_own_parameters,
@@ -24,33 +26,33 @@ from lightning_spectral.client.forms import (
     trainable_parameters,
     untrained_parameters,
 )
-from lightning_spectral.client.local_loop import LossLoop
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
-from lightning_spectral.plugin.rounds import Runtime
-from lightning_spectral.plugin.user_hooks import defines
+from lightning_spectral.plugin.host import Trained
+from lightning_spectral.plugin.logs import redirect
+from lightning_spectral.plugin.trainer import Instead, placement_of
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
+from lightning_spectral.server.executor import Executor, SequentialExecutor
+from lightning_spectral.server.fault_policy import UpdateBound
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.simulation import Conditions
 
 
-class Member:
-    """One model of a federation.
-
-    Args:
-        owner: The model's module, algorithm and settings.
+class Member(pl.LightningModule, Trained):
+    """What a `FederatedModule` is to its federation: one model, with its optimizers, its engine and what lasts.
 
     Attributes:
-        name: The model's name in metrics; empty if it is trained alone.
+        part_of: The federation that it is part of, perhaps with other models.
         key: Its name in work units; empty if it is the only one.
-        plan: What was chosen for the federation.
-        runtime: Whatever runs the rounds.
-        optimizers: The server's, and then the user's own, which step clients; only while fitting.
+        made_optimizers: The server's, and then the user's own, which step clients; only while fitting.
         schedules: The user's learning-rate schedules.
         store: What the server keeps for single clients.
         frozen_base: Which clients have which frozen tensors.
@@ -61,13 +63,17 @@ class Member:
         engine_or_none: The engine, if there is a fit.
     """
 
-    plan: Any
-    runtime: Runtime
+    part_of: Any
+    server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
+    local_epochs: int
+    local_hooks: tuple[LocalHook, ...]
+    update_bound: UpdateBound | None
+    conditions: Conditions
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
+    def __init__(self) -> None:
+        super().__init__()
         self.name = self.key = ""
-        self.optimizers: list[Optimizer] = []
+        self.made_optimizers: list[Optimizer] = []
         self.schedules = RoundSchedules((), "")
         self.store, self.frozen_base = ClientStore(), FrozenBase()
         self.decisions: Mapping[str, Any] = {}
@@ -78,7 +84,7 @@ class Member:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the fit."""
-        return {**vars(self), "engine_or_none": None, "optimizers": []}
+        return {**super().__getstate__(), "engine_or_none": None, "made_optimizers": []}
 
     @property
     def engine(self) -> Engine:
@@ -87,13 +93,16 @@ class Member:
         return self.engine_or_none
 
     @property
+    def data(self) -> Any:
+        """The data of its clients, a `FederatedDataModule` unless they are elsewhere."""
+        return self.part_of.plan.data_of(self.name)
+
     def templates(self) -> list[Optimizer]:
-        """The user's own optimizers, which step the parameters of clients while these train."""
-        return self.optimizers[1:]
+        return self.made_optimizers[1:]
 
     def make_optimizers(self) -> Sequence[RoundScheduler]:
         """Make the server optimizer, and the user's own; return the user's schedules."""
-        owner, module, kind = self.owner, self.owner.module, type(self.owner.module).__name__
+        module, kind = self.module, type(self.module).__name__
         if not defines(module, "configure_optimizers"):
             raise ValueError(
                 f"`{kind}.configure_optimizers` is missing; define it and return the optimizer that clients are to "
@@ -105,19 +114,17 @@ class Member:
         for template in templates:
             check_optimizer(template)
             check_own_parameters(template, module, module.configure_optimizers)
-            owner.algorithm.check_optimizer(template, module)
+            self.algorithm.check_optimizer(template, module)
         if not (parameters := trainable_parameters(templates)):
             raise ValueError(f"{kind} has no trainable parameter in its optimizer; unfreeze some.")
-        parameters += [] if owner.state is None else [p for p in owner.state.parameters() if p.requires_grad]
-        server = (owner.server_optimizer or AVERAGING)(parameters)
+        parameters += [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
+        server = (self.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
-        owner.algorithm.check_server_optimizer(server)
-        self.optimizers = [server, *templates]
+        self.algorithm.check_server_optimizer(server)
+        self.made_optimizers = [server, *templates]
         _name_group(server, f"{self.name}/server" if self.name else "server")
-        scheduled = [
-            schedule.scheduler.optimizer for schedule in schedulers
-        ]  # whose names are those of their schedules
+        scheduled = [one.scheduler.optimizer for one in schedulers]  # whose names are those of their schedules
         for template in templates:
             if self.name and template not in scheduled:
                 _name_group(template, self.name)
@@ -125,14 +132,14 @@ class Member:
 
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
-        owner, runtime = self.owner, self.runtime
-        owner.module.on_fit_start()
-        untrained = untrained_parameters(self.templates, owner.module)
+        runtime = self.part_of.runtime
+        self.module.on_fit_start()
+        untrained = untrained_parameters(self.templates(), self.module)
         decided = self.decisions if resumed else None
-        half = owner.algorithm.bind(owner.module, owner.state, untrained=untrained, decisions=decided)
+        half = self.algorithm.bind(self.module, self.state, untrained=untrained, decisions=decided)
         if not resumed:
             self.frozen_base, self.usual_update = FrozenBase(), math.nan
-            with suspecting_weights(owner.module, 0):
+            with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
             self._report(done.splitlines())
@@ -140,13 +147,13 @@ class Member:
         may_rest = half.averages_may_rest or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
         self._report(self._remarks())
-        owner.zero_grad()  # of training before this fit: the server has only pseudo-gradients
-        self.engine_or_none = self._build(owner.algorithm, half, owner.conditions, self.store, self.frozen_base)
+        self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
+        self.engine_or_none = self._build(self.algorithm, half, self.conditions, self.store, self.frozen_base)
         self.engine.usual_update = self.usual_update
 
     def _remarks(self) -> Iterator[str]:
         """What is allowed, and may still not be meant."""
-        if self.owner.local_epochs == 0:
+        if self.local_epochs == 0:
             yield "local_epochs=0: clients train nothing, so rounds leave the weights as they are."
         if any(each.by_step for each in self.schedules.schedulers):
             yield (
@@ -160,7 +167,7 @@ class Member:
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
-        half = algorithm.bind(server, untrained=untrained_parameters(self.templates, self.owner.module))
+        half = algorithm.bind(server, untrained=untrained_parameters(self.templates(), self.module))
         return self._build(algorithm, half, Conditions(), ClientStore(), FrozenBase())
 
     def _build(
@@ -171,34 +178,61 @@ class Member:
         store: ClientStore,
         frozen_base: FrozenBase,
     ) -> Engine:
-        owner, sampler = self.owner, self.plan.participation
-        store.to(owner.device)
+        plan, runtime = self.part_of.plan, self.part_of.runtime
+        sampler = plan.participation
+        store.to(self.device)
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         return Engine(
             algorithm,
             half,
-            self.plan.clients_of(self.name, algorithm),
-            owner.make_executor,
-            seed=owner.seed,
-            local_epochs=owner.local_epochs,
+            plan.clients_of(self.name, algorithm),
+            self.make_executor,
+            seed=self.seed,
+            local_epochs=self.local_epochs,
             absolute=is_absolute(sampler),
             model=self.name,
             figure=figure,
-            options=lambda: tuple(options_of(template) for template in self.templates),
-            faults=owner.faults,
-            update_bound=owner.update_bound,
+            options=lambda: tuple(options_of(template) for template in self.templates()),
+            faults=self.faults,
+            update_bound=self.update_bound,
             conditions=conditions,
-            processes=self.runtime.processes,
+            processes=runtime.processes,
             store=store,
             frozen_base=frozen_base,
-            profile=self.runtime.profile,
-            make_measuring=partial(owner.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,
+            profile=runtime.profile,
+            make_measuring=partial(self.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,
         )
+
+    def make_executor(self, engine: Engine) -> Executor:
+        """Create the executor of the rounds' device half: by default clients train one by one, in this process.
+
+        Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
+        """
+        return self.make_local_executor(engine)
+
+    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
+        """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
+        if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
+            return cast(Executor, remote)
+        schedules = self.schedules.schedulers  # for clients to read: the rate is constant within a round
+
+        def schedulers() -> Any:  # one function for all turns: `redirect` remembers classes by their functions
+            return only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
+
+        def attach(recorder: Recorder, client: Any) -> None:
+            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
+            adopt_batch_hooks(client, self.data)
+
+        placement = placement_of(self.trainer, self.device, self.module, self.data)
+        settings = LocalSettings(placement, self.local_hooks, defines, redirect)
+        half, data = engine.half.device_half, self.data.client_data
+        device = Device(engine.server, half, self.templates(), data, settings, local_trainer, attach, engine.profile)
+        return SequentialExecutor(device)
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""
-        for template in self.templates:  # again, because hooks can replace layers
-            check_still_own(template, self.owner.module)
+        for template in self.templates():  # again, because hooks can replace layers
+            check_still_own(template, self.module)
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(opened.opened, round_idx)
         if round_idx == 0:
@@ -214,12 +248,8 @@ class Member:
 
     def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:
         """A round's summary with the learning rate that clients used in it; NaN if their optimizer chooses its own."""
-        rate = self.templates[0].param_groups[0].get("lr")
+        rate = self.templates()[0].param_groups[0].get("lr")
         return replace(summary, diagnostics={**summary.diagnostics, "lr": math.nan if rate is None else float(rate)})
-
-    def end_fit(self) -> None:
-        """Drop what exists only while fitting."""
-        self.engine_or_none, self.optimizers = None, []
 
 
 @dataclass(frozen=True)

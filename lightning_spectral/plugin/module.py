@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -14,38 +14,30 @@ from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, Recorder
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
 from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
-from lightning_spectral.plugin.host import Trained, is_host
-from lightning_spectral.plugin.logs import forwarded_logging, redirect
+from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.settings import as_config, config_of, described, shown_hparams
-from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import (
-    adopt_batch_hooks,
     check_user_module,
-    defines,
     for_evaluation_only,
-    only_or_all,
 )
-from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
-from lightning_spectral.server.round import Engine
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
-class FederatedModule(FederatedHooks, Trained):
+class FederatedModule(FederatedHooks, Member):
     """Trains your LightningModule on clients: a Trainer epoch is a communication round.
 
     Your ``training_step``, ``configure_optimizers``, ``self.log`` and metrics run on each client's sub-model; your
@@ -137,8 +129,7 @@ class FederatedModule(FederatedHooks, Trained):
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
-        self.member = Member(self)
-        self._create_federation({"": self.member})
+        self._create_federation({"": self})
         self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
         self._fix(signature(FederatedModule).parameters)
 
@@ -159,57 +150,12 @@ class FederatedModule(FederatedHooks, Trained):
             state_dict.update(self.state.state_dict(prefix=f"{prefix}state."))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def engine(self) -> Engine:
-        return self.member.engine
-
-    @property
-    def data(self) -> Any:
-        """The data of its clients, a `FederatedDataModule` unless they are elsewhere."""
-        return self.member.plan.data_of(self.name)
-
     def data_of(self, name: str) -> ServerData:
         return check_datamodule(self.trainer, ServerData)
 
     def population(self) -> Population:
         sizes = self.clients_of("", self.algorithm).sizes
         return Population(sizes[:, None], torch.ones_like(sizes))
-
-    def templates(self) -> list[Optimizer]:
-        return self.member.templates
-
-    def make_executor(self, engine: Engine) -> Executor:
-        """Create the executor of the rounds' device half: by default clients train one by one, in this process.
-
-        Override this to train them elsewhere, with an `Executor` that takes downloads and returns uploads.
-        """
-        return self.make_local_executor(engine)
-
-    def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
-        """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
-        if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
-            return cast(Executor, remote)
-        schedules = self.member.schedules.schedulers  # for clients to read: the rate is constant within a round
-
-        def schedulers() -> Any:  # one function for all turns: `redirect` remembers classes by their functions
-            return only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
-
-        def attach(recorder: Recorder, client: Any) -> None:
-            redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
-            adopt_batch_hooks(client, self.data)
-
-        placement = placement_of(self.trainer, self.device, self.module, self.data)
-        settings = LocalSettings(placement, self.local_hooks, defines, redirect)
-        half, data = engine.half.device_half, self.data.client_data
-        device = Device(engine.server, half, self.templates(), data, settings, local_trainer, attach, engine.profile)
-        return SequentialExecutor(device)
-
-    def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
-        return self.member.build_engine(server, algorithm)
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
@@ -255,7 +201,7 @@ class FederatedModule(FederatedHooks, Trained):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; one of several models logs under its own name."""
-        host: Any = self.member.plan
+        host: Any = self.part_of.plan
         if host is self:
             return super().log(name, value, *args, **options)
         suffix = self.log_suffix if options.pop("add_dataloader_idx", True) else ""

@@ -91,7 +91,7 @@ class MultiModelModule(FederatedHooks):
         self.processors = check_per_client("processors", processors, PROCESSORS)
         self.unavailable = _plain_unavailable({} if unavailable is None else unavailable, models)
         self.seed: int = Whole()("seed", seed)
-        self._create_federation({name: model.member for name, model in models.items()})
+        self._create_federation(models)
         hparams = {name: shown_hparams(member.module) for name, member in self.members.items()}
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
         self._fix(signature(MultiModelModule).parameters)

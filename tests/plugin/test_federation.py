@@ -22,7 +22,6 @@ from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, Local
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.federation import Federation
-from lightning_spectral.plugin.member import Member
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.processes import Processes
@@ -97,7 +96,7 @@ def federate(
 ) -> tuple[Federation, Loop]:
     loop = Loop()
     chosen = Chosen(data, participation, {name: owner.algorithm for name, owner in owners.items()})
-    return Federation(chosen, {name: owner.member for name, owner in owners.items()}, loop), loop
+    return Federation(chosen, owners, loop), loop
 
 
 def begin(federation: Federation, saved: dict[str, Any] | None = None) -> None:
@@ -121,7 +120,7 @@ def play(federation: Federation, loop: Loop, rounds: Iterable[int]) -> None:
 def steppers(federation: Federation) -> list[Any]:
     """What Lightning saves itself: optimizers and schedulers."""
     (member,) = federation.members.values()
-    return [*member.optimizers, *(schedule.scheduler for schedule in member.schedules.schedulers)]
+    return [*member.made_optimizers, *(schedule.scheduler for schedule in member.schedules.schedulers)]
 
 
 def alone(lit_mlp: Any, data: Any, algorithm: Any) -> tuple[Owner, Federation, Loop]:
@@ -210,11 +209,10 @@ def test_a_copy_has_no_part_in_the_fit(lit_mlp: Any, data: Any) -> None:
     owner, federation, _ = alone(lit_mlp, data, ls.FedAvg())
     begin(federation)
     copied = copy.deepcopy(owner)
-    assert copied.member.engine_or_none is None
+    assert copied.engine_or_none is None
     assert not copied.templates()
-    assert copied.member.owner is copied  # and not the original
+    assert copied.part_of.members[""] is copied  # and not the original
     assert owner.engine is federation.members[""].engine
     module = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)
     unpickled: Any = pickle.loads(pickle.dumps(module))
-    assert unpickled.federation.members[""].owner is unpickled
-    assert isinstance(unpickled.member, Member)
+    assert unpickled.federation.members[""] is unpickled

@@ -21,6 +21,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_spectral import algorithms, client, designs, participation, partition, server, sharding, simulation
+from lightning_spectral.arguments import MOST_NAMES
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin import callbacks
 from lightning_spectral.plugin.callbacks import RoundHistory
@@ -219,7 +220,9 @@ def one_line(message: str) -> str:
 
 KINDS = {
     "algorithm": algorithms.Algorithm,
+    "callbacks": pl.Callback,
     "design": designs.Design,
+    "logger": pl.loggers.Logger,
     "participation": participation.Sampler,
     "partitioner": partition.Partitioner,
     "server_optimizer": server.optimizers.FedOptimizer,
@@ -228,19 +231,22 @@ KINDS = {
 
 
 def _nearest_class(key: str, given: str) -> str:
-    """Which class of this package may have been meant by a name that is none; one that begins with it comes first.
+    """Which class may have been meant by a name that is none, first one that begins with it; otherwise all that fit.
 
     Example:
-        >>> _nearest_class("partitioner", "Dirichle")
-        "; did you mean 'DirichletPartitioner'?"
+        >>> _nearest_class("partitioner", "Dirichle"), _nearest_class("strategy", "FedAvg")
+        ("; did you mean 'DirichletPartitioner'?", '; choose from Collective, EffectiveCohort, PriSM, ...')
     """
     given, kind = given.casefold(), KINDS.get(key, object)
     rooms = algorithms, callbacks, client, designs, participation, partition, server, sharding, simulation
-    found = {name: getattr(room, name) for room in rooms for name in room.__all__}
-    known = {name.casefold(): name for name, one in found.items() if isinstance(one, type) and issubclass(one, kind)}
+    found = {name: getattr(room, name) for room in (*rooms, pl.callbacks, pl.loggers) for name in room.__all__}
+    classes = {name: one for name, one in found.items() if isinstance(one, type) and one is not kind}
+    known = {name.casefold(): name for name, one in classes.items() if issubclass(one, kind)}
     begun = [name for name in sorted(known) if name.startswith(given)]
     close = begun or difflib.get_close_matches(given, sorted(known), 1)
-    return f"; did you mean {known[close[0]]!r}?" if close else ""
+    if close:
+        return f"; did you mean {known[close[0]]!r}?"
+    return f"; choose from {', '.join(sorted(known.values()))}" if len(known) <= MOST_NAMES else ""
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:

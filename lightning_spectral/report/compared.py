@@ -35,6 +35,7 @@ LONGEST = 40  # letters of a value in a label
 SHARES = (0.1, 0.25, 0.5, 1.0)  # of the megabytes that all runs have sent
 COSTS = ("rounds", "megabytes", "virtual seconds")
 FLAT = 0.02  # a metric that stays within this share of its scale has not moved
+STRETCHED = 10  # how much longer an axis may be than nine in ten of its values need
 FEWEST = 3  # evaluations of a curve that may be called flat
 EQUAL_CURVES = (
     "While `fl/inclusion_entropy` is 0, every client holds the largest terms and strategies do not differ; after a "
@@ -202,13 +203,20 @@ def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
 
 
 def spread_of(values: Sequence[float] | Numbers) -> str:
-    """Mean and standard deviation of repetitions, as text; empty if nothing is known."""
-    found = np.asarray(values, dtype=np.float64)
+    """Mean and standard deviation of repetitions, as text; of those that are known, and of how many these are.
+
+    Example:
+        >>> spread_of([1.0, 2.0]), spread_of([1.0, math.nan]), spread_of([math.nan])
+        ('1.5 ± 0.71', '1 (1 of 2)', '')
+    """
+    every = np.asarray(values, dtype=np.float64)
+    found = every[~np.isnan(every)]
+    if not len(found):
+        return ""
     with np.errstate(all="ignore"):
         mean, deviation = float(found.mean()), float(found.std(ddof=1)) if len(found) > 1 else 0.0
-    if math.isnan(mean):
-        return "nan" if np.isfinite(found).any() else ""
-    return f"{mean:.4g} ± {deviation:.2g}" if deviation else f"{mean:.4g}"
+    known = f" ({len(found)} of {len(every)})" if len(found) < len(every) else ""
+    return f"{mean:.4g} ± {deviation:.2g}{known}" if deviation else f"{mean:.4g}{known}"
 
 
 def groups_table(groups: Sequence[Group], metric: str) -> Table:
@@ -294,10 +302,29 @@ def on_curves(groups: Sequence[Group], metric: str) -> str:
     if flat:
         baseline = FLAT_BASELINE if any(group.is_baseline for group, _ in flat) else ""
         parts.append(f"Curves that hardly move: {'; '.join(text for _, text in flat)}. {FLAT_CURVES}{baseline}")
+    if stretched := _stretched(groups, of):
+        parts.append(stretched)
     lost = [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]
     if lost:
         parts.append(f"Curves that end in no finite number: {'; '.join(lost)}. {DIVERGED}")
     return " ".join(parts)
+
+
+def _stretched(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> str:
+    """Which group makes the axis so long that most values look the same; empty if none does."""
+    means = {group.label: mean.values for group in groups if (mean := band(group.each(of))) is not None}
+    values = np.concatenate([own[np.isfinite(own)] for own in means.values()] or [np.empty(0)])
+    if not len(values):
+        return ""
+    (low, high), ends = np.quantile(values, (0.05, 0.95)), (values.min(), values.max())
+    if ends[1] - ends[0] <= STRETCHED * max(high - low, 1e-12 * abs(high)):
+        return ""
+    far = [name for name, own in means.items() if (own < low).any() or (own > high).any()]
+    far = [name for name in far if np.nanmax(np.abs(means[name] - (low + high) / 2)) > STRETCHED / 4 * (high - low)]
+    return (
+        f"The axis goes from {ends[0]:.3g} to {ends[1]:.3g} because of {'; '.join(far)}; nine in ten values lie "
+        f"between {low:.3g} and {high:.3g}, and look alike."
+    )
 
 
 def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> list[list[Group]]:

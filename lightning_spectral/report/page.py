@@ -197,11 +197,14 @@ def _paragraph(text: str, style: str = "") -> str:
 
 
 def _table(table: Table) -> str:
-    """Numbers are aligned right, and so are the titles of columns that have nothing else."""
+    """Columns of nothing but numbers are aligned right, with their titles."""
     rows = [["" if value is None else str(value) for value in row] for row in table.rows]
     numeric = [all(map(_is_number, filter(None, column))) for column in zip(*rows, strict=True)]
-    head = "".join(map(_cell, ["th"] * len(table.columns), table.columns, numeric or [False] * len(table.columns)))
-    lines = ["".join(_cell("td", text, _is_number(text)) for text in row) for row in rows]
+    numeric = numeric or [False] * len(table.columns)
+    head, *lines = [
+        "".join(map(_cell, ["th" if row is table.columns else "td"] * len(row), row, numeric))
+        for row in (table.columns, *rows)
+    ]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
 
@@ -211,5 +214,5 @@ def _cell(tag: str, text: str, is_number: bool) -> str:
 
 
 def _is_number(text: str) -> bool:
-    """Whether a cell is a number, which may have a deviation."""
-    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?", text) is not None
+    """Whether a cell is a number, which may have a deviation, or be known of some runs only."""
+    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?", text) is not None

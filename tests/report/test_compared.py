@@ -165,6 +165,25 @@ def test_if_fedavg_is_flat_too_sharding_is_not_the_reason_and_a_loss_has_the_sca
     assert on_curves(loss(0.03, 0.02, 0.01), "val_loss") == ""
 
 
+def test_a_value_that_makes_the_axis_long_is_named() -> None:
+    usual = [run([2.0 - 0.01 * index for index in range(30)], lr=lr) for lr in (1, 2)]
+    far = run([5000.0, *(1.9 for _ in range(29))], lr=3)
+    said = "The axis goes from 1.71 to 5e+03 because of lr=3; nine in ten values lie between "
+    assert said in on_curves(grouped(*usual, far), "val_acc")
+    assert "The axis" not in on_curves(grouped(*usual), "val_acc")
+
+
+def test_a_mean_is_over_the_repetitions_that_are_known_and_says_how_many_they_are() -> None:
+    late = made_run(
+        "late",
+        {"lr": 1, "seed": 1},
+        [{"fl/round": i, "fl/bytes_up": 1e6, **({"val_acc": 0.5} if i else {})} for i in range(4)],
+    )
+    table = equal_cost_table(grouped(run([0.1, 0.2, 0.3, 0.4], 1.0, lr=1), late, run([0.5] * 4, 1.0, lr=2)), "val_acc")
+    assert table is not None
+    assert table.rows[0][2] == "0.1 (1 of 2)"
+
+
 def test_a_curve_that_ends_in_nan_has_diverged() -> None:
     remark = on_curves(grouped(run([0.1, 0.2, math.nan], lr=1), run([0.1, 0.2, 0.3], lr=2)), "val_acc")
     assert remark.startswith("Curves that end in no finite number: lr=1. Training diverged: lower")

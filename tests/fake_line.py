@@ -163,7 +163,7 @@ def held_out_data() -> ls.FederatedDataModule:
     )
 
 
-def held_out_line() -> FakeLine:
+def held_out_line(lit: Callable[[], Any] = LitMLP) -> FakeLine:
     """The clients of `held_out_data`."""
     simulated = held_out_data()
     examples: Any = simulated.train
@@ -175,4 +175,4 @@ def held_out_line() -> FakeLine:
         for client in range(12)
     ]
     datas = [ClientData(train, batch_size=4, val=val) for train, val in parts]
-    return line_of([{"": LitMLP}] * 12, [{"": data} for data in datas])
+    return line_of([{"": lit}] * 12, [{"": data} for data in datas])

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.client.device import Device
@@ -41,6 +42,7 @@ class Workplace:
         rounds = -1 if num_rounds is None else num_rounds
         where = {"accelerator": accelerator, "devices": 1, "precision": precision}
         self.trainer = silent_trainer(_RoundsOfServer, max_epochs=rounds, **where)
+        self.trainer.state.fn = TrainerFn.FITTING
 
     @property
     def torch_device(self) -> torch.device:
@@ -53,7 +55,8 @@ class Workplace:
         module.to(self.torch_device)
 
     def arrive(self, download: Download) -> Download:
-        """Note which round it is; return the download where sub-models are."""
+        """Note which round it is, and that the client trains; return the download where sub-models are."""
+        self.trainer.training = True
         current: Any = self.trainer.fit_loop.epoch_progress.current
         current.ready = current.started = current.processed = current.completed = download.round_idx
         return replace(download, tensors={n: tensor.to(self.torch_device) for n, tensor in download.tensors.items()})
@@ -95,8 +98,9 @@ class Workplace:
         """
         self.place(module)
         module.trainer = self.trainer
+        download = self.arrive(download)
         self.trainer.validating = True
-        beside = ValidatedBeside(module, self.arrive(download).tensors, self.trainer)
+        beside = ValidatedBeside(module, download.tensors, self.trainer)
         seed = derived_seed(download.seed, "client evaluation", download.round_idx, download.unit.client_id)
         with isolated_rng(seed, [self.torch_device]), beside.entered():  # a step may draw random numbers
             module.eval()

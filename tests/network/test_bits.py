@@ -126,13 +126,26 @@ def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     assert same_state(ours[0], theirs[0])
 
 
+class LitAsksItsStage(LitMLP):
+    """Its steps depend on what its Trainer does, as those of pytorch-forecasting's models do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        fits = self.trainer.training and self.trainer.state.fn == "fit"
+        return super().training_step(batch, batch_idx) * (2.0 if fits else 0.5)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("validates", float(self.trainer.validating and self.trainer.state.fn == "fit"))
+
+
 def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(fit: Fit) -> None:
     tables = []
-    for data in (held_out_data(), remote(held_out_line())):
+    for data in (held_out_data(), remote(held_out_line(LitAsksItsStage))):
         evaluation = ls.ClientEvaluation()
-        fitted = fit(seeded(LitMLP), data, max_epochs=2, callbacks=[evaluation], **SETTINGS)
+        fitted = fit(seeded(LitAsksItsStage), data, max_epochs=3, callbacks=[evaluation], **SETTINGS)
         tables.append((evaluation.table, {n: v for n, v in fitted.logged.items() if n.startswith("fl/clients/")}))
     assert tables[0][1].keys() == tables[1][1].keys() != set()
     for ours, theirs in zip(tables[1][0].rows, tables[0][0].rows, strict=True):
         assert (ours.client_id, ours.num_examples) == (theirs.client_id, theirs.num_examples)
         assert ours.metrics == theirs.metrics
+        assert ours.metrics["validates"] == 1.0

@@ -170,8 +170,7 @@ def page(title: str, summary: str, warnings: Sequence[str], sections: Sequence[S
 <main>
 <h1>{escape(title)}</h1>
 {body}
-<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script; \
-rest a pointer on a mark to see its numbers.</footer>
+<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script.</footer>
 </main>
 </body>
 </html>

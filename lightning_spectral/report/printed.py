@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -50,7 +49,7 @@ PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")
 # A page takes its colours from its style sheet: these stand in for them in a figure and are replaced in its SVG.
 PAGE = Theme(ink="#010203", grid="#040506", paper="#070809")
 REPLACED = {PAGE.ink: "currentColor", PAGE.grid: "var(--grid)", PAGE.paper: "var(--paper)"}
-INCHES, LEGEND_COLUMNS = {"wide": 8.0, "narrow": 3.7}, {"wide": 3, "narrow": 1}
+INCHES, LEGEND_COLUMNS = 8.0, 3  # of a picture on a page
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -184,86 +183,52 @@ def legend_lines(labels: Sequence[str], columns: int, inches: float) -> int:
     return max(sum(heights[start : start + rows]) for start in range(0, len(labels), rows))
 
 
-@dataclass
-class Canvas:
-    """A figure to draw on; a narrow one is as wide as a phone, with one panel below another."""
-
-    figure: Figure
-    theme: Theme
-    width: str
-    tips: dict[str, str] = field(default_factory=dict)  # by the id of the artist
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether there is room for one panel side by side."""
-        return self.width == "narrow"
-
-    def tip(self, artist: Artist, text: str) -> None:
-        """Show a text while a pointer rests on an artist."""
-        name = f"tip{len(self.tips)}"
-        artist.set_gid(name)
-        self.tips[name] = text
-
-    def panels(self, number: int, columns: int = 0, **shared: Any) -> list[Axes]:
-        """Add panels side by side, or one below another if the canvas is narrow."""
-        ncols = 1 if self.is_narrow else min(columns or number, number)
-        grid = self.figure.subplots(-(-number // ncols), ncols, squeeze=False, **shared)
-        for unused in grid.flat[number:]:
-            unused.remove()
-        return list(grid.flat[:number])
-
-    def label_values(self, axes: Sequence[Axes], label: str) -> None:
-        """Label the axis that panels share, next to the first panel of each row."""
-        for panel in axes if self.is_narrow else axes[:1]:
-            panel.set_ylabel(as_label(label))
-
-    def legend(self) -> None:
-        """One legend for all panels, above them, if anything has a label."""
-        legend_above(self.figure, LEGEND_COLUMNS[self.width])
+def panels(figure: Figure, number: int, columns: int = 0, **shared: Any) -> list[Axes]:
+    """Add panels to a figure, side by side, so many in a row."""
+    ncols = min(columns or number, number)
+    grid = figure.subplots(-(-number // ncols), ncols, squeeze=False, **shared)
+    for unused in grid.flat[number:]:
+        unused.remove()
+    return list(grid.flat[:number])
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that can be drawn in several widths and themes."""
+    """A figure that can be drawn for a page and for print."""
 
     name: str  # of its file, without a suffix
     description: str  # for readers who cannot see it
-    draw: Callable[[Canvas], None] = field(repr=False)
-    heights: tuple[float, float]  # in inches, when wide and when narrow, without the legend
+    draw: Callable[[Figure, Theme], None] = field(repr=False)
+    height: float  # in inches, without the legend
     labels: Sequence[str] = ()  # of the legend above it
 
     def svg(self) -> str:
-        """The figure in both widths; a style sheet shows the one that fits."""
-        return "\n".join(self._svg(width) for width in INCHES)
-
-    def write_png(self, folder: Path) -> Path:
-        """Write the wide version, in the theme for print, to ``<folder>/<name>.png``."""
-        path = folder / f"{self.name}.png"
-        with _drawing(PRINTED):
-            self.drawn("wide", PRINTED).figure.savefig(path, dpi=200, metadata={"Software": None})
-        return path
-
-    def drawn(self, width: str, theme: Theme) -> Canvas:
-        """Draw it in one width and theme."""
-        inches, height = INCHES[width], self.heights[width == "narrow"]
-        height += 0.2 * legend_lines(self.labels, LEGEND_COLUMNS[width], inches) if self.labels else 0.0
-        canvas = Canvas(Figure(figsize=(inches, height), layout="constrained"), theme, width)
-        self.draw(canvas)
-        return canvas
-
-    def _svg(self, width: str) -> str:
+        """The figure for a page."""
         with _drawing(PAGE):
-            canvas, file = self.drawn(width, PAGE), io.StringIO()
-            canvas.figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+            file = io.StringIO()
+            self.drawn(PAGE).savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
         text = file.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-        for name, tip in canvas.tips.items():
-            text = text.replace(f'<g id="{name}">', f'<g id="{name}"><title>{escape(tip)}</title>')
-        text = re.sub(r"<[^<>]+>", lambda tag: _embedded(tag[0], f"{self.name}-{width}"), text)  # tags, not texts
-        attributes = f'class="{width}" role="img" aria-label="{escape(self.description)}"'
+        text = re.sub(r"<[^<>]+>", lambda tag: _embedded(tag[0], self.name), text)  # tags, not texts
         for _ in ("width", "height"):  # the page decides
             text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
-        return text.replace("<svg", f"<svg {attributes}", 1)
+        return text.replace("<svg", f'<svg role="img" aria-label="{escape(self.description)}"', 1)
+
+    def write_png(self, folder: Path) -> Path:
+        """Write the figure for print to ``<folder>/<name>.png``."""
+        path = folder / f"{self.name}.png"
+        with _drawing(PRINTED):
+            self.drawn(PRINTED).savefig(path, dpi=200, metadata={"Software": None})
+        return path
+
+    def drawn(self, theme: Theme) -> Figure:
+        """Draw it in one theme, with one legend for all panels above them."""
+        height = self.height
+        if self.labels:
+            height += 0.2 * legend_lines(self.labels, LEGEND_COLUMNS, INCHES)
+        figure = Figure(figsize=(INCHES, height), layout="constrained")
+        self.draw(figure, theme)
+        return figure
 
 
 @contextmanager

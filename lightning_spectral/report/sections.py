@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
@@ -44,9 +45,10 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.printed import (
     COLOURS,
     GREY,
-    Canvas,
+    LEGEND_COLUMNS,
     Look,
     Picture,
+    Theme,
     as_label,
     draw_line,
     draw_spread,
@@ -54,6 +56,7 @@ from lightning_spectral.report.printed import (
     legend_above,
     log_axis,
     look,
+    panels,
     round_axis,
 )
 from lightning_spectral.report.runs import LoggedRun, Table
@@ -146,55 +149,50 @@ def pareto_section(contents: Contents) -> Section:
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
     height, draw = 6.4 if with_clients else 4.2, partial(_draw_pareto, contents=contents, with_clients=with_clients)
-    picture = Picture("pareto", f"{title}: a point for each run.", draw, (height, height - 0.8), contents.labels)
+    picture = Picture("pareto", f"{title}: a point for each run.", draw, height, contents.labels)
     return Section(title, lead, picture, tables, remark, num_open=1)
 
 
-def _draw_pareto(canvas: Canvas, contents: Contents, with_clients: bool) -> None:
+def _draw_pareto(figure: Figure, theme: Theme, contents: Contents, with_clients: bool) -> None:
     groups, metric = contents.groups, contents.metric
-    axes = canvas.panels(1 + with_clients, columns=1, sharex=True)
+    axes = panels(figure, 1 + with_clients, columns=1, sharex=True)
     ends = [group_end(group, metric) for group in groups]
     means = np.array([points.mean(axis=0) for points in ends])
     for group, points in zip(groups, ends, strict=True):
-        _draw_points(canvas, axes[0], group, points)
+        _draw_points(axes[0], theme, group, points)
     if with_clients:
         for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
-            _draw_clients(canvas, axes[1], group, metric, x, shift)
+            _draw_clients(figure, axes[1], theme, group, metric, x, shift)
         axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
     front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
     if len(front) > 1:
-        axes[0].plot(*means[front].T, color=canvas.theme.ink, lw=1, ls="--", zorder=1)
+        axes[0].plot(*means[front].T, color=theme.ink, lw=1, ls="--", zorder=1)
     axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
     cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
-    canvas.legend()
+    legend_above(figure, LEGEND_COLUMNS)
 
 
-def _draw_points(canvas: Canvas, axes: Axes, group: Group, points: Numbers) -> None:
+def _draw_points(axes: Axes, theme: Theme, group: Group, points: Numbers) -> None:
     """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
-    look, (x, y), repeated = look_of(group), points.mean(axis=0), len(points) > 1
-    if repeated:
+    look, (x, y) = look_of(group), points.mean(axis=0)
+    if len(points) > 1:
         x_std, y_std = points.std(axis=0, ddof=1)
         axes.errorbar(x, y, xerr=x_std, yerr=y_std, fmt="none", ecolor=look.colour, elinewidth=1, zorder=2)
-        for run, (one_x, one_y) in zip(group.runs, points, strict=True):
-            (dot,) = axes.plot(one_x, one_y, marker=look.marker, ms=4, ls="none", color=look.colour, alpha=0.6)
-            canvas.tip(dot, f"{run.name}: {one_y:.4g} after {one_x:.4g} MB")
-    size, edge = 7 + 2 * look.width, canvas.theme.paper
-    (mark,) = axes.plot(x, y, marker=look.marker, ms=size, ls="none", color=look.colour, mec=edge, label=group.label)
-    canvas.tip(mark, f"{group.label}: {y:.4g} after {x:.4g} MB" + (f", mean of {len(points)}" if repeated else ""))
+        axes.plot(*points.T, marker=look.marker, ms=4, ls="none", color=look.colour, alpha=0.6)
+    size, edge = 7 + 2 * look.width, theme.paper
+    axes.plot(x, y, marker=look.marker, ms=size, ls="none", color=look.colour, mec=edge, label=group.label)
 
 
-def _draw_clients(canvas: Canvas, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
+def _draw_clients(figure: Figure, axes: Axes, theme: Theme, group: Group, metric: str, x: float, shift: float) -> None:
     """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
     found = [[one.last for one in three] for run in group.runs if (three := spread(run, metric)) is not None]
     if not found:
         return
     look, (low, middle, high) = look_of(group), np.mean(found, axis=0)
-    at = offset_copy(axes.transData, canvas.figure, x=shift, units="points")
+    at = offset_copy(axes.transData, figure, x=shift, units="points")
     axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
     axes.plot([x, x], [low, high], color=look.colour, lw=2.5, transform=at)
-    edge = canvas.theme.paper
-    (mark,) = axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=edge, transform=at)
-    canvas.tip(mark, f"{group.label}: clients from {low:.4g} to {high:.4g}, mean or median {middle:.4g}")
+    axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=theme.paper, transform=at)
 
 
 def shifts(costs: Numbers) -> list[float]:
@@ -241,23 +239,23 @@ def curves_section(contents: Contents) -> Section:
     groups, metric = contents.groups, contents.metric
     costed = all(megabytes(run) is not None for run in contents.runs)
 
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.panels(1 + costed, sharey=True)
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = panels(figure, 1 + costed, sharey=True)
         for group in groups:
             if (found := band(group.each(partial(curve, metric=metric)))) is not None:
                 draw_band(axes[0], group, found, found.rounds + 1)
                 if costed:
                     sent = np.mean([megabytes_at(run, found.rounds) for run in group.runs], axis=0)
                     draw_band(axes[1], group, found, sent)
-        canvas.label_values(axes, metric)
+        axes[0].set_ylabel(as_label(metric))
         round_axis(axes[0])
         if costed:
             cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
-        canvas.legend()
+        legend_above(figure, LEGEND_COLUMNS)
 
     title = f"{metric} over rounds and over megabytes"
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
-    picture = Picture("curves", f"{title}: a line for each group.", draw, (3.8, 5.6), contents.labels)
+    picture = Picture("curves", f"{title}: a line for each group.", draw, 3.8, contents.labels)
     return Section(title, lead, picture, remark=on_curves(groups, metric))
 
 
@@ -316,25 +314,22 @@ def seconds_section(contents: Contents) -> Section:
     if not stages:
         return Section(title, remark=SWITCH_ON["seconds"])
 
-    def draw(canvas: Canvas) -> None:
-        (axes,), left = canvas.panels(1), np.zeros(len(times))
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes, left = figure.subplots(), np.zeros(len(times))
         for index, stage in enumerate(sorted(stages, key=lambda name: -stages[name])):  # the longest first
             widths, hatch = np.array([one.get(stage, 0.0) for one in times]), index // len(COLOURS) % len(HATCHES)
-            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": canvas.theme.paper}
+            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": theme.paper}
             style: dict[str, Any] = {**colours, "hatch": HATCHES[hatch], "linewidth": 0.5, "height": 0.6}
-            bars = axes.barh(range(len(times)), widths, left=left, label=stage, **style)
-            for bar, label, width in zip(bars, contents.labels, widths, strict=True):
-                canvas.tip(bar, f"{label}: {stage} {width:.3g} s")
+            axes.barh(range(len(times)), widths, left=left, label=stage, **style)
             left += widths
-        labels = ["\n".join(in_lines(label, 16 if canvas.is_narrow else 40)) for label in contents.labels]
+        labels = ["\n".join(in_lines(label, 40)) for label in contents.labels]
         axes.set_yticks(range(len(times)), labels)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds per round")
-        legend_above(canvas.figure, 3 if canvas.is_narrow else 6)
+        legend_above(figure, 6)
 
-    height = 1.2 + 0.45 * len(times)
-    picture = Picture("seconds", "Seconds of a round by stage.", draw, (height, height + 1.2))
+    picture = Picture("seconds", "Seconds of a round by stage.", draw, 1.2 + 0.45 * len(times))
     names, lead = sorted(stages), "Mean wall-clock seconds of a round, by stage, without evaluation."
     rows = (
         (label, *(_short(one.get(s, 0.0)) for s in names)) for label, one in zip(contents.labels, times, strict=True)
@@ -358,10 +353,10 @@ def spectra_section(contents: Contents) -> Section:
         f"to within the bins of a histogram: those that are smaller than a bin look the same.{more}"
     )
     number, height = min(len(shown), MAX_HEAT_MAPS), 2.6 + 0.15 * max(len(title) for title, _ in shown)
-    heights = 0.8 + height * -(-number // 3), 0.8 + height * number
+    height = 0.8 + height * -(-number // 3)
     draw = partial(_draw_heat_maps, shown=shown[:MAX_HEAT_MAPS])
     return Section(
-        "Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, heights)
+        "Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, height)
     )
 
 
@@ -371,8 +366,8 @@ def heat_map_title(layer: str, group: str) -> list[str]:
     return [*(line.replace(". ", ".") for line in of_layer), *in_lines(group, TITLE)]
 
 
-def _draw_heat_maps(canvas: Canvas, shown: Sequence[tuple[list[str], Spectrum]]) -> None:
-    axes = canvas.panels(len(shown), columns=3)
+def _draw_heat_maps(figure: Figure, theme: Theme, shown: Sequence[tuple[list[str], Spectrum]]) -> None:
+    axes = panels(figure, len(shown), columns=3)
     found = [_matrix(by_round) for _, by_round in shown]
     smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
     smallest = min(max(smallest, SMALLEST), LARGEST)  # what is smaller looks the same
@@ -388,8 +383,8 @@ def _draw_heat_maps(canvas: Canvas, shown: Sequence[tuple[list[str], Spectrum]])
         round_axis(panel)
         if len(rounds) <= FEW:
             panel.set_xticks(rounds + 1)
-    canvas.label_values(axes, "term, the largest first")
-    bar = canvas.figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, location="bottom", shrink=0.6, aspect=40)
+    axes[0].set_ylabel("term, the largest first")
+    bar = figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, location="bottom", shrink=0.6, aspect=40)
     bar.set_label("singular value / the layer's largest")
 
 
@@ -482,8 +477,8 @@ def over_rounds(
 ) -> Picture:
     """A picture with one curve of each group, with its band, in each panel."""
 
-    def draw(canvas: Canvas) -> None:
-        axes = canvas.panels(len(shown), columns=3, **shared)
+    def draw(figure: Figure, theme: Theme) -> None:
+        axes = panels(figure, len(shown), columns=3, **shared)
         for panel, one in zip(axes, shown, strict=True):
             for group in groups:
                 if (found := band(group.each(one.of))) is not None:
@@ -494,8 +489,8 @@ def over_rounds(
             if one.limits is not None:
                 panel.set_ylim(*one.limits)
             round_axis(panel)
-        canvas.label_values(axes, label)
-        canvas.legend()
+        axes[0].set_ylabel(as_label(label))
+        legend_above(figure, LEGEND_COLUMNS)
 
-    heights = 1.0 + 2.4 * -(-len(shown) // 3), 0.6 + 2.3 * len(shown)
-    return Picture(name, description, draw, heights, [group.label for group in groups])
+    height = 1.0 + 2.4 * -(-len(shown) // 3)
+    return Picture(name, description, draw, height, [group.label for group in groups])

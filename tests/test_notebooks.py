@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -129,11 +130,15 @@ def test_the_loss_of_a_run_and_what_it_validates_are_plotted(lit: Any, data: Any
     assert {"val_loss", "val_acc"} == set(labels[1:])
 
 
-def test_the_tutorial_holds_no_output() -> None:
+def test_the_tutorial_holds_the_outputs_of_one_run_from_top_to_bottom() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    kinds = [kind for cell in code for output in cell["outputs"] for kind in output.get("data", {})]
+    assert kinds.count("text/html") == 3  # costs, split, history
+    assert kinds.count("image/png") == 1
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    assert not re.search(r"0x[0-9a-f]{6}|/home/|/tmp/|Error", json.dumps([cell["outputs"] for cell in code]))
 
 
 def displayed(namespace: dict[str, Any]) -> Iterator[Any]:
@@ -159,5 +164,8 @@ def test_the_tutorial_runs_and_shows_tables_and_a_figure(tmp_path, monkeypatch, 
         assert len(cells(table)) > 10
     assert 0.1 < ratio < 0.5
     assert figure._repr_png_().startswith(PNG)
-    assert "sharded: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "sharded: " in printed
+    plan = next(cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if "ls.validate" in "".join(cell["source"]))
+    assert "".join(plan["outputs"][0]["text"]) in printed
     assert not list(tmp_path.iterdir())

@@ -19,12 +19,8 @@ import torch
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.functional import (
-    collective_inclusion_probs,
-    manly_inclusion_probs,
-    proportional_inclusion_probs,
-    successive_inclusion_probs,
-)
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, proportional_inclusion_probs
+from lightning_spectral.functional.sampling.successive_sampling import manly_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.tables import aligned
 
 COHORT = 10

@@ -17,12 +17,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import lightning_spectral as ls
-from lightning_spectral.functional import (
-    cohort_discrepancy,
-    coordinated_discrepancy,
-    coordinated_multipliers,
-    group_discrepancy,
-)
+from lightning_spectral.functional.figures import cohort_discrepancy, coordinated_discrepancy, group_discrepancy
+from lightning_spectral.functional.sampling.cohorts import coordinated_multipliers
 from lightning_spectral.functional.spectra import factorize, num_terms_for
 from lightning_spectral.report.printed import PRINTED, legend_above, look, printed
 from lightning_spectral.tables import aligned

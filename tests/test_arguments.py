@@ -23,6 +23,8 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral import functional, testing
+from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
+from lightning_spectral.functional.sampling.without_fit import draw_brewer
 
 
 class LitLine(pl.LightningModule):
@@ -201,8 +203,8 @@ def fitting(**options: Any) -> Any:
     return ls.largest_that_fits(**{"module": net(), "algorithm": ls.LoRA(), "budget_bytes": 1e6, **options})
 
 
-def drawn(draw: str, num_samples: Any = 5, **options: Any) -> Any:
-    return getattr(functional, draw)(PROBS, num_samples=num_samples, generator=torch.Generator(), **options)
+def drawn(draw: Any, num_samples: Any = 5, **options: Any) -> Any:
+    return draw(PROBS, num_samples=num_samples, generator=torch.Generator(), **options)
 
 
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
@@ -255,8 +257,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),
     (testing.check_channel_choice, {"channels": 3}, r"`channels` must be an instance of ChannelChoice, got 3"),
     (testing.check_partitioner, {"partitioner": ls.IIDPartitioner, "num_examples": 9}, r"got the class IIDPartitioner"),
-    (drawn, {"draw": "draw_conditional_poisson", "num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
-    (drawn, {"draw": "draw_brewer", "num_samples": 2.5}, r"`num_samples` must be a whole number, got 2\.5"),
+    (drawn, {"draw": draw_conditional_poisson, "num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
+    (drawn, {"draw": draw_brewer, "num_samples": 2.5}, r"`num_samples` must be a whole number, got 2\.5"),
 ]
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitNet
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral import SpectralSide
+from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
 from lightning_spectral.nn.plan.planner import plan_layers
 
 

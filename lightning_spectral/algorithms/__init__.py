@@ -2,14 +2,13 @@
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.costs import cost_table, largest_that_fits
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
-from lightning_spectral.algorithms.lora import (
+from lightning_spectral.algorithms.lora.aggregation import (
     AdapterAggregation,
     AlternatingFactors,
     FoldedTerms,
     FrozenA,
-    LoRA,
     OrthonormalA,
     PaddedFactors,
     ParallelTerms,
@@ -18,16 +17,12 @@ from lightning_spectral.algorithms.lora import (
     StackedProducts,
     TruncatedProducts,
 )
-from lightning_spectral.algorithms.memory import Scaffold, StaleUpdates
-from lightning_spectral.algorithms.spectral import (
-    MatrixMeans,
-    SpectralSharding,
-    SpectralSide,
-    SpectralStart,
-    TermAggregation,
-    TermMeans,
-    spectral_start,
-)
+from lightning_spectral.algorithms.lora.algorithm import LoRA
+from lightning_spectral.algorithms.memory.scaffold import Scaffold
+from lightning_spectral.algorithms.memory.stale_updates import StaleUpdates
+from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans
+from lightning_spectral.algorithms.spectral.algorithm import SpectralSharding
+from lightning_spectral.algorithms.spectral.start import SpectralStart, spectral_start
 from lightning_spectral.algorithms.width import WidthSharding
 from lightning_spectral.algorithms.zampling import Zampling
 
@@ -36,9 +31,7 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
-    "DenseHalf",
     "DenseRound",
-    "DenseSide",
     "FedAvg",
     "FoldedTerms",
     "FrozenA",
@@ -51,7 +44,6 @@ __all__ = [
     "SampledTerms",
     "Scaffold",
     "SpectralSharding",
-    "SpectralSide",
     "SpectralStart",
     "StackedProducts",
     "StaleUpdates",

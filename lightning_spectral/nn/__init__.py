@@ -25,7 +25,6 @@ from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLa
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, sharded_layers
 from lightning_spectral.nn.local_zampling import unzample, zample
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.plan.layer_types import SHARDED_LAYERS
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_layers, plan_of, replace_layers, validate
 from lightning_spectral.nn.torch_modules import use_batch_statistics
@@ -33,7 +32,6 @@ from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import width_plan
 
 __all__ = [
-    "SHARDED_LAYERS",
     "BufferPlan",
     "Cost",
     "CostTable",

@@ -1,12 +1,10 @@
 """The server half of a run: rounds, clients' turns, averages and the server's step."""
 
-from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, MaxUpdateNorm, Raise, UsualUpdateNorm
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
 
 __all__ = [
     "BoundedMomentum",
-    "Executor",
     "Faults",
     "FedAdagrad",
     "FedAdam",
@@ -15,6 +13,5 @@ __all__ = [
     "LeaveOut",
     "MaxUpdateNorm",
     "Raise",
-    "SequentialExecutor",
     "UsualUpdateNorm",
 ]

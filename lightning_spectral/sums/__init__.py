@@ -1,6 +1,6 @@
 """Exact sums and extremes over clients, whose bits depend neither on the clients' order nor on their processes."""
 
-from lightning_spectral.sums.exact_mean import MeanBits, MeanChange, RunningMean, Weights, add_up
+from lightning_spectral.sums.exact_mean import MeanBits, MeanChange, RunningMean, add_up
 from lightning_spectral.sums.extremes import Extremes
 
-__all__ = ["Extremes", "MeanBits", "MeanChange", "RunningMean", "Weights", "add_up"]
+__all__ = ["Extremes", "MeanBits", "MeanChange", "RunningMean", "add_up"]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import DenseRound
-from lightning_spectral.functional import assignment_probs
+from lightning_spectral.functional.sampling.inclusion import assignment_probs
 
 ROUNDS = (1, 10, 30, 60)
 PAGE = Path("docs/several_models_fixed_size.md")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.spectral import SpectralSide
+from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.functional.spectra import effective_lr_factors, weight_lr_factors
 from lightning_spectral.nn import sharded_layers

@@ -25,14 +25,10 @@ from lightning_spectral.designs import (
     SuccessiveSampling,
     Systematic,
 )
-from lightning_spectral.functional import (
-    collective_inclusion_probs,
-    draw_conditional_poisson,
-    draw_successive,
-    proportional_inclusion_probs,
-    successive_inclusion_probs,
-)
 from lightning_spectral.functional.checks import as_inclusion_probs
+from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, proportional_inclusion_probs
+from lightning_spectral.functional.sampling.successive_sampling import draw_successive, successive_inclusion_probs
 from lightning_spectral.testing import check_design
 from lightning_spectral.testing.choices import check_rows
 

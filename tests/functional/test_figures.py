@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_spectral as ls
-from lightning_spectral.functional import (
+from lightning_spectral.functional.figures import (
     decile_means,
     entropy_rank,
     gini_coefficient,
@@ -24,8 +24,8 @@ from lightning_spectral.functional import (
     sampled_variance,
     stable_rank,
     step_size_variance,
-    top_inclusion_probs,
 )
+from lightning_spectral.functional.sampling.inclusion import top_inclusion_probs
 
 RANKS = [entropy_rank, participation_rank, stable_rank]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import lightning_spectral as ls
 from lightning_spectral.designs import Brewer, ConditionalPoisson, Design, Systematic
-from lightning_spectral.functional import step_size_variance
+from lightning_spectral.functional.figures import step_size_variance
 from lightning_spectral.participation import (
     Assignment,
     FullParticipation,

@@ -12,15 +12,15 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
-from lightning_spectral.functional import (
-    collective_inclusion_probs,
-    collective_multipliers,
+from lightning_spectral.functional.figures import marginal_entropy
+from lightning_spectral.functional.sampling.cohorts import (
+    client_error,
+    effective_cohort_size,
     joint_multipliers,
-    manly_inclusion_probs,
-    marginal_entropy,
-    successive_inclusion_probs,
+    kish_size,
 )
-from lightning_spectral.functional.sampling.cohorts import client_error, effective_cohort_size, kish_size
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
+from lightning_spectral.functional.sampling.successive_sampling import manly_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.sharding import (
     Collective,
     EffectiveCohort,

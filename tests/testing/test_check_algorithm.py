@@ -14,8 +14,8 @@ from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
-from lightning_spectral.protocol import Upload
 from lightning_spectral.protocol.exchange import apply_mean_change
+from lightning_spectral.protocol.records import Upload
 from lightning_spectral.testing import check_algorithm
 from lightning_spectral.testing.trial import Case, Trial, change_norms
 

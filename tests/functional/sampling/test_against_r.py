@@ -8,16 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.functional import (
+from lightning_spectral.functional.sampling.conditional_poisson import (
     conditional_poisson_joint_probs,
-    draw_brewer,
     fit_conditional_poisson,
-    manly_inclusion_probs,
-    proportional_inclusion_probs,
-    successive_inclusion_probs,
-    support_joint_probs,
-    systematic_support,
 )
+from lightning_spectral.functional.sampling.inclusion import proportional_inclusion_probs
+from lightning_spectral.functional.sampling.successive_sampling import manly_inclusion_probs, successive_inclusion_probs
+from lightning_spectral.functional.sampling.without_fit import draw_brewer, support_joint_probs, systematic_support
 
 FIXTURE = json.loads((Path(__file__).parents[2] / "fixtures" / "r_designs.json").read_text())
 

@@ -7,19 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from lightning_spectral.functional import (
+from lightning_spectral.functional.figures import (
     cohort_discrepancy,
-    collective_inclusion_probs,
-    collective_multipliers,
     coordinated_discrepancy,
-    coordinated_multipliers,
-    draw_coordinated,
     expected_coverage,
     group_discrepancy,
+)
+from lightning_spectral.functional.sampling.cohorts import (
+    coordinated_multipliers,
+    draw_coordinated,
     joint_discrepancy,
     joint_multipliers,
+    kish_size,
 )
-from lightning_spectral.functional.sampling.cohorts import kish_size
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, collective_multipliers
 
 
 def rows(per_group: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -11,21 +11,22 @@ from sampling_laws import conditional_poisson_law, excess, spectra, successive_j
 from scipy.optimize import minimize
 from torch import Tensor
 
-from lightning_spectral.functional import (
-    collective_inclusion_probs,
+from lightning_spectral.functional.sampling.conditional_poisson import (
     conditional_poisson_joint_probs,
     draw_conditional_poisson,
     fit_conditional_poisson,
+    fit_conditional_poissons,
     poisson_conditional_inclusion_probs,
-    proportional_inclusion_probs,
-    successive_inclusion_probs,
-    successive_joint_probs,
 )
-from lightning_spectral.functional.sampling.conditional_poisson import fit_conditional_poissons
+from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, proportional_inclusion_probs
 from lightning_spectral.functional.sampling.open_terms import (
     centred_logits,
     count_probabilities,
     leave_one_out_probabilities,
+)
+from lightning_spectral.functional.sampling.successive_sampling import (
+    successive_inclusion_probs,
+    successive_joint_probs,
 )
 
 

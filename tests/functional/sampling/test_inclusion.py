@@ -12,11 +12,11 @@ from scipy.optimize import minimize
 from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson
-from lightning_spectral.functional import (
+from lightning_spectral.functional.sampling.conditional_poisson import fit_conditional_poisson
+from lightning_spectral.functional.sampling.inclusion import (
     assignment_probs,
     collective_inclusion_probs,
     collective_multipliers,
-    fit_conditional_poisson,
     model_joint_probs,
     proportional_inclusion_probs,
     schatten_inclusion_probs,

@@ -11,7 +11,7 @@ from sampling_laws import excess, successive_joint, successive_law
 from scipy.optimize import brentq
 from torch import Tensor
 
-from lightning_spectral.functional import (
+from lightning_spectral.functional.sampling.successive_sampling import (
     draw_successive,
     fit_log_sizes,
     manly_inclusion_probs,

@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from sampling_laws import excess, spectra
 from torch import Tensor
 
-from lightning_spectral.functional import (
+from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
+from lightning_spectral.functional.sampling.inclusion import proportional_inclusion_probs
+from lightning_spectral.functional.sampling.open_terms import open_terms
+from lightning_spectral.functional.sampling.successive_sampling import draw_successive
+from lightning_spectral.functional.sampling.without_fit import (
+    ONE,
     draw_brewer,
-    draw_conditional_poisson,
     draw_from_support,
-    draw_successive,
     draw_systematic,
     minimum_support,
-    proportional_inclusion_probs,
     support_joint_probs,
     systematic_support,
+    whole_units,
 )
-from lightning_spectral.functional.sampling.open_terms import open_terms
-from lightning_spectral.functional.sampling.without_fit import ONE, whole_units
 
 PROBS = {
     "steep": [0.9, 0.8, 0.6, 0.3, 0.2, 0.1, 0.05, 0.05],

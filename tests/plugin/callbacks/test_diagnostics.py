@@ -8,8 +8,9 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.functional import collective_multipliers, group_discrepancy
+from lightning_spectral.functional.figures import group_discrepancy
 from lightning_spectral.functional.sampling.cohorts import effective_cohort_size
+from lightning_spectral.functional.sampling.inclusion import collective_multipliers
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, UpdateAlignment
 from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Cohort, Workers

@@ -143,12 +143,12 @@ class VarianceReduced(Sampler):
         design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
             is less; by default each processor draws independently. See :class:`Sampler`.
         normalize: See :class:`Sampler`.
-        measure: Whose figures are measured before a round: all clients' (``"all"``, as published), no client's
-            (``"last"``, which uses the last known values), or those of a random sample of this many clients, at least
-            1.
+        measure: Whose figures are measured before a round: those of a random sample of this many clients, at least 1,
+            or of all if there are no more; all clients' (``"all"``, as published); or no client's (``"last"``, which
+            uses the last known values).
     """
 
-    measure: Literal["all", "last"] | int = "all"
+    measure: Literal["all", "last"] | int = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,7 +182,7 @@ class LossVarianceReduced(VarianceReduced):
 class UpdateVarianceReduced(VarianceReduced):
     """MMFL-GVR: sampling by the norms of the clients' updates, which has the least variance of the average update.
 
-    Measuring an update means training: with ``measure="all"``, all clients train every model in every round, and only
+    Measuring an update means training: all clients that are measured train every model in every round, and only
     communication is saved. Its arguments are those of :class:`VarianceReduced`.
 
     Reference:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,6 +53,10 @@ RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
 NUMBER = 4  # bytes of the one number that a measured client uploads
+TIMED, LONG = (
+    10,
+    60.0,
+)  # clients from which the time of a measurement is estimated, and seconds that are worth a warning
 
 
 @dataclass(eq=False)
@@ -107,6 +112,7 @@ class Engine:
     _sizes: dict[float, tuple[int, int, int]] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
+    _has_measured: bool = field(default=False, init=False)
     _round: OpenRound | None = field(default=None, init=False)
 
     @property
@@ -229,8 +235,9 @@ class Engine:
 
         def measure() -> list[ClientOutcome]:
             executor.begin_round()
+            own = units[processes.rank :: processes.size]
             try:
-                return list(opened.measured(units[processes.rank :: processes.size]))
+                return list(self._estimating(opened.measured(own), len(own)))
             finally:
                 executor.end_round()
 
@@ -238,6 +245,25 @@ class Engine:
         by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
         self.frozen_base.note_outcomes(by_client.values())
         return [by_client[unit.client_id] for unit in units]
+
+    def _estimating(self, outcomes: Iterable[ClientOutcome], count: int) -> Iterator[ClientOutcome]:
+        """Say how long the first measurement of a fit will take, once a few clients are measured, if that is long."""
+        start = 0.0
+        for number, outcome in enumerate(outcomes):
+            if number == 0:  # it also builds what all of them need
+                start = time.perf_counter()
+            elif number == TIMED and not self._has_measured and self.processes.rank == 0:
+                seconds = (time.perf_counter() - start) / TIMED * count
+                if seconds > LONG:
+                    model = f" for model {self.model!r}" if self.model else ""
+                    warnings.warn(
+                        f"Measuring {count} clients{model} takes about {seconds / 60:.1f} minutes before every round. "
+                        'Measure fewer, e.g. measure=100, or none: measure="last", which uses the last known figures.',
+                        SpectralWarning,
+                        stacklevel=2,
+                    )
+            yield outcome
+        self._has_measured = True
 
 
 class OpenRound:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,8 +16,11 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.participation import Sampler
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.plugin.checks import check_measurable
+from lightning_spectral.server import round as server_round
+from lightning_spectral.server.cohorts import SampledCohorts
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -217,6 +221,28 @@ def test_fewer_may_be_measured(measure: Any, expected: int, run: Any) -> None:
     model, data = two_lines(ls.LossVarianceReduced(active=3, measure=measure))
     _, history, _ = run(model, data, 3)
     assert [row.get("words/fl/measured_clients", 0) for row in history.rows] == [expected] * 3
+
+
+def test_of_many_clients_a_thousand_are_measured_by_default_and_of_few_all() -> None:
+    def due(num_clients: int, round_idx: int = 0, **options: Any) -> list[int]:
+        population = Population(torch.ones(num_clients, 1, dtype=torch.int64), torch.ones(num_clients).long())
+        cohorts = SampledCohorts(ls.UpdateVarianceReduced(active=3, **options), population, [""], seed=0)
+        return [unit.client_id for unit in cohorts.due(round_idx, 0)]
+
+    assert due(1000) == due(1000, measure="all") == list(range(1000))
+    assert len(due(1001)) == 1000
+    assert due(5000) != due(5000, round_idx=1)
+    assert len(due(5000, measure="all")) == 5000
+
+
+def test_a_measurement_that_will_take_long_is_said_once(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_round, "TIMED", 2)
+    run(*two_lines(ls.LossVarianceReduced(active=3)), 2)  # says nothing: it takes no minute
+    monkeypatch.setattr(server_round, "LONG", 0.0)
+    with pytest.warns(SpectralWarning) as said:
+        run(*two_lines(ls.LossVarianceReduced(active=3)), 2)
+    pattern = r"Measuring 4 clients for model '(\w*)' takes about 0.0 minutes before every round. Measure fewer, "
+    assert re.findall(pattern, "".join(str(one.message) for one in said)) == ["words", "images"]
 
 
 def test_losses_of_manual_optimisation_are_not_measured() -> None:

@@ -1,6 +1,7 @@
 """The documentation does what it says: every Python block runs, prints what is shown, and the lists are complete."""
 
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -117,9 +118,54 @@ def test_the_gallery_has_every_figure_and_its_commands_exist() -> None:
     assert not [script for script in scripts if not (ROOT / script).exists()]
 
 
-def test_the_wrapping_page_names_every_refused_hook() -> None:
-    page = (DOCS / "wrapping.md").read_text()
-    assert not [hook for hook in REFUSED_HOOKS if f"`{hook}`" not in page]
+HOOKS = (DOCS / "hooks.md").read_text()
+
+
+def test_the_hooks_page_names_every_refused_hook() -> None:
+    assert not [hook for hook in REFUSED_HOOKS if f"`{hook}`" not in HOOKS]
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_:UserWarning")  # Lightning, of modules with batch hooks
+@pytest.mark.filterwarnings("ignore:You have overridden `tra:UserWarning")
+def test_hooks_run_where_the_hooks_page_says(lit_mlp, toy, quiet, tmp_path):
+    on_clients, at_server = (
+        set(
+            re.findall(
+                r"`([a-z_]+)`",
+                HOOKS.partition(title)[2].partition("\n\n`forward`" if "server" in title else "\n\n**")[0],
+            )
+        )
+        for title in ("**While a client trains**", "**At the server:**")
+    )
+    moves = {"on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"}
+    at_server |= {f"on_{s}_{w}" for s in ("validation", "test") for w in ("start", "end", "epoch_start", "epoch_end")}
+    found: dict[str, set[str]] = {}
+
+    def noting(name: str) -> Any:
+        def hook(self: Any, *args: Any) -> Any:
+            found.setdefault(name, set()).add("server" if isinstance(self.net[2], torch.nn.Linear) else "client")
+            return getattr(super(kind, self), name)(*args)
+
+        hook.__signature__ = inspect.signature(getattr(lit_mlp, name))  # type: ignore[attr-defined]
+        return hook
+
+    hooks = [name for name in on_clients | at_server if hasattr(pl.LightningModule, name)]
+    kind = type("LitNoting", (lit_mlp,), {name: noting(name) for name in hooks})
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4), val=toy, test=toy, batch_size=30)
+
+    def run(**options: Any) -> None:
+        model = ls.FederatedModule(kind(), algorithm=ls.SpectralSharding(keep_ratio=0.4), clients_per_round=2)
+        trainer = pl.Trainer(**quiet, max_epochs=1)
+        trainer.fit(model, data, **options)
+        trainer.test(model, data, verbose=False)
+        trainer.predict(model, torch.utils.data.DataLoader(toy.tensors[0], batch_size=60))
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+
+    run()
+    run(ckpt_path=tmp_path / "one.ckpt")
+    clients = {name for name in hooks if "client" in found[name]}
+    assert clients == on_clients - {"None"} | moves
+    assert {name for name in hooks if "server" in found[name]} == at_server & set(hooks) | moves
 
 
 def test_the_metrics_page_names_every_round_metric(lit, toy, quiet):

@@ -189,7 +189,7 @@ def main() -> None:
     sent, base = curves["megabytes"][-1], curves["of it base"][-1]
     print(f"perplexity {first:.3f} before and {last:.3f} after {args.rounds} rounds")
     print(f"{sent:.1f} MB, including {base:.1f} MB for the base, which is sent to a client only once")
-    ls.plugin.save_peft_adapter(model, args.output / "adapter", submodule="net")
+    ls.algorithms.save_peft_adapter(model, args.output / "adapter", submodule="net")
     print(f"adapter for PEFT written to {args.output / 'adapter'}")
 
 

@@ -8,7 +8,8 @@ import lightning_spectral as ls
 # What the documentation names besides the top level.
 IN_PACKAGES = {
     "algorithms": """
-        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans spectral_start
+        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans narrow_model save_peft_adapter
+        spectral_start
     """,
     "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
     "designs": "Coordinated Design JointDesign RandomSystematic",
@@ -21,8 +22,7 @@ IN_PACKAGES = {
     "participation": "Sampler",
     "partition": "Partitioner",
     "plugin": """
-        AtomicCheckpointIO ClientParallelStrategy load_user_module narrow_model
-        save_peft_adapter tune_allocator
+        AtomicCheckpointIO ClientParallelStrategy load_user_module tune_allocator
     """,
     "plugin.callbacks": """
         BatchNormEstimation ClientRow ClientTable RoundLines SampledNetworks SpectralDiagnostics UpdateAlignment

@@ -18,12 +18,13 @@ from lightning_spectral.algorithms.lora.aggregation import (
     TruncatedProducts,
 )
 from lightning_spectral.algorithms.lora.algorithm import LoRA
+from lightning_spectral.algorithms.lora.peft_export import save_peft_adapter
 from lightning_spectral.algorithms.memory.scaffold import Scaffold
 from lightning_spectral.algorithms.memory.stale_updates import StaleUpdates
 from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans
 from lightning_spectral.algorithms.spectral.algorithm import SpectralSharding
 from lightning_spectral.algorithms.spectral.start import SpectralStart, spectral_start
-from lightning_spectral.algorithms.width import WidthSharding
+from lightning_spectral.algorithms.width import WidthSharding, narrow_model
 from lightning_spectral.algorithms.zampling import Zampling
 
 __all__ = [
@@ -54,5 +55,7 @@ __all__ = [
     "Zampling",
     "cost_table",
     "largest_that_fits",
+    "narrow_model",
+    "save_peft_adapter",
     "spectral_start",
 ]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm, ByKeepRatio, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
@@ -221,16 +221,39 @@ class WidthSharding(ByKeepRatio):
         return WidthHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
 
 
-def narrowed(algorithm: Algorithm, server: nn.Module, state: nn.Module | None, width: float) -> nn.Module:
-    """A copy of the server's module at a smaller width, in (0, 1].
+def narrow_model(model: Any, width: float) -> Any:
+    """Return your module at a smaller width, to evaluate or save: the first ceil(r N) of each layer's N channels.
+
+    The result is an ordinary module of your class, with smaller parameters under the same names and layers that know
+    their sizes. With ``averages_per_width`` it has the running averages of that width. Otherwise it has the first
+    entries of the whole module's averages, which are those of other inputs, and may evaluate badly.
+
+    Args:
+        model: The federation, after a fit with `WidthSharding`.
+        width: Keep ratio r of the channels, in (0, 1].
+
+    Returns:
+        A copy, without a Trainer.
 
     Raises:
-        ValueError: If the algorithm does not train models by width, or no model of this one.
+        ValueError: If the federation has another algorithm, channels other than the first ones, or ``scaler``; if
+            ``width`` is out of range, or each width has its own averages and ``width`` is not among ``step_widths``.
+
+    Example:
+        >>> import torch
+        >>> import lightning_spectral as ls
+        >>> from lightning_spectral.models import MLP, LitClassifier
+        >>> lit = LitClassifier(MLP(6, [8], 3), num_classes=3)
+        >>> lit.example_input_array = torch.zeros(2, 6)
+        >>> model = ls.FederatedModule(lit, algorithm=ls.WidthSharding(), clients_per_round=2)
+        >>> ls.algorithms.narrow_model(model, 0.25).model.head
+        Linear(in_features=2, out_features=3, bias=True)
     """
-    if not isinstance(algorithm, WidthSharding):
+    algorithm, server, state = (getattr(model, name, None) for name in ("algorithm", "module", "state"))
+    if not (isinstance(algorithm, WidthSharding) and isinstance(server, nn.Module)):
         raise ValueError(
-            f"Only a federation with WidthSharding trains models by width, got {type(algorithm).__name__}; train "
-            "with algorithm=WidthSharding(...), or take the whole model: `model.module`."
+            f"Only a federation with WidthSharding trains models by width, got {type(algorithm or model).__name__}; "
+            "train with algorithm=WidthSharding(...), or take the whole model: `model.module`."
         )
     keep_ratio, widest = KEEP_RATIO("width", width), algorithm.widest
     if not isinstance(algorithm.channels, PrefixChannels):
@@ -254,7 +277,7 @@ def narrowed(algorithm: Algorithm, server: nn.Module, state: nn.Module | None, w
             f"No client trains the channels of width {keep_ratio:g} above {widest:g}, the largest `keep_ratio`; this "
             f"model has them as they were. Take width={widest:g} or less.",
             SpectralWarning,
-            stacklevel=3,
+            stacklevel=2,
         )
     small: nn.Module = copy_module(server)
     cut_to(small, algorithm.plan_for(server), keep_ratio)

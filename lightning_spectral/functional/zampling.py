@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_spectral.arguments import Number, check_fields, flag
+from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.checks import has_values
 
 if TYPE_CHECKING:
@@ -82,6 +82,9 @@ class Clip(Link):
         return of_bits * ~outwards
 
 
+MARGIN = 0.01  # how far probabilities are kept from 0 and 1 when converted to scores, so that these are finite
+
+
 @dataclass(frozen=True)
 class Sigmoid(Link):
     r"""The link of the supermasks of Zhou et al. and of FedPM: :math:`f(s) = 1 / (1 + e^{-s})`.
@@ -89,7 +92,6 @@ class Sigmoid(Link):
     Args:
         straight_through: Whether p gets the same gradient as the bit. ``False`` gives the gradient of FedPM's code,
             which is p times as large.
-        margin: Probabilities are kept this far from 0 and 1 when converted to scores, so that the scores are finite.
 
     Reference:
         Zhou et al. (2019), Deconstructing lottery tickets; Isik et al. (2023), FedPM, whose code has a margin of 0.01.
@@ -100,17 +102,15 @@ class Sigmoid(Link):
     """
 
     straight_through: bool = True
-    margin: float = 0.01
 
     def __post_init__(self) -> None:
-        margin = Number(above=0, below=0.5, hint="the score of a probability of 0 or 1 is infinite")
-        check_fields(self, straight_through=flag, margin=margin)
+        check_fields(self, straight_through=flag)
 
     def probs(self, scores: Tensor) -> Tensor:
         return torch.sigmoid(scores)
 
     def scores(self, probs: Tensor) -> Tensor:
-        return torch.logit(probs, eps=self.margin)
+        return torch.logit(probs, eps=MARGIN)
 
     def gradient(self, scores: Tensor, of_bits: Tensor) -> Tensor:
         p = torch.sigmoid(scores)

@@ -2,7 +2,6 @@
 
 from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, latest_checkpoint, load_user_module
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
-from lightning_spectral.plugin.exports import narrow_model, save_peft_adapter
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.processes import ClientParallelStrategy, tune_allocator
 from lightning_spectral.plugin.several import MultiModelModule
@@ -16,7 +15,5 @@ __all__ = [
     "MultiModelModule",
     "latest_checkpoint",
     "load_user_module",
-    "narrow_model",
-    "save_peft_adapter",
     "tune_allocator",
 ]

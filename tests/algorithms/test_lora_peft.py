@@ -338,7 +338,7 @@ def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fi
     lit, base = seeded(LitPlain), seeded(gpt2)
     algorithm = ls.LoRA(rank, layers=["*.0.attn.c_attn", "*.1.mlp.c_*"], train=train)
     fitted = fit(lit, federation(), algorithm=algorithm, max_epochs=2)
-    ls.plugin.save_peft_adapter(fitted.model, tmp_path / "adapter", submodule="net")
+    ls.algorithms.save_peft_adapter(fitted.model, tmp_path / "adapter", submodule="net")
     before = base(input_ids=X).logits
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     expected = lit.eval().net(input_ids=X).logits
@@ -362,11 +362,11 @@ def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fi
 def test_what_is_no_adapter_of_peft_is_not_saved_as_one(algorithm: Any, message: str, tmp_path: Path) -> None:
     model = ls.FederatedModule(LitPlain(), algorithm=algorithm, clients_per_round=1)
     with pytest.raises(ValueError, match=message):
-        ls.plugin.save_peft_adapter(model, tmp_path, submodule="net")
+        ls.algorithms.save_peft_adapter(model, tmp_path, submodule="net")
     assert not list(tmp_path.iterdir())
 
 
 def test_adapters_of_peft_are_saved_by_peft(tmp_path: Path) -> None:
     model = ls.FederatedModule(seeded(LitAdapted, "LoRA"), algorithm=ls.LoRA(4), clients_per_round=1)
     with pytest.raises(ValueError, match="save it with its own `save_pretrained`"):
-        ls.plugin.save_peft_adapter(model, tmp_path)
+        ls.algorithms.save_peft_adapter(model, tmp_path)

@@ -106,8 +106,8 @@ def test_zampled_weights_move_there_and_back(device: Any) -> None:
 def test_a_narrow_model_is_that_of_the_cpu(data: Any, there: Fit, device: Any) -> None:
     algorithm = ls.WidthSharding(keep_ratio=0.8, step_widths=(0.4, 0.8), averages_per_width=True)
     model = there(seeded(LitSmall), data, algorithm=algorithm).model
-    here = ls.plugin.narrow_model(model, 0.4)
-    small = ls.plugin.narrow_model(model.to(device.torch), 0.4)
+    here = ls.algorithms.narrow_model(model, 0.4)
+    small = ls.algorithms.narrow_model(model.to(device.torch), 0.4)
     assert {tensor.device for tensor in small.state_dict().values()} == {device.torch}
     assert_same(small, here)
 
@@ -116,7 +116,7 @@ def test_a_peft_adapter_is_that_of_the_cpu(data: Any, there: Fit, device: Any, t
     safetensors = pytest.importorskip("safetensors.torch")
     model = there(seeded(LitSmall), data, algorithm=ls.LoRA(2, layers=["net.*"], train=["net.1.*"])).model
     for name in ("here", "there"):
-        ls.plugin.save_peft_adapter(
+        ls.algorithms.save_peft_adapter(
             model.to("cpu" if name == "here" else device.torch), tmp_path / name, submodule="net"
         )
     one, two = (safetensors.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("here", "there"))

@@ -401,10 +401,10 @@ def test_sigmoid_straight_through_has_the_gradient_of_autograd_and_the_other_one
 
 
 @dtypes
-@pytest.mark.parametrize("link", [Clip(), Clip(False), Sigmoid(), Sigmoid(margin=1e-4), Sigmoid(False, 0.3)], ids=str)
+@pytest.mark.parametrize("link", [Clip(), Clip(False), Sigmoid()], ids=str)
 def test_probabilities_come_back_from_their_scores_within_the_margin(link: Link, dtype: torch.dtype) -> None:
     probs = torch.linspace(0, 1, 101, dtype=dtype)
-    margin = link.margin if isinstance(link, Sigmoid) else 0.0
+    margin = 0.01 if isinstance(link, Sigmoid) else 0.0
     scores = link.scores(probs)
     assert scores.isfinite().all()
     # the slope of a score is 1 / (p (1 - p)), that of a probability its inverse: both round some steps of |score| <= 10
@@ -416,12 +416,6 @@ def test_scores_of_clip_are_a_copy() -> None:
     probs = torch.tensor([0.25])
     Clip().scores(probs).fill_(1.0)
     assert probs.tolist() == [0.25]
-
-
-@pytest.mark.parametrize("margin", [0.0, -0.1, 0.5, 1.0, float("nan")])
-def test_a_margin_without_finite_scores_is_refused(margin: float) -> None:
-    with pytest.raises(ValueError, match=r"`margin` must be in \(0, 0\.5\), got .*; the score of a probability of 0"):
-        Sigmoid(margin=margin)
 
 
 LAYERS = (  # of several blocks, of a few rows, of one block exactly and a row more

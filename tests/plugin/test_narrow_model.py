@@ -25,7 +25,7 @@ def narrow_by_hand(fitted: Any, width: float) -> Any:
 def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, fit: Fit, quiet: Any) -> None:
     fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2)
     before = copy.deepcopy(fitted.tensors)
-    small = ls.plugin.narrow_model(fitted.model, width)
+    small = ls.algorithms.narrow_model(fitted.model, width)
     assert type(small) is LitNorms
     assert small.net[0].out_features == small.net[1].num_features == 12 * width
     assert same_state(small.state_dict(), narrow_by_hand(fitted, width).state_dict())
@@ -44,7 +44,7 @@ def test_without_averages_of_its_own_a_narrow_model_has_the_first_of_the_whole(d
     for algorithm in (ls.WidthSharding(keep_ratio=0.5), ours(averages_per_width=False)):
         fitted = fit(seeded(LitNorms), data, algorithm=algorithm, clients_per_round=6)
         expected = cut(fitted.module, ls.nn.width_plan(fitted.module), 0.3)
-        assert same_state(ls.plugin.narrow_model(fitted.model, 0.3).state_dict(), expected.state_dict())
+        assert same_state(ls.algorithms.narrow_model(fitted.model, 0.3).state_dict(), expected.state_dict())
 
 
 def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any, fit: Fit, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_narrow_model_can_be_saved_and_is_the_same_from_a_checkpoint(data: Any
     fitted.trainer.save_checkpoint(tmp_path / "last.ckpt")
     built = {"module": LitNorms(), "algorithm": ours(), "clients_per_round": 6}
     again = ls.FederatedModule.load_from_checkpoint(tmp_path / "last.ckpt", **built)
-    small, loaded = (ls.plugin.narrow_model(model, 0.5) for model in (fitted.model, again))
+    small, loaded = (ls.algorithms.narrow_model(model, 0.5) for model in (fitted.model, again))
     assert same_state(small.state_dict(), loaded.state_dict())
     buffer = io.BytesIO()
     torch.save(small, buffer)
@@ -66,7 +66,7 @@ def test_before_the_first_fit_averages_are_the_modules_own() -> None:
     model = ls.FederatedModule(seeded(LitNorms), algorithm=ours(), clients_per_round=2)
     model.module.load_state_dict(randomised(LitNorms(), 3).state_dict())
     expected = cut(model.module, ls.nn.width_plan(model.module), 0.5)
-    assert same_state(ls.plugin.narrow_model(model, 0.5).state_dict(), expected.state_dict())
+    assert same_state(ls.algorithms.narrow_model(model, 0.5).state_dict(), expected.state_dict())
 
 
 def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -> None:
@@ -74,7 +74,10 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
     lit = seeded(LitNorms)
     lit.hparams.lr = 0.0
     fitted = fit(lit, data, algorithm=ours({1.0: 1.0}), clients_per_round=12, max_epochs=8, local_epochs=3)
-    own, shared = ls.plugin.narrow_model(fitted.model, 0.25), cut(fitted.module, ls.nn.width_plan(fitted.module), 0.25)
+    own, shared = (
+        ls.algorithms.narrow_model(fitted.model, 0.25),
+        cut(fitted.module, ls.nn.width_plan(fitted.module), 0.25),
+    )
     true = copy.deepcopy(own)
     true.net[1].momentum = 1.0
     true.train()(torch.cat([x for x, _ in data.val_dataloader()]))
@@ -103,13 +106,13 @@ def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -
 def test_what_has_no_narrow_models_is_refused(algorithm: Any, width: float, message: str) -> None:
     model = ls.FederatedModule(seeded(LitNorms), algorithm=algorithm, clients_per_round=1)
     with pytest.raises(ValueError, match=message):
-        ls.plugin.narrow_model(model, width)
+        ls.algorithms.narrow_model(model, width)
 
 
 def test_a_width_without_averages_is_refused(data: Any, fit: Fit) -> None:
     fitted = fit(seeded(LitNorms), data, algorithm=ours())
     with pytest.raises(ValueError, match=r"`width=0.3` has no running averages: .*`step_widths=\(0.25, 0.5, 0.75"):
-        ls.plugin.narrow_model(fitted.model, 0.3)
+        ls.algorithms.narrow_model(fitted.model, 0.3)
 
 
 def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,5 +120,5 @@ def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pyt
     fitted = fit(seeded(LitNorms), data, algorithm=algorithm, max_epochs=1)
     assert "No client trains the channels above keep ratio 0.5" in caplog.text
     with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
-        ls.plugin.narrow_model(fitted.model, 0.75)
-    ls.plugin.narrow_model(fitted.model, 0.5)
+        ls.algorithms.narrow_model(fitted.model, 0.75)
+    ls.algorithms.narrow_model(fitted.model, 0.5)

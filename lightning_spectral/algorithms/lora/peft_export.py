@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.lora.algorithm import ALPHA, LoRA, LoRAState
 from lightning_spectral.errors import from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer
@@ -18,17 +19,40 @@ from lightning_spectral.protocol.records import Tensors
 PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
-def save_adapter(
-    algorithm: Algorithm, server: nn.Module, state: nn.Module | None, folder: Path, submodule: str
-) -> None:
-    """Write an adapter on the part of a module that PEFT is to adapt, with what was trained whole beside it.
+def save_peft_adapter(model: Any, folder: str | PathLike[str], submodule: str = "") -> None:
+    r"""Save what `LoRA` has learned for a plain module in PEFT's format.
+
+    `PeftModel.from_pretrained(base, folder)` then computes the same as the server's module, up to rounding, if ``base``
+    has the weights with which the first fit began. The configuration includes rank, alpha and the square root. Layers
+    that contain anything named by ``train`` are saved whole, as PEFT's ``modules_to_save``.
+
+    This needs the package ``safetensors``, which comes with PEFT (the ``peft`` extra).
+
+    Args:
+        model: The federation, after a fit.
+        folder: Where ``adapter_config.json`` and ``adapter_model.safetensors`` are written; created if necessary.
+        submodule: Name of the part of your module that PEFT is to adapt, such as ``"net"``; by default all of it.
 
     Raises:
-        ValueError: If there is no adapter; if PEFT has made it; if the aggregation changes the base; or if something
-            that is trained is not part of ``submodule`` or cannot be named in PEFT's configuration.
+        ValueError: If the federation has another algorithm; if its module brings adapters of PEFT, which has its own
+            ``save_pretrained``; if the aggregation changes the base; or if something that is trained is not part of
+            ``submodule``, or cannot be named in PEFT's configuration.
+
+    Example:
+        >>> import json, tempfile
+        >>> import lightning_spectral as ls
+        >>> from lightning_spectral.models import MLP, LitClassifier
+        >>> lit = LitClassifier(MLP(6, [8], 3), num_classes=3)
+        >>> model = ls.FederatedModule(lit, algorithm=ls.LoRA(2), clients_per_round=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ls.algorithms.save_peft_adapter(model, folder, submodule="model")
+        ...     config = json.loads((Path(folder) / "adapter_config.json").read_text())
+        >>> config["r"], config["lora_alpha"], config["use_rslora"], config["target_modules"]
+        (2, 8.0, True, 'hidden\\.0|head')
     """
-    if not (isinstance(algorithm, LoRA) and isinstance(state, LoRAState)):
-        raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm).__name__}.")
+    algorithm, server, state = (getattr(model, name, None) for name in ("algorithm", "module", "state"))
+    if not (isinstance(algorithm, LoRA) and isinstance(server, nn.Module) and isinstance(state, LoRAState)):
+        raise ValueError(f"Only a federation with LoRA has an adapter, got {type(algorithm or model).__name__}.")
     if algorithm.changes_base:
         what = "`merge_every`" if algorithm.merge_every else type(algorithm.aggregation).__name__
         raise ValueError(
@@ -58,7 +82,7 @@ def save_adapter(
     with from_extra("peft"):
         from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
     values = {PREFIX + name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(values, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2))

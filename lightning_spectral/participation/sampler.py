@@ -377,7 +377,7 @@ def processor_joint_probs(probs: Tensor, design: Design) -> Tensor:
 
     Returns:
         Shape ``(P, P)``, float64, with the row sums on the diagonal; for one model combine them with the models'
-        probabilities, :func:`~lightning_spectral.functional.model_joint_probs`.
+        probabilities, `model_joint_probs`.
 
     Example:
         >>> from lightning_spectral.designs import Systematic

@@ -136,7 +136,7 @@ class RoundRobin(Sampler):
 class VarianceReduced(Sampler):
     """The base of the three samplers: probabilities with the least total variance of their weighted figures.
 
-    See :func:`~lightning_spectral.functional.assignment_probs`.
+    See `assignment_probs`.
 
     Args:
         active: Expected number m of active processors in a round, above zero.

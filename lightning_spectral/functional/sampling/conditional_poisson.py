@@ -226,7 +226,7 @@ def conditional_poisson_joint_probs(working_probs: Tensor, num_terms: int) -> Te
 
     for all pairs, from one matrix product, with an absolute error of about 1e-14. Unlike the usual formula, which
     divides by the difference of the odds of i and j, this one allows ties. The working probabilities p are those of
-    :func:`~lightning_spectral.functional.fit_conditional_poisson`.
+    `fit_conditional_poisson`.
 
     Reference:
         Chen, Dempster & Liu (1994), Biometrika 81, 457-469.

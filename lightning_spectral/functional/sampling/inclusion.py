@@ -285,7 +285,7 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
     .. math:: p_{ps} = \frac{U_{ps}}{M_p} \min(1, c M_p), \qquad M_p = \sum_s U_{ps}, \qquad \sum_{ps} p_{ps} = m
 
     minimises :math:`\sum_{ps} U_{ps}^2 / p_{ps}` where no row may sum to more than one and all entries sum to m. The
-    row sums are those of :func:`~lightning_spectral.functional.proportional_inclusion_probs` for the sizes M, except
+    row sums are those of `proportional_inclusion_probs` for the sizes M, except
     that m may be any real number.
 
     Args:

@@ -253,12 +253,12 @@ def manly_inclusion_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
 
     Treats the time of the n-th arrival as fixed. This is the mean of Wallenius' distribution according to Manly (1974)
     and Fog (2008), and what BiasedUrn's ``meanMWNCHypergeo`` computes at its default precision. The logarithms of the
-    sizes w are as for :func:`~lightning_spectral.functional.successive_inclusion_probs`.
+    sizes w are as for `successive_inclusion_probs`.
 
     Note:
         The result is up to 8 % off for 7 of 64 sizes :math:`i^{-4}` and far more for fewer and steeper ones, and for
         n = 1 it is not even proportional to size. The function is included to reproduce the paper;
-        :func:`~lightning_spectral.functional.successive_inclusion_probs` is exact.
+        `successive_inclusion_probs` is exact.
 
     Reference:
         Manly (1974), Biometrics 30, 281-294; Fog (2008); Korzhenkov & Louizos (2024), Appendix C.
@@ -289,7 +289,7 @@ def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     .. math:: \pi_{ij} = \int_0^\infty \frac{d}{dt}\big[F_i(t) F_j(t)\big]\, P(N_{-ij}(t) \le n - 2)\, dt
 
     with :math:`F_i(t) = 1 - e^{-w_i t}`, by the quadrature of
-    :func:`~lightning_spectral.functional.successive_inclusion_probs`, with an absolute error of about 1e-12. It takes
+    `successive_inclusion_probs`, with an absolute error of about 1e-12. It takes
     about fifty matrix products: about a second for 512 terms. The logarithms of the sizes w are as for that function.
 
     Example:

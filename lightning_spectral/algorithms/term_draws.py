@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,17 +10,20 @@ from itertools import groupby
 from types import MappingProxyType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.designs import Design, FittedDesign
 from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.figures import group_discrepancy
-from lightning_spectral.functional.spectra import num_terms_for
+from lightning_spectral.functional.spectra import TOLERANCE, absorb, leading_factors, num_terms_for
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Key, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import ShardingStrategy, TopN
 
+# The first terms alone are cheaper to find up to this share of all, whatever the shape (``benchmarks/refresh.py``).
+FIRST_TERMS = 1 / 3
 TINY = torch.finfo(torch.float64).tiny  # keeps the missing share of a weight of zeros at zero
 
 
@@ -60,7 +63,8 @@ class TermDraws:
 
     Attributes:
         name: The matrix's dotted name.
-        singular_values: Shape ``(N,)``, float64, on the CPU.
+        singular_values: Shape ``(N,)``, float64, on the CPU; those of terms that no client could hold may be given as
+            their root mean square (`first_terms`).
         groups: A plan for each keep ratio of the round.
         strategy: Scales the drawn terms.
     """
@@ -108,6 +112,51 @@ class TermDraws:
         return float(squares[self.groups[keep_ratio].num_terms :].sum() / squares.sum().clamp(min=TINY))
 
 
+def first_terms(
+    matrix: Tensor, num_terms: Sequence[int], strategy: ShardingStrategy, cohort: Cohort
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The singular terms of a matrix without those that no client could hold, or ``None`` if there may be no such.
+
+    With n the most terms that a client holds, the others are unknown but for their norm. No client could hold one if
+    the strategy gives them probability 0, were each as large as this norm, and also with their root mean square, for
+    which every sum of squares is right.
+
+    Args:
+        matrix: The weight, shape ``(c_out, c_in k)``.
+        num_terms: Number of terms that the clients of each group hold.
+        strategy: Gives probabilities.
+        cohort: The clients that take part.
+
+    Returns:
+        Singular values, shape ``(N,)``, float64, the others as their root mean square; and left and right vectors of
+        the first n, shapes ``(c_out, n)`` and ``(n, c_in k)``, as from `singular_terms`.
+    """
+    n, num_singular = max(num_terms), min(matrix.shape)
+    weights = weights_of(cohort)
+
+    def are_unheld(first: Tensor, other: float) -> bool:
+        spectrum = torch.cat([first, first.new_full((num_singular - n,), other)])
+        return not any(probs[n:].any() for probs, _ in strategy.for_groups(spectrum, num_terms, weights))
+
+    if n > FIRST_TERMS * num_singular or not has_values(matrix):
+        return None
+    if not are_unheld(torch.ones(n, dtype=torch.float64), TOLERANCE):  # a strategy that draws from all terms
+        return None
+    found = leading_factors(matrix, n)
+    if found is None:
+        return None
+    factors, rest = found
+    first, typical = factors.s.cpu(), rest / (num_singular - n) ** 0.5
+    if not (are_unheld(first, rest) and are_unheld(first, typical)):
+        return None
+    return F.pad(factors.s, (0, num_singular - n), value=typical), *absorb(factors, matrix.dtype)
+
+
+def weights_of(cohort: Cohort) -> list[list[float]]:
+    """The coefficients of each group's clients."""
+    return [[unit.coefficient for unit in units] for units in cohort.groups.values()]
+
+
 def plan_draws(
     spectra: Mapping[str, Tensor],
     strategy: ShardingStrategy,
@@ -129,7 +178,7 @@ def plan_draws(
         spectra = {name: torch.arange(len(s), 0, -1, dtype=torch.float64) for name, s in spectra.items()}
         strategy, design = TopN(), None
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
-    weights = [[unit.coefficient for unit in units] for units in cohort.groups.values()]
+    weights = weights_of(cohort)
     drafts: list[tuple[str, float, Tensor, Tensor, Design]] = []
     for name, s in spectra.items():
         count = num_terms_of.get(name, partial(num_terms_for, len(s)))

@@ -39,7 +39,8 @@ class ShardingStrategy(ABC):
 
         Args:
             singular_values: Singular values of the layer's weight, shape ``(N,)``, float64, in any order and unit (only
-                ratios matter).
+                ratios matter). Terms that get probability 0 even if they are larger may be given equal values, whose
+                squares have the sum that they should have.
             num_terms: Number n of terms that a client holds, ``1 <= n <= N``.
             cohort_size: Number of clients whose terms are averaged, any real number >= 1.
 

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import term_draws
+from lightning_spectral.algorithms.spectral import algorithm as spectral
 from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms, TrainedTerms
 from lightning_spectral.algorithms.spectral.algorithm import SpectralHalf
+from lightning_spectral.algorithms.spectral.start import PlannedModule
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.sampling.without_fit import ONE, minimum_support
-from lightning_spectral.functional.spectra import factorize, num_terms_for
+from lightning_spectral.functional.spectra import factorize, num_terms_for, singular_terms
+from lightning_spectral.plugin.callbacks.diagnostics import spectral_figures
 from lightning_spectral.protocol.cohort import Cohort, Workers
 
 SHARDED = ("1", "4")  # layers of `net`
@@ -241,6 +245,71 @@ def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> N
         play(half, server, [0.3, 0.3, 0.3])
     for name, tensor in ours.state_dict().items():
         torch.testing.assert_close(tensor, fed_hm.state_dict()[name], rtol=0, atol=1e-12)
+
+
+class Smallest(ls.sharding.ShardingStrategy):
+    """Holds the n smallest terms."""
+
+    def __call__(self, singular_values: Tensor, num_terms: int, cohort_size: float) -> tuple[Tensor, Tensor]:
+        held = torch.zeros_like(singular_values).index_fill_(0, singular_values.argsort()[:num_terms], 1.0)
+        return held, torch.ones_like(held)
+
+
+def wide_net() -> nn.Sequential:
+    """In single precision, and with enough terms that the first of them alone pay."""
+    linear = (seeded(nn.Linear, 40, 40) for _ in range(4))
+    return nn.Sequential(next(linear), next(linear), nn.Tanh(), nn.Identity(), *linear)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ratios", "suffice"),
+    [
+        (ls.TopN(), [0.1, 0.1], True),
+        (ls.Collective(), [0.1, 0.2, 0.1], True),
+        (ls.sharding.Scaled(ls.TopN()), [0.1, 0.1], True),
+        (ls.Collective(), [0.1, 0.9], False),
+        (ls.Unbiased(), [0.1, 0.1], False),
+        (ls.PriSM(), [0.1, 0.1], False),
+        (Smallest(), [0.1, 0.1], False),
+    ],
+    ids=repr,
+)
+def test_terms_that_nobody_could_hold_are_not_computed(
+    strategy: Any, ratios: list[float], suffice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And without them a round draws the same terms, logs the same figures, and keeps and drops the same."""
+    whole, whole_terms = wide_net(), []
+
+    def counted(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        whole_terms.append(weight)
+        return singular_terms(weight)
+
+    monkeypatch.setattr(spectral, "singular_terms", counted)
+    half = ls.SpectralSharding(strategy, ratios).bind(whole)
+    half.initialize(Workers())
+    for _ in range(3):  # the first rounds still have all that the start has left
+        play(half, whole, ratios, size=0.01)
+    first, seen = copy.deepcopy(whole), []
+    for server, share in ((whole, 0.0), (first, 1 / 3)):
+        monkeypatch.setattr(term_draws, "FIRST_TERMS", share)
+        whole_terms.clear()
+        half = SpectralHalf(half.choice, PlannedModule(server, half.plan), half.started)
+        before = {name: matrix(server, name).clone() for name in SHARDED}
+        opened, moved = play(half, server, ratios, size=0.01)
+        assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))
+        seen.append((opened, opened.metrics() | spectral_figures(opened)))
+        for name, draws in opened.term_draws.items():
+            change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
+            u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)
+            expected = u[:, draws.reachable] * s[draws.reachable] @ vh[draws.reachable] + change
+            torch.testing.assert_close(matrix(server, name).double(), expected, rtol=0, atol=1e-6)
+    (whole_round, figures), (first_round, others) = seen
+    for c in range(len(ratios)):
+        assert same_state(whole_round.send(unit(c))[1].drawn, first_round.send(unit(c))[1].drawn)
+    assert same_state(whole_round.visited_terms(), first_round.visited_terms())
+    for figure in ("fl/entropy_rank", "fl/participation_rank"):  # no less than if the unknown terms were equal
+        assert others.pop(figure) >= figures.pop(figure) * (1 - 1e-5)
+    assert others == pytest.approx(figures, rel=1e-5)
 
 
 @pytest.mark.parametrize("aggregation", [None, ls.algorithms.MatrixMeans()], ids=repr)

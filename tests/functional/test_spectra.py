@@ -23,6 +23,7 @@ from lightning_spectral.functional.spectra import (
     frobenius_decay_gradients,
     gram_svd,
     is_concentrated,
+    leading_factors,
     looks_random,
     num_terms_for,
     squared_frobenius_norm,
@@ -193,6 +194,89 @@ def test_eigenvectors_that_are_not_found_leave_the_work_to_lapack(monkeypatch: p
     weight = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     assert gram_svd(weight.double()) is None
     assert_factors(factorize(weight), weight)
+
+
+def falling_after(num_terms: int, ratio: float, size: int) -> Tensor:
+    """Singular values from 10 to 1, and after ``num_terms`` of them ``ratio`` to nearly nothing."""
+    return torch.cat([torch.linspace(10, 1, num_terms), ratio * torch.linspace(1, 0.01, size - num_terms)]).double()
+
+
+def assert_leading(found: tuple[Factors, float], weight: Tensor, num_terms: int) -> None:
+    """They are terms of a matrix that differs from the weight by a rounding, and the largest of its terms."""
+    (U, s, Vh), rest = found
+    matrix = weight_to_matrix(weight).double()
+    values = torch.linalg.svdvals(matrix)
+    rounding = TOLERANCE * float(matrix.norm())
+    assert max(deviation_from_orthonormal(U.T), deviation_from_orthonormal(Vh)) <= TOLERANCE
+    assert float((matrix - (U * s) @ Vh).norm()) <= float(values[num_terms:].norm()) + rounding
+    assert abs(rest - float(values[num_terms:].norm())) <= rounding
+    assert float((s - values[:num_terms]).abs().max()) <= rounding  # Weyl
+    left = torch.linalg.svd(matrix, full_matrices=False).U[:, :num_terms]
+    gap = float(values[num_terms - 1]) - rest
+    assert gap > 0
+    rotation = torch.linalg.matrix_norm(U @ U.T - left @ left.T, 2)
+    assert float(rotation) <= rounding / gap + TOLERANCE  # Wedin, as above
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(64, 64), (32, 288), (288, 32)], ids=str)
+def test_the_first_terms_alone_are_those_of_the_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    values = falling_after(6, 0.02, min(shape))
+    weight = with_singular_values(values, max(shape), seed=0).to(dtype)
+    weight = weight if shape[0] <= shape[1] else weight.T
+    found = leading_factors(weight, 6)
+    assert found is not None
+    assert_leading(found, weight, 6)
+    again = leading_factors(weight, 6)
+    assert again is not None
+    assert all(map(torch.equal, found[0], again[0]))
+
+
+@given(
+    rows=st.integers(1, 24),
+    columns=st.integers(1, 40),
+    num_terms=st.integers(1, 8),
+    decades=st.floats(0, 6),
+    ratio=st.floats(0, 1),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=200, deadline=None)
+def test_first_terms_are_right_or_none(rows, columns, num_terms, decades, ratio, seed):
+    size = min(rows, columns)
+    num_terms = min(num_terms, size)
+    values = torch.logspace(0, -decades, size, dtype=torch.float64)
+    values[num_terms:] *= ratio
+    weight = with_singular_values(values, max(rows, columns), seed).float()
+    weight = weight if rows <= columns else weight.T
+    found = leading_factors(weight, num_terms)
+    if found is not None:
+        assert_leading(found, weight, num_terms)
+
+
+def test_without_their_certificate_first_terms_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = with_singular_values(falling_after(6, 0.15, 64), 64, seed=0).float()
+    assert leading_factors(weight, 6) is None
+    monkeypatch.setattr(factors_module, "TOLERANCE", 1e-2)
+    found = leading_factors(weight, 6)
+    monkeypatch.undo()
+    assert found is not None
+    with pytest.raises(AssertionError):
+        assert_leading(found, weight, 6)
+
+
+UNCERTAIN = {
+    "flat": torch.eye(16),
+    "random": torch.randn(16, 24, generator=torch.Generator().manual_seed(0)),
+    "zero": torch.zeros(16, 24),
+    "double precision": with_singular_values(falling_after(4, 0.01, 16), 24, seed=0),
+    "NaN": torch.full((16, 24), torch.nan),
+    "infinite": torch.full((16, 24), torch.inf),
+}
+
+
+@pytest.mark.parametrize("weight", UNCERTAIN.values(), ids=UNCERTAIN)
+def test_where_first_terms_are_uncertain_there_are_none(weight: Tensor) -> None:
+    assert leading_factors(weight, 4) is None
 
 
 def test_absorbed_factors_share_the_singular_value_evenly() -> None:

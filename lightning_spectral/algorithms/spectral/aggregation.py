@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spectral.algorithms.fed_avg import sum_of
@@ -212,18 +213,30 @@ class MeanWithinReach(MeanOfMatrices):
     Where nothing is drawn and all clients hold the same terms, this is the mean of their matrices.
 
     Args:
+        u: Left vectors before training, of all terms or of the first ones, up to the last that some client could hold.
+        v: Right vectors of these terms.
+        cohort: The clients that take part.
+        held_rows: As for `LayerMean`.
         reachable: Which terms some client could hold, shape ``(N,)``, bool.
+        matrix: The weight before training, shape ``(c_out, c_in k)``.
     """
 
-    def __init__(self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor) -> None:
+    def __init__(
+        self, u: Tensor, v: Tensor, cohort: Cohort, held_rows: int | None, reachable: Tensor, matrix: Tensor
+    ) -> None:
         super().__init__(u, v, cohort, held_rows)
-        self._lost = torch.nonzero(~reachable).flatten()
+        self._reachable, self._before_training = reachable, matrix
+
+    @property
+    def visited(self) -> Tensor:
+        among_first = super().visited
+        return F.pad(among_first, (0, len(self._reachable) - len(among_first)))
 
     @property
     def truncates(self) -> bool:
-        return len(self._lost) > 0
+        return not bool(self._reachable.all())
 
     def truncation(self) -> Tensor:
-        of = self._lost.to(self.v.device)
-        lost = self.u[: self.held_rows, of].double() @ self.v[of].double()
+        rows, kept = slice(self.held_rows), torch.nonzero(self._reachable).flatten().to(self.v.device)
+        lost = self._before_training[rows].double() - self.u[rows, kept].double() @ self.v[kept].double()
         return with_absent_rows(lost, len(self.u))

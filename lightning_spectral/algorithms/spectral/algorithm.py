@@ -24,7 +24,7 @@ from lightning_spectral.algorithms.spectral.aggregation import (
     TrainedTerms,
 )
 from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy
-from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
+from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.designs import Design
@@ -371,24 +371,35 @@ class SpectralHalf(ServerHalf):
         return "\n".join(filter(None, said))
 
     def open(self, cohort: Cohort) -> SpectralRound:
-        terms = self.planned.of_each_matrix(lambda _, matrix: singular_terms(matrix), cohort.workers)
-        choice, idx = self.choice, cohort.round_idx
+        choice, blocks, idx = self.choice, self.plan.blocks, cohort.round_idx
         strategy, design = value_at(choice.strategy, idx), value_at(choice.design, idx)
+        loses = self.started if choice.aggregation is None else frozenset[str]()
+
+        def terms_of(name: str, matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            num_terms = [blocks[name].num_terms(ratio) for ratio in cohort.groups]
+            first = first_terms(matrix, num_terms, strategy, cohort) if name in loses else None
+            return first or singular_terms(matrix)
+
+        terms = self.planned.of_each_matrix(terms_of, cohort.workers)
         spectra = {name: singular_values for name, (singular_values, _, _) in terms.items()}
-        num_terms_of = {name: self.plan.blocks[name].num_terms for name in terms}
+        num_terms_of = {name: blocks[name].num_terms for name in terms}
         draws = plan_draws(spectra, strategy, design, cohort, num_terms_of=num_terms_of)
-        return SpectralRound(self, cohort, {n: self._open(draws[n], u, v, cohort) for n, (_, u, v) in terms.items()})
+        matrices = self.planned.matrices()
 
-    def _open(self, draws: TermDraws, u: Tensor, v: Tensor, cohort: Cohort) -> LayerRound:
-        """Begin the sums of one matrix, with its left and right vectors.
+        def mean_of(name: str, u: Tensor, v: Tensor) -> LayerMean:
+            """Begin the sums of one matrix.
 
-        Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the clients'
-        matrices, and loses what clients never see: the start has made it small, and what training adds to it piles up.
-        """
-        choice, held_rows = self.choice, self.plan.blocks[draws.name].held_rows
-        if choice.aggregation is None and draws.name in self.started:
-            return LayerRound(draws, MeanWithinReach(u, v, cohort, held_rows, draws.reachable))
-        return LayerRound(draws, (choice.aggregation or TermMeans()).open(u, v, cohort, held_rows))
+            Unless the user says otherwise, a matrix that a spectral start has changed gets the mean change of the
+            clients' matrices, and loses what clients never see: the start has made it small, and what training adds to
+            it piles up.
+            """
+            held_rows = blocks[name].held_rows
+            if name in loses:
+                return MeanWithinReach(u, v, cohort, held_rows, draws[name].reachable, matrices[name])
+            return (choice.aggregation or TermMeans()).open(u, v, cohort, held_rows)
+
+        layers = {name: LayerRound(draws[name], mean_of(name, u, v)) for name, (_, u, v) in terms.items()}
+        return SpectralRound(self, cohort, layers)
 
     def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
         """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""

@@ -38,6 +38,7 @@ class SpectralDiagnostics(RoundCallback):
     - ``fl/client_error``: the same error for a single client's sub-model, averaged over the clients.
     - ``fl/expected_coverage``: expected share of terms held by some client (``fl/terms_visited`` is the realised one).
     - ``fl/entropy_rank``, ``fl/participation_rank``, ``fl/stable_rank``: effective ranks, as shares of N.
+      Terms that no client could hold, whose values are not computed, count as equal in the first two.
 
     It also logs the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`, as
     means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers.

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import Fit, seeded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,33 +120,3 @@ def test_server_momentum_is_fedavgm(regression: TensorDataset, fit: Fit) -> None
         velocity = 0.5 * velocity + weights(oracle) - torch.stack(clients).mean(0)
         nn.utils.vector_to_parameters(weights(oracle) - velocity, oracle.parameters())
     torch.testing.assert_close(weights(federated), weights(oracle), rtol=1e-5, atol=1e-6)
-
-
-ALGORITHMS = [
-    ls.FedAvg(),
-    *(
-        ls.SpectralSharding(s, 0.3, spectral_start=None)
-        for s in (ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective())
-    ),
-]
-
-
-# 3 of 12 terms of a random matrix
-@pytest.mark.filterwarnings("ignore:Round 0. sub-models of keep ratio 0.3:lightning_spectral.SpectralWarning")
-@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
-def test_zero_local_epochs_change_no_bit(algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
-    before = copy.deepcopy(lit.state_dict())
-    assert same_state(fit(lit, data, algorithm=algorithm, max_epochs=2, local_epochs=0).state, before)
-
-
-def test_order_of_clients_changes_rounding_only(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Reversed(ls.FederatedModule):
-        def cohort(self, round_idx: int) -> list[int]:
-            return super().cohort(round_idx)[::-1]
-
-    sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
-    in_order, backwards = (
-        fit(kind(seeded(lit_mlp), algorithm=sharding, clients_per_round=5), data).weights
-        for kind in (ls.FederatedModule, Reversed)
-    )
-    torch.testing.assert_close(in_order, backwards, rtol=1e-6, atol=1e-7)

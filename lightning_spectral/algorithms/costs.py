@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -339,7 +339,8 @@ class _Counted:
             first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
-        return {r: a.or_more(b) for r, a, b in zip(keep_ratios, first, second, strict=True)}
+        # number by number, the larger one
+        return {r: Cost(*map(max, astuple(a), astuple(b))) for r, a, b in zip(keep_ratios, first, second, strict=True)}
 
     def _half(self, choice: Algorithm, fakes: FakeTensors | None) -> ServerHalf:
         """A choice bound to the module; with values, if there are any, which decide on layers and buffers."""

@@ -378,10 +378,9 @@ class WidthRound(Round):
 
     def narrower_averages(self, widths: Iterable[float]) -> dict[str, Tensor]:
         """Each width's own averages, for the narrower widths that a client may draw; empty if widths share them."""
-        return by_width({width: self._averages_at(width) for width in widths}) if self.half.averages else {}
-
-    def _averages_at(self, width: float) -> Tensors:
-        return self.averages.get(width) or first_entries(self.tensors, self.half.plan, self.half.averages, width)
+        plan, names = self.half.plan, self.half.averages
+        own = {width: self.averages.get(width) or first_entries(self.tensors, plan, names, width) for width in widths}
+        return by_width(own) if names else {}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         tensors, positions, largest = upload.tensors, self.positions(receipt), upload.largest

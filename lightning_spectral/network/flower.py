@@ -205,12 +205,12 @@ def as_records(parts: Mapping[str, bytes]) -> RecordDict:
         dict_keys(['digest', 'values'])
     """
     small = ConfigRecord({name: bytes(data) for name, data in parts.items() if len(data) < LARGE})
-    large = {name: _array(data) for name, data in parts.items() if len(data) >= LARGE}
+    large = {
+        name: Array(dtype="uint8", shape=(len(data),), stype="bytes", data=bytes(data))
+        for name, data in parts.items()
+        if len(data) >= LARGE
+    }
     return RecordDict({SMALL_PARTS: small, LARGE_PARTS: ArrayRecord(large)})
-
-
-def _array(data: bytes) -> Array:
-    return Array(dtype="uint8", shape=(len(data),), stype="bytes", data=bytes(data))
 
 
 def parts_of(records: RecordDict) -> dict[str, bytes]:

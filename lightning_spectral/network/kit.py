@@ -228,7 +228,7 @@ class Kit:
         options.append(f"--database={folder / 'link.db'}")  # so that it knows its devices when it starts again
         # glibc keeps freed blocks of less than this in pieces, and the server's process would grow with a cohort
         environment = {**self._environment(self.home), "MALLOC_MMAP_THRESHOLD_": "65536"}
-        command = [_program("flower-superlink"), *options]
+        command = [str(Path(sys.executable).parent / "flower-superlink"), *options]
         return Service("Flower's SuperLink", folder, command, environment, port=self.link_port)
 
     def door(self, host: str = "0.0.0.0") -> Service:
@@ -259,10 +259,6 @@ class Kit:
     def _environment(self, home: Path) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
         return {**QUIET, "FLWR_HOME": str(home), "PATH": path, "OMP_NUM_THREADS": str(self.threads)}
-
-
-def _program(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
 
 
 def write_certificates(folder: Path, host: str) -> None:

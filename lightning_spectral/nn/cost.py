@@ -88,10 +88,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def or_more(self, other: Cost) -> Cost:
-        """The larger of two costs, number by number."""
-        return Cost(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
-
 
 def required_example(module: nn.Module, example_input: Example) -> Example:
     """The given example, or otherwise the module's own; ``ValueError`` if there is none."""

@@ -155,7 +155,9 @@ def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: t
     _, inverse, class_sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
     class_of_example = torch.from_numpy(inverse)
     order, sizes = equal_shares(len(labels), num_clients, generator)
-    class_of_slot = draw_slot_classes(class_sizes, sizes.numpy(), draw, _numpy_generator(generator))
+    # torch's public gamma draw takes no generator
+    of_numpy = np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))
+    class_of_slot = draw_slot_classes(class_sizes, sizes.numpy(), draw, of_numpy)
     # both sides list the classes in order, with equal counts; within a class the order is random
     shuffled = torch.randperm(len(labels), generator=generator)
     examples = shuffled[class_of_example[shuffled].argsort(stable=True)]
@@ -184,11 +186,6 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng
         slots[start:end] = np.repeat(np.arange(len(counts)), counts)
         left -= counts
     return slots
-
-
-def _numpy_generator(generator: torch.Generator) -> np.random.Generator:
-    # torch's public gamma draw takes no generator
-    return np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,8 @@ class Member(pl.LightningModule, Trained):
 
     def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         """Create an executor that trains clients one by one, in this process, unless their data is elsewhere."""
-        if (remote := self.data.make_executor(self, engine, local_trainer)) is not None:
+        data = self.data
+        if (remote := data.make_executor(self, engine, local_trainer)) is not None:
             return cast(Executor, remote)
         schedules = self.schedules.schedulers  # for clients to read: the rate is constant within a round
 
@@ -221,12 +222,14 @@ class Member(pl.LightningModule, Trained):
 
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
-            adopt_batch_hooks(client, self.data)
+            adopt_batch_hooks(client, data)
 
-        placement = placement_of(self.trainer, self.device, self.module, self.data)
+        placement = placement_of(self.trainer, self.device, self.module, data)
         settings = LocalSettings(placement, self.local_hooks, defines, redirect)
-        half, data = engine.half.device_half, self.data.client_data
-        device = Device(engine.server, half, self.templates(), data, settings, local_trainer, attach, engine.profile)
+        half, templates = engine.half.device_half, self.templates()
+        device = Device(
+            engine.server, half, templates, data.client_data, settings, local_trainer, attach, engine.profile
+        )
         return SequentialExecutor(device)
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:

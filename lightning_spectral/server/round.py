@@ -604,7 +604,8 @@ class Turn:
             magnitudes = averaged.largest.values()
             too_large = all(map(math.isfinite, magnitudes))
             return "not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else ""
-        if names := extremes.not_numbers(upload.tensors):
+        has_limits = bool(engine.half.buffers.limits)
+        if has_limits and (names := extremes.not_numbers(upload.tensors)):
             return "not_finite", f"NaN in {', '.join(names)}"
         if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
             return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
@@ -614,7 +615,7 @@ class Turn:
             bounded = engine.update_bound.applied(sent, averaged, engine.usual_update, self._norm)
             self._is_bounded, averaged = bounded is not averaged, bounded
         opened.add(self.receipt, averaged)
-        if engine.half.buffers.limits:
+        if has_limits:
             extremes.add(upload.tensors, opened.positions(self.receipt))
         return None, ""
 

@@ -147,12 +147,12 @@ def _check_figures(upload: Upload) -> None:
     if not 0 <= upload.num_steps < MOST_STEPS:
         raise RecordError(f"it says that it took {upload.num_steps} steps")
     if not upload.seconds.keys() <= {"load", "train"}:
-        raise RecordError("it says how long other stages took than loading and training")
+        raise RecordError("it reports times of stages other than loading and training")
     if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
-        raise RecordError("it says that it took a negative time, or none of this world")
+        raise RecordError("it reports a time that is negative or impossible")
     for names in (upload.unreached or (), upload.discarded, upload.put_back):
         if len(names) > MOST or any(name != _text(name) for name in names):
-            raise RecordError(f"it lists more than {MOST} names, or such as cannot be shown")
+            raise RecordError(f"it lists more than {MOST} names, or names that cannot be shown")
     _check_logged(upload.logged)
 
 

@@ -188,7 +188,7 @@ class Kit:
         if server.exists() and not self._is_of(server):
             where = f"{self.host}:{self.port}"
             raise FileExistsError(
-                f"{server} is not that of a server {where}; say that one, or write the kit elsewhere."
+                f"{server} was made for another server than {where}; name that server, or write the kit elsewhere."
             )
         if not server.exists():
             write_certificates(server, self.host)

@@ -179,7 +179,7 @@ class Roster:
         pause = SHORTEST_PAUSE if last is None else min(2.0 * last.pause, LONGEST_PAUSE)
         self._refused[node] = Refusal(message, pause, time.monotonic() + pause)
         if last is None or last.message != message:
-            rank_zero_warn(f"Node {node} was rejected: {message} (It is asked again after {pause:g} s.)")
+            rank_zero_warn(f"Node {node} was rejected: {message} (The next try is in {pause:g} s.)")
 
     def check_models(self, models: Collection[str]) -> None:
         """Raise ``ValueError`` if a client has data for none of a run's models."""

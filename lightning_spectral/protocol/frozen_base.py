@@ -62,9 +62,9 @@ class FrozenBase:
         self._names = frozenset(frozen) if self._names is None else self._names
         if others := sorted(self._names ^ frozen.keys()):
             raise ValueError(
-                f"`requires_grad` of {', '.join(others)} changed during the fit, in which clients, server and "
-                "optimizers train the parameters of its first round. Freeze or unfreeze between two fits: call "
-                "`Trainer.fit` again, with a new Trainer and without `ckpt_path`."
+                f"`requires_grad` of {', '.join(others)} changed during the fit; which parameters are trained "
+                "is fixed in its first round. Freeze or unfreeze between two fits: call `Trainer.fit` again, with a "
+                "new Trainer and without `ckpt_path`."
             )
         digests = {name: digest(tensor) for name, tensor in frozen.items()}
         changed = {name for name in digests if digests[name] != self.digests.get(name)}

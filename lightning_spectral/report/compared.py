@@ -43,7 +43,7 @@ EQUAL_CURVES = (
 )
 FLAT_CURVES = (
     "If that is chance, nothing has been learned yet: train longer, with a larger learning rate, or with a spectral "
-    "start; `fl/loss`, of clients, says whether they learn at all. Pretrained networks may begin where they end."
+    "start; `fl/loss`, of clients, says whether they learn at all. A pretrained network may have little left to learn."
 )
 FLAT_BASELINE = " FedAvg is among them, so sharding is not the reason."
 DIVERGED = "Training diverged: lower the clients' learning rate, or bound their updates."

@@ -104,10 +104,12 @@ def test_what_exists_is_not_overwritten(kit: Kit, tmp_path: Path) -> None:
         kit.write(["ward-1"])
     assert (kit.folder / "ward-1" / "node").read_bytes() == key
     for server in ("other.example:9443", "server.example:9444"):
-        with pytest.raises(FileExistsError, match=f"server is not that of a server {server}; say that one, or write"):
+        with pytest.raises(
+            FileExistsError, match=f"server was made for another server than {server}; name that server, or"
+        ):
             Kit(kit.folder, server).write(["ward-3"])
     (tmp_path / "server").mkdir()
-    with pytest.raises(FileExistsError, match="server is not that of a server"):
+    with pytest.raises(FileExistsError, match="server was made for another server"):
         Kit(tmp_path, "server.example").write(["ward-3"])
 
 

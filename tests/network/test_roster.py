@@ -276,7 +276,7 @@ def test_a_node_that_was_refused_is_asked_again_after_a_pause_that_grows(monkeyp
             roster.look()
             now[0] += 1.0
 
-    with pytest.warns(UserWarning, match=r"Node 100 was rejected: /data is not mounted \(It is asked again a") as said:
+    with pytest.warns(UserWarning, match=r"Node 100 was rejected: /data is not mounted \(The next try is in") as said:
         until_it_is_there()
     assert tries == [0.0, 30.0, 90.0, 210.0]
     assert len(said) == 1

@@ -314,15 +314,15 @@ class TestInAFit:
         def planned(lit: pl.LightningModule, **options: Any) -> list[str]:
             caplog.clear()
             fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=0.5, **options))
-            return [line.getMessage() for line in caplog.records if "planned" in line.getMessage()]
+            return [line.getMessage() for line in caplog.records if "no forward pass was traced" in line.getMessage()]
 
         return planned
 
     @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()])
     def test_the_log_says_what_a_plan_without_an_example_assumes(self, start: Any, lit: Any, planned: Any) -> None:
         assert planned(lit, spectral_start=start) == [
-            "LitMLP has no `example_input_array`, so its layers were planned without a forward pass, as if all of them "
-            "ran, in the order of registration; first and last, and so dense: net.0, net.5."
+            "LitMLP has no `example_input_array`, so no forward pass was traced: the plan assumes that all layers run, "
+            "in the order in which they are registered. Its first and last layers stay dense: net.0, net.5."
         ]
 
     def test_nothing_is_said_of_a_plan_with_an_example(self, lit: Any, planned: Any) -> None:

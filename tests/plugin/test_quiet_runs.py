@@ -72,8 +72,8 @@ def test_a_run_says_how_it_planned_and_started_and_leaves_no_file(done: Done) ->
     said = [line for text in (process.stdout, process.stderr) for line in text.split("---")[2].splitlines()]
     ours = [line for line in said if line.strip() and not any(words in line for words in LIGHTNING_SAYS)]
     assert [re.sub(r", which held \d+% of it", "", line) for line in ours] == [
-        "LitMLP has no `example_input_array`, so its layers were planned without a forward pass, as if all of them "
-        "ran, in the order of registration; first and last, and so dense: net.0, net.5.",
+        "LitMLP has no `example_input_array`, so no forward pass was traced: the plan assumes that all layers run, in "
+        "the order in which they are registered. Its first and last layers stay dense: net.0, net.5.",
         "Spectral start: the energy of 1 of 1 sharded matrices is now in 30% of the terms.",
     ]
     assert list(folder.iterdir()) == []

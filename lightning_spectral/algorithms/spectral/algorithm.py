@@ -571,7 +571,7 @@ class SpectralRound(Round):
         if drawn or whole or all(isinstance(of_matrix.strategy, TopN) for of_matrix in draws):
             return []
         return [
-            "All clients of a keep ratio hold the same terms, the largest ones, because the spectra fall steeply after "
-            "them; so far, strategies do not differ. To compare them, use `spectral_start=None` or "
+            "All clients of a keep ratio hold the same terms, the largest ones, because singular values drop sharply "
+            "after them: nothing is drawn yet, as with TopN(). To compare strategies, use `spectral_start=None` or "
             "`SpectralSharding.published(...)`; `fl/inclusion_entropy` is 0 as long as nothing is drawn."
         ]

@@ -277,10 +277,10 @@ def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
     if example_of(server) is not None or any(layer.in_forward is not None for layer in plan.layers):
         return ""
     ends = ", ".join(layer.name for layer in plan.layers if layer.reason in (FIRST, LAST))
-    dense = f"; first and last, and so dense: {ends}" if ends else ""
+    dense = f" Its first and last layers stay dense: {ends}." if ends else ""
     return (
-        f"{type(server).__name__} has no `example_input_array`, so its layers were planned without a forward pass, as "
-        f"if all of them ran, in the order of registration{dense}."
+        f"{type(server).__name__} has no `example_input_array`, so no forward pass was traced: the plan assumes that "
+        f"all layers run, in the order in which they are registered.{dense}"
     )
 
 

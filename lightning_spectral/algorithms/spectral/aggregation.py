@@ -78,7 +78,7 @@ class LayerMean(ABC):
         return type(self).truncation is not LayerMean.truncation
 
     def truncation(self) -> Tensor:
-        """What the matrix loses however clients train, float64, with rows that no client holds; by default nothing.
+        """What the matrix loses however clients train, with rows that no client holds; by default nothing.
 
         It is taken from the weight itself: in a pseudo-gradient, a server optimizer with momentum would repeat it.
         """
@@ -155,6 +155,11 @@ class MeanOfMatrices(LayerMean):
         """The largest magnitude of each factor before training."""
         return tuple(largest_magnitudes({"u": self.u, "v": self.v}).values())
 
+    @property
+    def _exact_type(self) -> torch.dtype:
+        """That of the weight if it has single precision or more: sums of few small products lose nothing in it."""
+        return torch.promote_types(self.u.dtype, torch.float32)
+
     def add(self, client: TrainedTerms, weight: float) -> None:
         omega = client.multipliers().double()
         matrix = self._matrix(client, omega)
@@ -163,8 +168,8 @@ class MeanOfMatrices(LayerMean):
         self.running.add({"holders": holders, "multiples": multiples, "matrix": matrix}, weight)
 
     def _matrix(self, client: TrainedTerms, omega: Tensor) -> Tensor:
-        """How far a client's training moved its own matrix; in its own type, since it is a sum of small products."""
-        exact = torch.promote_types(self.u.dtype, torch.float32)
+        """How far a client's training moved its own matrix."""
+        exact = self._exact_type
         u, v = self.u[: self.held_rows, client.terms].to(exact), self.v[client.terms].to(exact)
         scale = omega.to(exact)
         return weight_change(u * scale, v, (client.u.to(exact) - u) * scale, client.v.to(exact) - v)
@@ -237,6 +242,7 @@ class MeanWithinReach(MeanOfMatrices):
         return not bool(self._reachable.all())
 
     def truncation(self) -> Tensor:
-        rows, kept = slice(self.held_rows), torch.nonzero(self._reachable).flatten().to(self.v.device)
-        lost = self._before_training[rows].double() - self.u[rows, kept].double() @ self.v[kept].double()
+        kept, exact = torch.nonzero(self._reachable).flatten().to(self.v.device), self._exact_type
+        u, v = self.u[: self.held_rows, kept].to(exact), self.v[kept].to(exact)
+        lost = torch.addmm(self._before_training[: self.held_rows].to(exact), u, v, alpha=-1)
         return with_absent_rows(lost, len(self.u))

@@ -72,6 +72,10 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 20), nn.ReLU(), nn.Linear(20, 16), nn.Linear(16, 3))
 
 
+def middle() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 9), nn.ReLU(), nn.Linear(9, 6), nn.Linear(6, 3))
+
+
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
 
@@ -346,8 +350,8 @@ class TestBudgets:
     @pytest.mark.parametrize(
         ("make", "algorithm", "ratios"),
         [
-            (mlp, spectral(), sorted({i / n for n in (20, 16, 7) for i in range(1, n + 1)})),  # 7 ratios between terms
-            (mlp, spectral(term_granularity=4), [i / 20 for i in range(1, 21)]),
+            (middle, spectral(), sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)})),  # 5 ratios between terms
+            (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
             (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
             (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
             (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side

@@ -248,7 +248,7 @@ def test_a_transformer_learns(fit: Fit) -> None:
 def test_a_network_learns_with_mixed_ranks(aggregation: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(MIXED, alpha=8.0, aggregation=aggregation, train=["net.5"])
     lit = seeded(LitMLP, dropout=0.0)
-    rows = fit(lit, data, algorithm=algorithm, clients_per_round=12, max_epochs=6, local_epochs=2).rows
+    rows = fit(lit, data, algorithm=algorithm, clients_per_round=6, max_epochs=5, local_epochs=2).rows
     assert rows[-1]["val_loss"] < 0.85 * rows[0]["val_loss"]
 
 

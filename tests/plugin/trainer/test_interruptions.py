@@ -168,8 +168,10 @@ def outcome(fitted: Fitted) -> list[Any]:
 BEFORE_TRAINING = ["setup", "on_load_checkpoint", "load_state_dict", "on_fit_start", "on_train_start"]
 
 
-@pytest.mark.parametrize("first", ["on_client_end", "on_validation_batch_end"])
-@pytest.mark.parametrize("hook", BEFORE_TRAINING)
+@pytest.mark.parametrize(
+    ("hook", "first"),
+    [*((hook, "on_validation_batch_end") for hook in BEFORE_TRAINING), ("on_train_start", "on_client_end")],
+)
 def test_a_resumed_run_that_fails_before_training_loses_nothing(
     hook: str, first: str, interrupted: Any, resumes: Any
 ) -> None:
@@ -320,13 +322,12 @@ AFTER_THE_STEP += [f"validation_{when}" for when in ("start", "batch_end", "epoc
 
 
 @needs_2_5_3
-@pytest.mark.parametrize("act", [fail, press], ids=["an error", "Ctrl-C"])
 @pytest.mark.parametrize("hook", AFTER_THE_STEP)
 def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
-    hook: str, act: Callable[[], None], interrupted: Any, resumes: Any
+    hook: str, interrupted: Any, resumes: Any
 ) -> None:
-    """Also if early stopping has counted the round, but the schedule has not."""
-    resumes(interrupted(Acts(f"on_{hook}", act), after_validation=True), after_validation=True)
+    """Also if early stopping has counted the round, but the schedule has not; of errors, see `test_round_as_saved`."""
+    resumes(interrupted(Acts(f"on_{hook}", press), after_validation=True), after_validation=True)
 
 
 @needs_2_5_3
@@ -360,14 +361,15 @@ def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrup
 
 
 @pytest.mark.parametrize(
-    "when",
-    [{}, {"every_n_train_steps": 1}, {"save_on_train_epoch_end": False}],
-    ids=["after epochs", "after steps", "after validation"],
-)
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    [(Falling, {}), (Falling, {"check_val_every_n_epoch": 2}), (WaitsForTraining, {})],
-    ids=["every round", "every other round", "on training"],
+    ("make", "settings", "when"),
+    [
+        (Falling, {}, {}),
+        (Falling, {"check_val_every_n_epoch": 2}, {}),
+        (Falling, {"check_val_every_n_epoch": 2}, {"every_n_train_steps": 1}),
+        (Falling, {"check_val_every_n_epoch": 2}, {"save_on_train_epoch_end": False}),
+        (WaitsForTraining, {}, {"every_n_train_steps": 1}),
+    ],
+    ids=["every round", "after epochs", "after steps", "after validation", "on training"],
 )
 def test_a_plateau_schedule_misses_nothing(
     make: type[LitMLP], settings: Any, when: Any, run: Run, resumes: Any, tmp_path: Path

@@ -119,7 +119,7 @@ def test_the_report_compares_runs_of_one_seed_and_of_one_size(study: Any) -> Non
     # it ends at 5 and 5.5, mean 5.25, deviation 0.354; only seed 0 has a reference; by 8 MB it is at 7.0 and 7.0
     assert found["OrthonormalA"] == ["2", f"{low:g}", "5.250 ± 0.354", "1.000", "10.0", "2.0", "7.000 ± 0.000"]
     assert found[study.report.REFERENCE] == ["1", f"{low:g}", "6.000", "", "8.0", "2.0", "6.000"]
-    assert Path("docs/lora_shakespeare.png").stat().st_size > 10_000
+    assert Path("docs/lora_shakespeare.svg").stat().st_size > 10_000
 
 
 def test_runs_that_fine_tune_different_networks_are_not_compared(study: Any) -> None:
@@ -142,5 +142,5 @@ def test_the_report_of_an_accuracy_says_by_how_much_it_is_higher(study: Any) -> 
             result(study, setup, rate, 0, last - 10, task="vit")
     found = rows(study, "lora_vit_tables.md")
     assert found["FrozenA"] == ["1", f"{low:g}", "50.0", "10.0", "10.0", "2.0", "50.0"]
-    assert Path("docs/lora_vit.png").stat().st_size > 10_000
+    assert Path("docs/lora_vit.svg").stat().st_size > 10_000
     assert not Path("docs/lora_tables.md").exists()  # the other task has no runs

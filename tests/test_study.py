@@ -239,8 +239,8 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
         "runs",
         "study.csv",
         "study_tables.md",
-        "study.png",
-        "study_curves.png",
+        "study.svg",
+        "study_curves.svg",
     }
 
 

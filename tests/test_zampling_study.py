@@ -125,7 +125,7 @@ def test_the_report_has_a_row_for_each_compression_and_each_other_setting(study:
     row = "| continuous, coordinated | 32 | 1 | 33,328 | 1,042 | 232.0 | 7421.3 | 90.00 | 85.00 |"
     assert row in Path("docs/zampling_conv4.md").read_text()
     assert row not in text
-    assert Path("docs/zampling.png").exists()
+    assert Path("docs/zampling.svg").exists()
 
 
 def test_what_zampling_could_save_beside_sharding_is_counted_without_norms(study: Any) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -238,20 +239,23 @@ class CostTable(Tabular):
             data = [[row, *costs.values()] for row, costs in rows.items()]
             logger.log_table("cost", columns=[self.capacity, *rows["full"]], data=data)
 
-    def plot(self) -> Figure:
-        """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra)."""
-        with from_extra("examples"):
-            from lightning_spectral.report.printed import NotebookFigure
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Plot each cost as a share of the whole model's; needs matplotlib (the ``examples`` extra).
 
-        figure = NotebookFigure(figsize=(6.0, 3.5), layout="constrained")
-        axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
-        axes.axhline(1.0, color="grey", linewidth=0.8)
-        capacities = sorted(self.at)
-        for name, (title, look) in LINES.items():
-            axes.plot(capacities, [self.share(name, self.at[each]) for each in capacities], look, label=title)
-        axes.set_ylim(bottom=0.0)
-        axes.grid(alpha=0.3)
-        figure.legend(loc="outside right upper")
+        Args:
+            path: The file to write; ``None`` for none.
+        """
+        with from_extra("examples"):
+            from lightning_spectral.report.printed import legend_above, printed
+
+        with printed(path, 6.0, 3.5) as figure:
+            axes = figure.add_subplot(xlabel=self.capacity, ylabel="share of the whole model's")
+            axes.axhline(1.0, color="grey", linewidth=0.8)
+            capacities = sorted(self.at)
+            for name, (title, look) in LINES.items():
+                axes.plot(capacities, [self.share(name, self.at[each]) for each in capacities], look, label=title)
+            axes.set_ylim(bottom=0.0)
+            legend_above(figure, len(LINES))
         return figure
 
 

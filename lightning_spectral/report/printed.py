@@ -99,18 +99,37 @@ class NotebookFigure(Figure):
         return content.getvalue()
 
 
+# An image on a page follows the page's colours: light ones stand in its SVG, which other programs read too, and a style
+# replaces them on dark pages.
+DARK = {PRINTED.ink: "#e6e6e4", PRINTED.grid: "#3a3d43", PRINTED.paper: "#131416"}
+DARK_STYLE = "\n".join(
+    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+    for light, dark in DARK.items()
+    for what in ("fill", "stroke")
+)
+
+
 @contextmanager
 def printed(path: str | Path | None, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, in inches, which is written when the block ends, if there is a path; a notebook shows it.
 
-    The suffix of the path decides the format; missing folders are created.
+    The suffix of the path decides the format; missing folders are created. An SVG has no background, and is legible on
+    light and on dark pages.
     """
     with matplotlib.rc_context(settings(PRINTED)):
         figure = NotebookFigure(figsize=(width, height), layout="constrained")
         yield figure
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150, metadata={"Software": None} if Path(path).suffix == ".png" else None)
+        if path is None:
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix != ".svg":
+            figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
+            return
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+        style = f"<style>@media (prefers-color-scheme: dark) {{\n{DARK_STYLE}\n}}</style>"
+        path.write_text(re.sub(r"(<svg [^>]*>)", rf"\1\n{style}", file.getvalue(), count=1), encoding="utf-8")
 
 
 def as_label(text: str) -> str:

@@ -2,8 +2,8 @@
 
     python studies/any_network/report.py
 
-reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.png`` (accuracy
-against kilobytes) and ``docs/study_curves.png`` (accuracy against rounds, with bands over seeds). All runs are also
+reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.svg`` (accuracy
+against kilobytes) and ``docs/study_curves.svg`` (accuracy against rounds, with bands over seeds). All runs are also
 stored in ``docs/runs``.
 """
 
@@ -209,9 +209,9 @@ def main() -> None:
     runs = best_runs(results())
     write_csv(results(), DOCS / "study.csv")
     (DOCS / "study_tables.md").write_text(tables(runs))
-    with printed(DOCS / "study.png", 9.5, 5.2) as figure:
+    with printed(DOCS / "study.svg", 9.5, 5.2) as figure:
         accuracy_against_bytes(runs, figure)
-    with printed(DOCS / "study_curves.png", 9.5, 5.2) as figure:
+    with printed(DOCS / "study_curves.svg", 9.5, 5.2) as figure:
         accuracy_against_rounds(runs, figure)
     print(tables(runs))
 

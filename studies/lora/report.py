@@ -2,8 +2,8 @@
 
     python studies/lora/report.py
 
-reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.md`` and ``docs/lora_shakespeare.png``,
-``docs/lora_vit_tables.md`` and ``docs/lora_vit.png``. All runs of the tables are also stored in ``docs/runs``.
+reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.md`` and ``docs/lora_shakespeare.svg``,
+``docs/lora_vit_tables.md`` and ``docs/lora_vit.svg``. All runs of the tables are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Page:
 
 
 PAGES = (
-    Page(TASKS["shakespeare"], "lora_tables.md", "lora_shakespeare.png", "perplexity of a character", 3),
-    Page(TASKS["vit"], "lora_vit_tables.md", "lora_vit.png", "accuracy, %", 1),
+    Page(TASKS["shakespeare"], "lora_tables.md", "lora_shakespeare.svg", "perplexity of a character", 3),
+    Page(TASKS["vit"], "lora_vit_tables.md", "lora_vit.svg", "accuracy, %", 1),
 )
 
 

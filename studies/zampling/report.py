@@ -2,7 +2,7 @@
 
     python studies/zampling/report.py
 
-reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.png`` for the paper's network, and
+reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.svg`` for the paper's network, and
 ``docs/zampling_conv4.md`` for FedPM's. All runs are also stored in ``docs/runs``.
 """
 
@@ -130,7 +130,7 @@ def write_main_task(runs: Sequence[Run]) -> None:
     }
     text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)
     (DOCS / "zampling_tables.md").write_text(text + "\n")
-    with printed(DOCS / "zampling.png", 6.5, 4.0) as figure:
+    with printed(DOCS / "zampling.svg", 6.5, 4.0) as figure:
         figure4(main_task, figure.subplots())
         legend_above(figure, 2)
 

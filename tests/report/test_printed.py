@@ -1,5 +1,6 @@
 """Figures of studies, examples and benchmarks: one look, seeds as bands, rounds as whole numbers."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,16 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from lightning_spectral.report.printed import BASELINE, COLOURS, draw_seeds, legend_above, look, printed, round_axis
+from lightning_spectral.report.printed import (
+    BASELINE,
+    COLOURS,
+    PRINTED,
+    draw_seeds,
+    legend_above,
+    look,
+    printed,
+    round_axis,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,3 +65,14 @@ def test_a_long_curve_has_few_markers_and_panels_share_one_legend(tmp_path: Path
 def test_every_script_draws_in_this_look(folder: str) -> None:
     drawing = [path for path in (ROOT / folder).rglob("*.py") if "savefig(" in path.read_text()]
     assert not drawing, "write figures with `lightning_spectral.report.printed.printed`"
+
+
+def test_an_svg_has_no_background_and_changes_its_colours_on_dark_pages(tmp_path: Path) -> None:
+    with printed(tmp_path / "a.svg", 2.0, 2.0) as figure:
+        figure.add_subplot().plot([0, 1], [0, 1], color=PRINTED.ink)
+    text = (tmp_path / "a.svg").read_text()
+    style, drawn = text.split("</style>", 1)
+    assert "prefers-color-scheme: dark" in style
+    assert all(f'[style*="stroke: {colour}"]' in style for colour in (PRINTED.ink, PRINTED.grid))
+    assert "fill: #ffffff" not in drawn
+    assert {PRINTED.ink, PRINTED.grid} <= set(re.findall(r"stroke: (#\w{6})", drawn))

@@ -133,6 +133,7 @@ class TestConstructor:
                 r"tuple of ndarrays; write .*\(\*map\(torch.from_numpy, train\)\)",
             ),
             ({"val": (torch.zeros(4, 2), torch.zeros(4))}, r"got a tuple of Tensors; write .*TensorDataset\(\*val\)"),
+            ({"train": [torch.zeros(4, 2), torch.zeros(4)]}, r"got a list of Tensors; write .*Dataset\(\*train\)"),
             ({"test": {"a": [1]}}, "`test` must be a data set, .* got a dict"),
             ({"train": DataLoader([1, 2])}, r"got a DataLoader; write FederatedDataModule\(loader\.dataset, part"),
         ],

@@ -85,11 +85,18 @@ def check_evaluation(**data: Any) -> None:
 
 
 def _check_no_columns(argument: str, data: Any) -> None:
-    """Raise ``TypeError`` for inputs and labels that have not been combined into examples."""
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor | np.ndarray) for part in data):
+    """Raise ``TypeError`` for inputs and labels that have not been combined into examples.
+
+    A tuple of arrays is taken for these, and a list of arrays that have one length, but not one number of dimensions.
+    """
+    if not isinstance(data, tuple | list) or not data or not all(isinstance(one, Tensor | np.ndarray) for one in data):
+        return
+    if isinstance(data, tuple) or (
+        len({tuple(one.shape[:1]) for one in data}) == 1 and len({one.ndim for one in data}) > 1
+    ):
         parts = argument if isinstance(data[0], Tensor) else f"map(torch.from_numpy, {argument})"
         raise TypeError(
-            f"`{argument}` must be a data set, got a tuple of {type(data[0]).__name__}s; write "
+            f"`{argument}` must be a data set, got a {type(data).__name__} of {type(data[0]).__name__}s; write "
             f"torch.utils.data.TensorDataset(*{parts}), whose examples are their rows."
         )
 
@@ -272,7 +279,8 @@ class FederatedDataModule(FixedArguments, ServerData):
             to epoch. A client with less than one batch trains on all its examples.
         eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``: integers, or names, which are numbered in
-            sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set.
+            sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set, whose
+            ``targets`` are compared with a sample of its examples.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
         num_workers: Number of worker processes for data that is not in memory; those for clients stay alive from one
             client to the next. The number does not change the run.

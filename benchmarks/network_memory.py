@@ -6,7 +6,7 @@ Needs no Flower: messages go through files, as they go through a SuperLink's dat
 process when its answer is fetched. The table shows the largest resident memory of a process that plays one round, in
 MiB beyond that of a round of one client. A multi-layer perceptron of 2.1 million parameters (8 MiB) is trained. What
 all clients get is in memory once; a sub-model of a client's own is there until its answer, and `at_once` bounds their
-number. How many are in flight without it depends on how fast answers come. In the row "returned", glibc is told to give
+number. How many are in flight without it depends on how fast answers come. In rows "returned", glibc is told to give
 freed blocks back: it keeps them otherwise, split into ever smaller ones, and the process grows by what it could reuse.
 """
 
@@ -33,7 +33,13 @@ from lightning_spectral.network.line import Answer, Line
 
 WIDTH, COHORTS = 1024, (1, 3, 30, 100)
 SHARDING = "spectral sharding, r = 0.2"
-CASES = {"FedAvg": None, SHARDING: None, f"{SHARDING}, at_once=8": 8, f"{SHARDING}, at_once=8, returned": 8}
+CASES = {  # with how many clients train at once
+    "FedAvg": None,
+    "FedAvg, returned": None,
+    SHARDING: None,
+    f"{SHARDING}, at_once=8": 8,
+    f"{SHARDING}, at_once=8, returned": 8,
+}
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc gives freed blocks of 64 KiB and more back at once
 
 
@@ -48,7 +54,7 @@ class Files(Line):
     def __init__(self, folder, clients):
         self.folder, self.clients, self.count = folder, clients, 0
         data = TensorDataset(torch.ones(2, 8), torch.zeros(2, dtype=torch.int64))
-        self.data, self.memories = net.ClientData(data, batch_size=2), [{} for _ in range(clients)]
+        self.data = net.ClientData(data, batch_size=2)
 
     def nodes(self):
         return range(self.clients)
@@ -64,12 +70,12 @@ class Files(Line):
             node, kind, parts = pickle.loads((self.folder / ticket).read_bytes())
             (self.folder / ticket).unlink()
             service = DeviceService({"": module}, {"": self.data}, str(node), accelerator="cpu")
-            yield Answer(ticket, service.answer(kind, parts, self.memories[node]))
+            yield Answer(ticket, service.answer(kind, parts))
 
 
 def play(case, clients):
     """Play a round; print the largest resident memory so far, in MiB."""
-    algorithm = ls.FedAvg() if case == "FedAvg" else ls.SpectralSharding(keep_ratio=0.2)
+    algorithm = ls.FedAvg() if case.startswith("FedAvg") else ls.SpectralSharding(keep_ratio=0.2)
     federation = ls.FederatedModule(module(), algorithm=algorithm, clients_per_round=clients)
     options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, **options)

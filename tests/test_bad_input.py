@@ -241,6 +241,12 @@ class TestLabels:
         with pytest.raises(ValueError, match=rf"{message}.*a tuple of its arguments"):
             ls.validate(lit, example)
 
+    def test_targets_of_another_shape_than_the_outputs(self, lit: Any, toy: Any, fit: Fit) -> None:
+        loss = nn.functional.binary_cross_entropy_with_logits
+        lit.training_step = lambda batch, batch_idx: loss(lit.net(batch[0]), batch[1].float())
+        with pytest.raises(ls.ClientError, match=r"Target size .*int64 \(4,\)\. This loss takes targets of the shape"):
+            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(4), batch_size=4))
+
 
 class Reading(pl.Callback):
     """A callback of ordinary training, which reads what a federation has elsewhere."""

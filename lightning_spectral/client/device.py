@@ -54,6 +54,8 @@ REMEDIES = {
 }
 # Likewise, and the message says what the batch was
 OF_BATCHES = {
+    "Target size": "This loss takes targets of the shape and type of the outputs: `y.view_as(outputs).float()`, or "
+    "one-hot ones.",
     "Target ": LABELS,
     "device-side assert": LABELS + " Train with accelerator='cpu' to see which.",
     "expected target dtype": INTEGERS,

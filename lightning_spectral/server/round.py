@@ -53,10 +53,8 @@ RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
 NUMBER = 4  # bytes of the one number that a measured client uploads
-TIMED, LONG = (
-    10,
-    60.0,
-)  # clients from which the time of a measurement is estimated, and seconds that are worth a warning
+TIMED = 10  # clients from whose times that of a measurement is estimated
+LONG = 60.0  # seconds of it that are worth a warning
 
 
 @dataclass(eq=False)

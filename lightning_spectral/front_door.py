@@ -40,7 +40,7 @@ START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "
 
 
 def register_strategies() -> None:
-    """Register the strategies with Lightning now, or when it is imported, which this package leaves to whoever must."""
+    """Register the strategies with Lightning: now if it is imported already, otherwise as soon as it is."""
     if STRATEGIES in sys.modules:
         _register(sys.modules[STRATEGIES])
     else:

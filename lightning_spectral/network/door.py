@@ -1,7 +1,7 @@
 """The only way from devices to the SuperLink: Flower's Fleet API over TLS, and nothing else.
 
-Flower serves three APIs at one port and authenticates the devices' alone. Whoever reaches the other two may run code on
-the server and on every device, so the SuperLink listens on loopback, and this process is what devices reach.
+Flower serves three APIs at one port and authenticates the devices' alone. Anyone who reaches the other two can run code
+on the server and on every device, so the SuperLink listens on loopback, and this process is what devices reach.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ let that be an account without rights. Where `ssh` does not reach a device, do t
 `python -m lightning_spectral network init FOLDER` writes an app to begin with; its relative paths begin in `server`. To
 add devices, name them with `network kit` where you did so before, and run the loop for them.
 
-Devices reach port {port} of {host}, and nothing else. Runs are started on the server, by whoever has an
+Devices reach port {port} of {host}, and nothing else. Runs are started on the server, by anyone with an
 account there; or from elsewhere through `ssh -L {link_port}:127.0.0.1:{link_port} {host}`, with a copy of
 `server/flwr` and `server/ca.crt`. `journalctl -u supernode` says what a device does.
 """

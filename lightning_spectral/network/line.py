@@ -99,7 +99,7 @@ class Asking:
         self._lost.append((asked, Answer("", reason="dropped_out", message=message)))
 
     def arrived(self, *, wait: bool) -> Iterator[tuple[Question, Answer]]:
-        """Yield questions with their answers, as they arrive; whoever stops early finds the others later.
+        """Yield questions with their answers, as they arrive; a caller that stops early finds the others later.
 
         Args:
             wait: Whether to wait until none is open, or else to return what is here now, if the last look was not just

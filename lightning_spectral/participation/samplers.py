@@ -1,4 +1,4 @@
-"""Samplers: everyone, anyone, models that take turns, and those that prefer whoever adds most to the variance."""
+"""Samplers: everyone, anyone, models that take turns, and those that prefer clients that add most to the variance."""
 
 import math
 from dataclasses import dataclass, field

@@ -115,24 +115,24 @@ WORKER, NODE = "lightning_spectral.network.worker", "lightning_spectral.network.
 
 
 def test_a_run_goes_on_after_a_worker_was_killed(network: Any, tmp_path: Path) -> None:
-    start(network, "run", algorithm="lora", folder=str(tmp_path), rounds=4)
-    wait_for(lambda: "round 0: in, in, in" in network.log("run"))
+    start(network, "worker", algorithm="lora", folder=str(tmp_path), rounds=4)
+    wait_for(lambda: "round 0: in, in, in" in network.log("worker"))
     os.kill(processes_of(WORKER, network)[0], signal.SIGKILL)
-    wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))
-    network.kill("run")
-    assert network.log("run").count("in, in, in") == 4
+    wait_for(lambda: "`Trainer.fit` stopped" in network.log("worker"))
+    network.kill("worker")
+    assert network.log("worker").count("in, in, in") == 4
     assert same(weights(tmp_path), expected(tmp_path, algorithm="lora", rounds=4))
 
 
 def test_a_client_whose_message_is_not_handed_on_has_dropped_out(network: Any, tmp_path: Path) -> None:
-    start(network, "killed", folder=str(tmp_path), rounds=3)
-    wait_for(lambda: "round 0: in, in, in" in network.log("killed"))
+    start(network, "unanswered", folder=str(tmp_path), rounds=3)
+    wait_for(lambda: "round 0: in, in, in" in network.log("unanswered"))
     while not (forks := forks_of_nodes(network)):  # they live for a fraction of a second
-        assert "`Trainer.fit` stopped" not in network.log("killed")
+        assert "`Trainer.fit` stopped" not in network.log("unanswered")
     os.kill(forks[0], signal.SIGKILL)
-    wait_for(lambda: "`Trainer.fit` stopped" in network.log("killed"))
-    network.kill("killed")
-    assert re.search("round [12]: (dropped_out|in), in, in", network.log("killed"))  # or in time for another try
+    wait_for(lambda: "`Trainer.fit` stopped" in network.log("unanswered"))
+    network.kill("unanswered")
+    assert re.search("round [12]: (dropped_out|in), in, in", network.log("unanswered"))  # or in time for another try
     assert len(processes_of(WORKER, network)) == 3
 
 

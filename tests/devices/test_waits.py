@@ -16,6 +16,7 @@ from slow_cases import slow_but
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.functional.spectra import factorize, leading_factors
 
 # waits in a round of four clients, three layers and a BatchNorm, without validation
 PER_ROUND: dict[str, tuple[Any, int]] = {
@@ -81,6 +82,21 @@ def test_waits_grow_with_clients_by_a_fixed_number(name: str, data: Any, there: 
     algorithm, _ = PER_ROUND[name]
     two, four, six = (waits_of(there, data, algorithm, clients_per_round=n).total() for n in (2, 4, 6))
     assert six - four == four - two
+
+
+def test_the_first_terms_take_products_and_qr_alone(device: Any) -> None:
+    """Two waits for the small problem, which the CPU solves, one for where it begins, and one for what certifies it."""
+    values = torch.cat([torch.linspace(10, 1, 4), torch.full((28,), 1e-3)])
+    weight = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0))).Q * values
+    there = weight.to(pretend_device.NAME)
+    WAITS.clear()
+    found = leading_factors(there, 4)
+    assert WAITS == {"to host": 1, "to device": 2, "item": 1}
+    assert found is not None
+    torch.testing.assert_close(found[0].s.cpu(), torch.linalg.svdvals(weight.double())[:4])
+    WAITS.clear()
+    factorize(there)
+    assert WAITS["linalg"] > 0
 
 
 def test_the_device_refuses_what_a_gpu_would_and_counts() -> None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
@@ -114,7 +113,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         )
     if data.has_val and not is_overridden(module, "validation_step"):
         raise ValueError(f"{type(module).__name__} needs `validation_step` for `val`; define it, or leave `val` out.")
-    warn_of_labels(module, data.stored_labels)
+    warn_of_labels(module, data)
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
         if owner.faults.ends_run("no_data"):
@@ -132,7 +131,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         )
 
 
-def warn_of_labels(module: pl.LightningModule, labels: Tensor | None) -> None:
+def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:
     """Warn of labels that a module's own metrics, or its ``hparams.num_classes``, do not count among the classes.
 
     Modules say nothing else about their labels, and losses refuse wrong ones only once a client has such an example.
@@ -140,7 +139,7 @@ def warn_of_labels(module: pl.LightningModule, labels: Tensor | None) -> None:
     metrics = metrics_of(module)
     counts = [getattr(metric, "num_classes", None) for metric in metrics] + [module.hparams.get("num_classes")]
     num_classes = max((count for count in counts if isinstance(count, int)), default=0)
-    if labels is None or not len(labels) or num_classes < 2:
+    if num_classes < 2 or (labels := data.stored_labels) is None:
         return
     ignored = [index for metric in metrics if isinstance(index := getattr(metric, "ignore_index", None), int)]
     is_wrong = (labels < 0) | (labels >= num_classes)

@@ -302,8 +302,8 @@ class SpectralSharding(ByKeepRatio):
             warnings.warn(
                 f"{kind} rescales gradients by their own history, so neither clip_tau={self.clip_tau:g} nor "
                 f"clip_weight_lr={self.clip_weight_lr:g} bounds its steps. Use SGD, for which both are exact; or tune "
-                f"{kind}'s learning rate anew, beginning at ten times that of the dense model, because factors need "
-                "longer steps, and silence this with clip_tau=float('inf').",
+                "its learning rate anew, upwards: twice the dense model's, then more; torch's default of 1e-3 is often "
+                "ten times too small. clip_tau=float('inf') silences this.",
                 SpectralWarning,
                 stacklevel=2,
             )

@@ -142,8 +142,8 @@ def test_an_attribute_of_the_users_module_is_where_the_error_says(lit: Any) -> N
             one.neither  # noqa: B018
 
 
-def test_the_wrapping_page_names_every_callback() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "wrapping.md").read_text()
+def test_the_hooks_page_names_every_callback() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "hooks.md").read_text()
     kinds = [*WORKS, "WeightAveraging", *(kind.__name__ for kind in refused())]
     assert [kind for kind in kinds if f"`{kind}`" not in page] == []
 

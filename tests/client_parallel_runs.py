@@ -23,7 +23,7 @@ from torch.multiprocessing import start_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lightning_versions import SAVE_ON_EXCEPTION
-from toy_models import LitMLP, Remembering, toy_examples
+from toy_models import LitHalves, LitMLP, Remembering, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import singular_terms
@@ -70,30 +70,6 @@ class WithBatchNorm(LitMLP):
 class WithPlainSGD(LitMLP):
     def __init__(self) -> None:
         super().__init__(momentum=0.0)
-
-
-class WithTwoOptimizers(LitMLP):
-    """Steps its two halves one after the other, each with a schedule of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        halves = [
-            torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9),
-            torch.optim.AdamW(self.net[2:].parameters(), lr=0.01),
-        ]
-        return halves, [torch.optim.lr_scheduler.StepLR(half, 1, 0.5) for half in halves]
 
 
 class Levelled(LitMLP):
@@ -233,7 +209,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "two optimizers, FedYogi": {
         "algorithm": SPECTRAL,
-        "module": WithTwoOptimizers,
+        "module": LitHalves,
         "clients_per_round": 5,
         "local_hooks": [ls.client.ProximalTerm(0.5)],
         "server_optimizer": ls.server.FedYogi(lr=0.01),

@@ -78,6 +78,34 @@ class LitMLP(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)]
 
 
+class LitHalves(LitMLP):
+    """Steps its two halves itself, one after the other, each with an optimizer and a schedule of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        halves = [
+            torch.optim.SGD(self.net[:2].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(self.net[2:].parameters(), lr=0.01),
+        ]
+        return halves, [torch.optim.lr_scheduler.StepLR(half, 1, 0.5) for half in halves]
+
+
 class LitSmall(LitMLP):
     """Has an example input, by default no dropout, and a BatchNorm whose averages are shared."""
 

@@ -231,12 +231,6 @@ def test_options_out_of_range_are_refused(options: Any, message: str) -> None:
         Compression(**{"factor": 2, **options})
 
 
-def test_a_degree_beyond_the_columns_is_refused() -> None:
-    how = Compression(20, degree=4)
-    with pytest.raises(ValueError, match=r"between 1 and the number of columns, 3, got 4: .* or the compression"):
-        how.matrix(how.weights_of(mlp()), seed=0)
-
-
 def test_the_gain_scales_every_entry_of_the_matrix() -> None:
     module = nn.Linear(8, 5)
     plain, doubled = (how.matrix(how.weights_of(module), seed=0) for how in (Compression(2), Compression(2, gain=2.0)))
@@ -746,17 +740,6 @@ def test_sampled_networks_are_different_and_everything_is_restored() -> None:
     assert torch.equal(net(x), before)
     plain = ls.nn.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))
     assert torch.equal(plain(x), outputs[0])
-
-
-def test_the_mean_of_sampled_weights_is_the_expected_weight() -> None:
-    net = small(compression=1)
-    probs = local_weights(net).probs
-    columns, values = local_weights(net).matrix.entries()
-    spread = (values.square() * (probs * (1 - probs))[columns]).sum(1).sqrt()
-    samples = [net[0].weight.flatten() for _ in sampled_networks(net, 400, torch.Generator().manual_seed(0))]
-    expected = ls.nn.unzample(net)[0].weight.flatten()
-    error = (torch.stack(samples).mean(0) - expected).abs()
-    assert (error <= 5 * spread[: len(error)] / 20 + 1e-6).all()
 
 
 def test_bad_input_is_explained() -> None:

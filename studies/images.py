@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,12 @@ SHA256 = "39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0"
 NUM_IMAGES = 5_000
 
 
+@cache
 def mnist() -> tuple[Tensor, Tensor]:
-    """Return 5,000 handwritten digits, 500 of each: images (5000, 1, 14, 14) in [0, 1] and labels."""
+    """Return 5,000 handwritten digits, 500 of each: images (5000, 1, 14, 14) in [0, 1] and labels.
+
+    They are read once, which takes seconds; do not change them in place.
+    """
     pixels, digits = (torch.from_numpy(array) for array in mnist_data())
     return _shrunk(pixels), digits
 

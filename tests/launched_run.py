@@ -1,26 +1,40 @@
 """``python launched_run.py FILE STRATEGY DEVICES NUM_NODES`` trains in processes that Lightning itself starts.
 
-Process 0 writes the server's weights.
+Process 0 writes the server's weights. With an accelerator as another argument, STRATEGY is the number of processes that
+share its device.
 """
 
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
+import pretend_device
 import torch
 from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 
 
-def main(file: str, strategy: str, devices: str, num_nodes: str) -> None:
+def sharing(accelerator: str, processes: str) -> dict[str, Any]:
+    """Options of a Trainer whose processes share a device; a pretended one comes with the strategy."""
+    if accelerator != "pretended":
+        strategy = ls.plugin.ClientParallelStrategy(processes_per_device=int(processes))
+        return {"accelerator": accelerator, "strategy": strategy}
+    pretend_device.install()
+    its = pretend_device.PretendAccelerator()
+    strategy = ls.plugin.ClientParallelStrategy(processes_per_device=int(processes), accelerator=its)
+    return {"strategy": strategy, "inference_mode": False}
+
+
+def main(file: str, strategy: str, devices: str, num_nodes: str, accelerator: str = "") -> None:
+    options = sharing(accelerator, strategy) if accelerator else {"accelerator": "cpu", "strategy": strategy}
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = ls.FederatedDataModule(toy_examples(), ls.IIDPartitioner(12), batch_size=4)
     model = ls.FederatedModule(LitMLP(), algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=7)
     trainer = pl.Trainer(
         max_epochs=3,
-        accelerator="cpu",
-        strategy=strategy,
+        **options,
         devices=int(devices),
         num_nodes=int(num_nodes),
         logger=False,
@@ -28,9 +42,10 @@ def main(file: str, strategy: str, devices: str, num_nodes: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    assert trainer.world_size == int(devices) * int(num_nodes) * (int(strategy) if accelerator else 1)
     trainer.fit(model, data)
     if trainer.global_rank == 0:
-        torch.save(model.module.state_dict(), file)
+        torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, file)
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ def install() -> None:
     for name, waits in REPLACED.items():
         setattr(torch, name, _by_way_of_the_cpu(getattr(torch, name), waits))
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # type: ignore[assignment,method-assign]
+    torch.distributed.Backend.backend_capability["gloo"].append(NAME)  # as for a GPU: it accepts a group's device
 
 
 def trainer_options() -> dict[str, Any]:

@@ -43,6 +43,20 @@ def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alon
 
 
 @pytest.mark.slow
+def test_two_processes_on_each_of_two_devices(alone: Any, tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "weights"), "2", "2", "1", "cpu"]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
+    assert same(torch.load(tmp_path / "weights", weights_only=True), alone)
+
+
+def test_processes_that_share_a_device_do_not_use_nccl() -> None:
+    with pytest.raises(ValueError, match="processes_per_device=2 needs process_group_backend='gloo', got 'nccl'"):
+        ls.plugin.ClientParallelStrategy(processes_per_device=2, process_group_backend="nccl")
+    with pytest.raises(ValueError, match="`processes_per_device` must be at least 1, got 0"):
+        ls.plugin.ClientParallelStrategy(processes_per_device=0)
+
+
+@pytest.mark.slow
 def test_two_nodes_that_are_one_machine(alone: Any, tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     file = tmp_path / "weights"

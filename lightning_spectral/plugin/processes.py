@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch import distributed as dist
 
+from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_loop import isolate_metrics, metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
 from lightning_spectral.plugin.host import as_host
@@ -38,6 +39,9 @@ class ClientParallelStrategy(DDPStrategy):
     everywhere: `reduce`, which Lightning calls for them, leaves them as they are, and metrics do not sync.
 
     Args:
+        processes_per_device: Number of processes that share a device, with all of its memory between them: one alone
+            seldom keeps a GPU busy with small models. They exchange sums by gloo, because NCCL takes one process per
+            GPU.
         **options: Options of ``lightning.pytorch.strategies.DDPStrategy`` that do not concern gradients: ``timeout``,
             ``process_group_backend``, ``start_method``, ``cluster_environment``. ``timeout`` is how long processes wait
             for the slowest one, half an hour by default. They wait for each other once a round: it must be longer than
@@ -46,7 +50,8 @@ class ClientParallelStrategy(DDPStrategy):
     Raises:
         TypeError: If the module to fit is not federated.
         LostProcessError: If another process has ended or does not respond within ``timeout``.
-        ValueError: With ``sync_batchnorm=True``, which would mix the clients of different processes.
+        ValueError: With ``sync_batchnorm=True``, which would mix the clients of different processes, or if processes
+            that share a device are to use NCCL.
 
     Example:
         >>> trainer = pl.Trainer(
@@ -58,11 +63,27 @@ class ClientParallelStrategy(DDPStrategy):
 
     strategy_name = "client_parallel"
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, processes_per_device: int = 1, **options: Any) -> None:
+        self._processes_per_device = Whole(at_least=1)("processes_per_device", processes_per_device)
+        if processes_per_device > 1 and options.setdefault("process_group_backend", "gloo") != "gloo":
+            raise ValueError(
+                f"processes_per_device={processes_per_device} needs process_group_backend='gloo', got "
+                f"{options['process_group_backend']!r}; leave it out."
+            )
         super().__init__(**options)
         self._isolated: Callable[[], None] | None = None
         self._sigterm_received = False
         self._meetings: Meetings | None = None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device of each process on this machine."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        shared = None if devices is None else [device for device in devices for _ in range(self._processes_per_device)]
+        self._parallel_devices = shared
 
     @property
     def processes(self) -> Processes:

@@ -1,6 +1,8 @@
 """Precisions, samplers, server optimizers, hooks, faults, callbacks and evaluation, each as on the CPU."""
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,15 @@ def test_evaluation_alone_is_the_same(data: Any, quiet: dict[str, Any], device: 
         (here,) = getattr(pl.Trainer(**quiet), evaluate)(model, data, verbose=False)
         (there,) = getattr(pl.Trainer(**options), evaluate)(model, data, verbose=False)
         assert without_seconds(there) == pytest.approx(without_seconds(here), rel=1e-5)
+
+
+def test_processes_that_share_a_device_train_as_one(device: Any, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "launched_run.py"
+    name = "pretended" if device.is_pretended else "cuda"
+    for processes in ("1", "2"):
+        command = [sys.executable, str(script), str(tmp_path / processes), processes, "1", "1", name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    one, two = (torch.load(tmp_path / processes, weights_only=True) for processes in ("1", "2"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[key], two[key]) for key in one)

@@ -1,0 +1,290 @@
+"""What a GPU changes: the tests on it, the overhead of a round, factorisations, and processes that share it.
+
+    python benchmarks/gpu.py                     # in under ten minutes
+    python benchmarks/gpu.py --cifar10 FOLDER    # also 200 rounds of CIFAR-10, from its binary version
+    python benchmarks/gpu.py --device cpu --toy  # as the tests run it
+
+Needs nothing but the package's dependencies, and pytest for its tests. Each case has a process of its own with a time
+limit; one that fails is a line of its table, and the others go on. The parts:
+
+- ``tests``: ``pytest tests/devices`` and ``python -m lightning_spectral doctor`` on the device.
+- ``rounds``: milliseconds of a round of FedAvg beside a bare loop: ten clients with five batches of 20 each.
+- ``factorise``: milliseconds to factorise matrices, all terms or the largest tenth, on the device and on the CPU.
+- ``shared``: a round of the tiny network and of the CNN, by the number of processes on the device.
+- ``cifar10``: the row "Collective, keep ratio 0.2" of Table 1 for CIFAR-10, as long as it is said.
+"""
+
+import argparse
+import copy
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from contenders.workload import cnn, mlp
+from page import show
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lightning_spectral as ls
+from lightning_spectral.functional.spectra import factorize, leading_factors
+from lightning_spectral.models import CharTransformer, LitClassifier, ResNet18
+
+ROOT = Path(__file__).parents[1]
+CLIENTS, BATCHES, BATCH, VOCABULARY, LENGTH = 10, 5, 20, 90, 80
+SHAPES = ((256, 256), (512, 4608), (768, 768), (768, 3072), (2048, 2048))
+HEADERS = {
+    "tests": ("what", "outcome", "s"),
+    "rounds": ("model", "bare loop, ms", "ours, ms", "over bare"),
+    "factorise": ("matrix", "CPU, all", "CPU, a tenth", "device, all", "device, svd", "device, a tenth"),
+    "shared": ("model, processes", "ms", "faster than one"),
+    "cifar10": ("rounds", "s/round", "accuracy"),
+}
+SECONDS = {"tests": 300, "rounds": 60, "factorise": 60, "shared": 60, "cifar10": 1800}  # of a case, at most
+Rows = Sequence[Sequence[str]]
+
+
+def gpt2() -> nn.Module:
+    return CharTransformer(VOCABULARY, LENGTH, width=768, num_heads=12, num_layers=12, dropout=0.0)
+
+
+def toy_gpt() -> nn.Module:
+    return CharTransformer(VOCABULARY, LENGTH, width=16, num_layers=1, dropout=0.0)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"tiny": mlp, "CNN": cnn, "ResNet-18": ResNet18, "GPT-2": gpt2}
+TOYS: dict[str, Callable[[], nn.Module]] = {"tiny": mlp, "GPT": toy_gpt}
+
+
+class LitNet(pl.LightningModule):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self.net, *batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(net(x).flatten(0, -2), y.flatten())
+
+
+def examples(net: nn.Module) -> tuple[Tensor, Tensor]:
+    count = CLIENTS * BATCHES * BATCH
+    if isinstance(net, CharTransformer):
+        return torch.randint(VOCABULARY, (count, LENGTH)), torch.randint(VOCABULARY, (count, LENGTH))
+    return torch.randn(count, 3, 32, 32), torch.randint(10, (count,))
+
+
+def now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class Clock(pl.Callback):
+    def __init__(self, device: str) -> None:
+        self.device, self.starts = device, list[float]()
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.starts.append(now(self.device))
+
+    def milliseconds(self) -> float:
+        """The median round, without the first two, in which buffers are made and kernels chosen."""
+        return 1e3 * statistics.median(b - a for a, b in zip(self.starts[2:], self.starts[3:], strict=False))
+
+
+def train(net: nn.Module, data: ls.FederatedDataModule, device: str, rounds: int, **options: Any) -> Clock:
+    clock = Clock(device)
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **quiet, **options}
+    trainer = pl.Trainer(max_epochs=rounds + 3, callbacks=[clock], **settings)
+    trainer.fit(ls.FederatedModule(LitNet(net), clients_per_round=CLIENTS), data)
+    if not trainer.is_global_zero:
+        raise SystemExit
+    return clock
+
+
+def bare(net: nn.Module, x: Tensor, y: Tensor, device: str) -> Iterator[float]:
+    """Milliseconds of rounds of a loop that copies weights in, steps and averages."""
+    server, client = net.to(device), copy.deepcopy(net).to(device)
+    optimizer = torch.optim.SGD(client.parameters(), lr=0.01, momentum=0.9)
+    while True:
+        start = now(device)
+        sums = [torch.zeros_like(parameter) for parameter in server.parameters()]
+        for of_client in torch.randperm(len(x)).split(BATCHES * BATCH):
+            client.load_state_dict(server.state_dict())
+            optimizer.state.clear()
+            for chosen in of_client.split(BATCH):
+                optimizer.zero_grad()
+                loss_of(client, x[chosen].to(device), y[chosen].to(device)).backward()
+                optimizer.step()
+            with torch.no_grad():
+                torch._foreach_add_(sums, list(client.parameters()), alpha=1 / CLIENTS)
+        with torch.no_grad():
+            torch._foreach_copy_(list(server.parameters()), sums)
+        yield 1e3 * (now(device) - start)
+
+
+def federated(net: nn.Module) -> ls.FederatedDataModule:
+    return ls.FederatedDataModule(TensorDataset(*examples(net)), ls.IIDPartitioner(CLIENTS), batch_size=BATCH)
+
+
+def tests(what: str, device: str, toy: bool) -> Rows:
+    doctor = ["-m", "lightning_spectral", "doctor", "--device", device]
+    pytest = ["-m", "pytest", "-q", str(ROOT / "tests" / "devices"), "--device", device]
+    start = time.perf_counter()
+    command = [sys.executable, *(doctor if what == "doctor" else pytest)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
+    outcome = "passed" if done.returncode == 0 else f"exit status {done.returncode}"
+    return [(what, outcome, f"{time.perf_counter() - start:.0f}")]
+
+
+def rounds(model: str, device: str, toy: bool) -> Rows:
+    net, count = (TOYS if toy else MODELS)[model](), 2 if toy else 8
+    ours = train(copy.deepcopy(net), federated(net), device, count).milliseconds()
+    loop = bare(net, *examples(net), device)
+    theirs = statistics.median([next(loop) for _ in range(count + 2)][2:])
+    return [(model, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}")]
+
+
+def factorise(shape: str, device: str, toy: bool) -> Rows:
+    rows, columns = (int(size) for size in shape.split("x"))
+    here = torch.linalg.svd(torch.randn(rows, columns), full_matrices=False)  # spectra fall, as those of trained layers
+    weight = (here.U / torch.arange(1, len(here.S) + 1)) @ here.Vh
+    there, num_terms = weight.to(device), max(1, min(rows, columns) // 10)
+    contenders: list[Callable[[], object]] = [
+        lambda: factorize(weight),
+        lambda: leading_factors(weight, num_terms),
+        lambda: factorize(there),
+        lambda: torch.linalg.svd(there.double(), full_matrices=False),
+        lambda: leading_factors(there, num_terms),
+    ]
+    cells = []
+    for contender in contenders:
+        times = []
+        for _ in range(4):
+            start = now(device)
+            contender()
+            times.append(1e3 * (now(device) - start))
+        cells.append(f"{min(times[1:]):.1f}")
+    return [(shape, *cells)]
+
+
+def shared(case: str, device: str, toy: bool) -> Rows:
+    model, processes = case.split(", ")
+    net = MODELS[model]()
+    strategy = ls.plugin.ClientParallelStrategy(processes_per_device=int(processes))
+    options = {"strategy": strategy} if int(processes) > 1 else {}
+    return [(case, f"{train(net, federated(net), device, 2 if toy else 20, **options).milliseconds():.1f}", "")]
+
+
+def cifar10(folder: str, device: str, toy: bool) -> Rows:
+    """As the examples' ``table1``: 100 clients, Dirichlet 1, ten a round, two local epochs, batch size 32."""
+
+    def read(*names: str) -> TensorDataset:
+        rows = np.concatenate([np.fromfile(Path(folder) / f"{name}.bin", np.uint8) for name in names])
+        found = torch.from_numpy(rows).view(-1, 1 + 3 * 32 * 32)
+        images = ls.functional.standardize_images(found[:, 1:].view(-1, 3, 32, 32))
+        return TensorDataset(images, found[:, 0].long())
+
+    train_set, test_set = read(*(f"data_batch_{part}" for part in range(1, 6))), read("test_batch")
+    count = 2 if toy else 200
+    clients = ls.DirichletPartitioner(num_clients=10 if toy else 100, alpha=1.0)
+    data = ls.FederatedDataModule(train_set, clients, val=test_set, batch_size=32)
+    model = ls.FederatedModule(
+        LitClassifier(mlp() if toy else ResNet18(), 10, lr=0.1),
+        algorithm=ls.SpectralSharding.published(ls.Collective(), keep_ratio=0.2, clip_tau=10.0),
+        clients_per_round=10,
+        local_epochs=2,
+    )
+    history = ls.RoundHistory()
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    every = max(1, count // 10)
+    clock = Clock(device)
+    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, "check_val_every_n_epoch": every}
+    pl.Trainer(max_epochs=count, callbacks=[history, clock], **settings, **quiet).fit(model, data)
+    seconds = (now(device) - clock.starts[0]) / count
+    return [(str(count), f"{seconds:.2f}", f"{history.column('val_accuracy')[-1]:.1%}")]
+
+
+def cases(options: argparse.Namespace) -> dict[str, list[str]]:
+    shapes = ((12, 20),) if options.toy else SHAPES
+    models, counts = (["tiny"], (1, 2)) if options.toy else (["tiny", "CNN"], (1, 2, 4))
+    return {
+        "tests": ["doctor", *(["pytest tests/devices"] if options.device == "cuda" else [])],
+        "rounds": list(TOYS if options.toy else MODELS),
+        "factorise": [f"{rows}x{columns}" for rows, columns in shapes],
+        "shared": [f"{model}, {count}" for model in models for count in counts],
+        "cifar10": [options.cifar10] if options.cifar10 else [],
+    }
+
+
+def in_a_process(part: str, case: str, options: argparse.Namespace) -> Rows:
+    arguments = ["--device", options.device, *(["--toy"] if options.toy else []), "--case", part, case]
+    command = [sys.executable, __file__, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS[part], check=True)
+        found: Rows = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except subprocess.TimeoutExpired:
+        return [(case, f"longer than {SECONDS[part]} s")]
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        return [(case, f"failed: {lines[-1]}")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--parts", nargs="+", choices=HEADERS, default=list(HEADERS))
+    parser.add_argument("--cifar10", default="", metavar="FOLDER", help="with data_batch_1.bin ... and test_batch.bin")
+    parser.add_argument("--toy", action="store_true", help="small sizes and few rounds")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        warnings.filterwarnings("ignore")
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        torch.manual_seed(0)
+        part, case = options.case
+        measure = {"tests": tests, "rounds": rounds, "factorise": factorise, "shared": shared, "cifar10": cifar10}
+        print(json.dumps(measure[part](case, options.device, options.toy)))
+        return
+    name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
+    print(f"torch {torch.__version__}, {name}")
+    for part in options.parts:
+        rows = [row for case in cases(options)[part] for row in in_a_process(part, case, options)]
+        if not rows:
+            continue
+        if part == "shared":
+            rows = [beside_one(row, rows) for row in rows]
+        width = len(HEADERS[part])
+        print(f"\n{part}\n", flush=True)
+        show([HEADERS[part], *((*row, *[""] * (width - len(row))) for row in rows)])
+
+
+def beside_one(row: Sequence[str], rows: Rows) -> Sequence[str]:
+    """The row with how much faster it is than that of one process, if both are numbers."""
+    model = row[0].split(", ")[0]
+    try:
+        alone = next(float(other[1]) for other in rows if other[0] == f"{model}, 1")
+        return (*row[:2], f"{alone / float(row[1]):.2f}")
+    except ValueError:
+        return row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Benchmarks that have a size for tests run, and count what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("float32", 2), ("bf16", 4)])
+def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int) -> None:
+    """The server, the clients' memory and int64 sums; a gradient and a momentum only while a client trains."""
+    found = json.loads(run("large.py", "--model", "tiny", "--case", "FedAvg", kind).splitlines()[-1])
+    assert found["sample"] == pytest.approx(2 + sums, abs=0.1)
+    assert found["between"] == pytest.approx(4 + sums, abs=0.1)  # as training ends
+    assert found["refresh"] == pytest.approx(2 + sums, abs=0.1)  # nothing is left of the round before
+
+
+@pytest.mark.slow
+def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path) -> None:
+    """All but the tests on the device and the doctor, which have their own tests."""
+    for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
+        rows = np.random.default_rng(0).integers(0, 10, (60, 1 + 3 * 32 * 32), np.uint8)
+        rows.tofile(tmp_path / f"{name}.bin")
+    toy = ("gpu.py", "--device", "cpu", "--toy", "--cifar10")
+    said = run(*toy, str(tmp_path), "--parts", "rounds", "factorise", "shared", "cifar10")
+    beside = [r"tiny +\d+\.\d +\d+\.\d", r"GPT +\d", r"tiny, 2 +\d+\.\d +\d"]
+    for row in (*beside, r"12x20( +\d+\.\d){5}", r"2 +\d+\.\d\d +\d.*%"):
+        assert re.search(rf"^{row}", said, re.MULTILINE), said
+    assert "failed" not in said
+    missing = run(*toy, str(tmp_path / "nowhere"), "--parts", "cifar10", "factorise")
+    assert re.search(r"nowhere +failed: FileNotFoundError: .*data_batch_1.bin", missing)
+    assert "12x20" in missing, "the others go on"

@@ -147,7 +147,7 @@ def _check_figures(upload: Upload) -> None:
     if not 0 <= upload.num_steps < MOST_STEPS:
         raise RecordError(f"it says that it took {upload.num_steps} steps")
     if not upload.seconds.keys() <= {"load", "train"}:
-        raise RecordError("it reports times of stages other than loading and training")
+        raise RecordError("it reports times of other stages than loading and training")
     if not all(0.0 <= seconds < MOST_SECONDS for seconds in upload.seconds.values()):
         raise RecordError("it reports a time that is negative or impossible")
     for names in (upload.unreached or (), upload.discarded, upload.put_back):

@@ -91,10 +91,8 @@ PRECISIONS: dict[str, Callable[[], list[Any]]] = {
 }
 LEFT_OUT = {("scaled", one) for one in (LooksTwice, SearchesLines, ClosesFirst)}  # Lightning scales one closure's loss
 LEFT_OUT.add(("bf16", ScriptedPart))  # which torch compiles after some steps: with other roundings
-if AUTOCAST_CACHES:
-    LEFT_OUT.add(
-        ("bf16", StepsTwice)
-    )  # this Lightning's autocast keeps weights of before a step, which clients' does not
+if AUTOCAST_CACHES:  # this Lightning's autocast keeps weights of before a step, which clients' does not
+    LEFT_OUT |= {("bf16", one) for one in (StepsTwice, AdversarialPair)}
 CASES = [parameter(one, name) for one in PROGRAMS for name in PRECISIONS if (name, one) not in LEFT_OUT]
 
 

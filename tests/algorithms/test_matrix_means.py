@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,7 @@ def test_where_all_clients_hold_the_same_terms_it_is_the_mean_of_matrices() -> N
         torch.testing.assert_close(tensor, fed_hm.state_dict()[name], rtol=0, atol=1e-12)
 
 
+@dataclass(frozen=True)
 class Smallest(ls.sharding.ShardingStrategy):
     """Holds the n smallest terms."""
 

@@ -160,7 +160,7 @@ def leading_factors(weight: Tensor, num_terms: int) -> tuple[Factors, float] | N
 
     Example:
         >>> factors, rest = leading_factors(torch.diag(torch.tensor([3.0, 2.0, 0.5, 0.0])), num_terms=2)
-        >>> factors.s.round(decimals=6), rest
+        >>> factors.s.round(decimals=6), round(rest, 6)
         (tensor([3., 2.], dtype=torch.float64), 0.5)
     """
     matrix = weight_to_matrix(weight.detach())

@@ -132,14 +132,14 @@ def first_terms(
         the first n, shapes ``(c_out, n)`` and ``(n, c_in k)``, as from `singular_terms`.
     """
     n, num_singular = max(num_terms), min(matrix.shape)
-    weights = weights_of(cohort)
+    if n > FIRST_TERMS * num_singular or not has_values(matrix):
+        return None
+    coefficients = coefficients_of(cohort)
 
     def are_unheld(first: Tensor, other: float) -> bool:
         spectrum = torch.cat([first, first.new_full((num_singular - n,), other)])
-        return not any(probs[n:].any() for probs, _ in strategy.for_groups(spectrum, num_terms, weights))
+        return not any(probs[n:].any() for probs, _ in strategy.for_groups(spectrum, num_terms, coefficients))
 
-    if n > FIRST_TERMS * num_singular or not has_values(matrix):
-        return None
     if not are_unheld(torch.ones(n, dtype=torch.float64), TOLERANCE):  # a strategy that draws from all terms
         return None
     found = leading_factors(matrix, n)
@@ -152,7 +152,7 @@ def first_terms(
     return F.pad(factors.s, (0, num_singular - n), value=typical), *absorb(factors, matrix.dtype)
 
 
-def weights_of(cohort: Cohort) -> list[list[float]]:
+def coefficients_of(cohort: Cohort) -> list[list[float]]:
     """The coefficients of each group's clients."""
     return [[unit.coefficient for unit in units] for units in cohort.groups.values()]
 
@@ -178,13 +178,13 @@ def plan_draws(
         spectra = {name: torch.arange(len(s), 0, -1, dtype=torch.float64) for name, s in spectra.items()}
         strategy, design = TopN(), None
     spectra = {name: singular_values.cpu() for name, singular_values in spectra.items()}
-    weights = weights_of(cohort)
+    coefficients = coefficients_of(cohort)
     drafts: list[tuple[str, float, Tensor, Tensor, Design]] = []
     for name, s in spectra.items():
         count = num_terms_of.get(name, partial(num_terms_for, len(s)))
         num_terms = {ratio: count(ratio) for ratio in cohort.groups}
         with naming_layer(name):
-            answers = strategy.for_groups(s, list(num_terms.values()), weights)
+            answers = strategy.for_groups(s, list(num_terms.values()), coefficients)
         for (ratio, n), (probs, omega) in zip(num_terms.items(), answers, strict=True):
             drafts.append((name, ratio, probs, omega, design if design is not None else strategy.own_design(s, n)))
     alike = [list(group) for _, group in groupby(drafts, key=lambda draft: id(draft[-1]))]

@@ -78,6 +78,15 @@ class LitMLP(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)]
 
 
+def step_by_hand(module: Any, loss: Tensor) -> None:
+    """Take a step of all optimizers of a module with manual optimisation."""
+    for optimizer in module.optimizers():
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in module.optimizers():
+        optimizer.step()
+
+
 class LitHalves(LitMLP):
     """Steps its two halves itself, one after the other, each with an optimizer and a schedule of its own."""
 
@@ -87,11 +96,7 @@ class LitHalves(LitMLP):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
+        step_by_hand(self, loss)
         return loss
 
     def on_train_epoch_end(self) -> None:

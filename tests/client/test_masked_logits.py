@@ -15,6 +15,7 @@ from masked_heads import OWN, LitHead, LitPresent, LitZeros, clients, masked, pr
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
+from toy_models import step_by_hand
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -165,11 +166,7 @@ class LitManual(LitHead):
     def training_step(self, batch: Any) -> Tensor:
         COUNTS.append(len(self.head._forward_hooks))
         loss = super().training_step(batch)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
+        step_by_hand(self, loss)
         return loss
 
     def configure_optimizers(self) -> Any:

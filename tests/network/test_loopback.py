@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -51,6 +53,18 @@ def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) 
 def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
     run(network, tmp_path, rounds=3, algorithm=algorithm)
     assert same(weights(tmp_path), expected(tmp_path, rounds=3, algorithm=algorithm))
+
+
+def test_demo_runs_an_app_of_ones_own_as_the_simulation_does(tmp_path: Path) -> None:
+    write_app(tmp_path, "loopback_app")
+    settings = run_config({"folder": str(tmp_path), "rounds": 2, "algorithm": "spectral"})
+    command = [sys.executable, "-m", "lightning_spectral", "network", "demo", str(tmp_path / "loopback_app")]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    done = subprocess.run(
+        [*command, "--run-config", settings], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert same(weights(tmp_path), expected(tmp_path, rounds=2, algorithm="spectral"))
 
 
 def test_models_of_other_packages_learn_as_in_the_simulation(network: Any, tmp_path: Path) -> None:

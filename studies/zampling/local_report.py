@@ -2,7 +2,7 @@
 
     python studies/zampling/local_report.py
 
-reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.png``. All runs are
+reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.svg``. All runs are
 also stored in ``docs/runs``.
 """
 
@@ -186,7 +186,7 @@ def scale_of(experiment: str) -> str:
 
 def main() -> None:
     keep(OUTPUT)
-    with printed(DOCS / "zampling_figure3.png", 6.4, 4.0) as figure:
+    with printed(DOCS / "zampling_figure3.svg", 6.4, 4.0) as figure:
         figure3(figure.subplots())
         legend_above(figure, 5)
     parts = {

@@ -1,6 +1,6 @@
 """Federated learning of models that no client can hold whole: spectral model sharding for PyTorch Lightning.
 
-What most users need is here, what else there is in the packages below. Importing this imports neither Lightning nor
+What most users need is here; the rest is in the packages below. Importing this imports neither Lightning nor
 torch: a name is looked up when it is first used.
 """
 

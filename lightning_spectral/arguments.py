@@ -194,7 +194,7 @@ def first_match(name: str, by_pattern: Mapping[str, T]) -> T | None:
 
 
 def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
-    """Raise ``ValueError`` if a pattern matches no name: it would be ignored without a word.
+    """Raise ``ValueError`` if a pattern matches no name: it would be silently ignored.
 
     Args:
         argument: Name of the argument.

@@ -90,8 +90,8 @@ class Design(ABC):
         """Do the work that is common to all draws; in a federation it serves every client with these probabilities.
 
         Args:
-            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Our designs take
-                entries within 1e-13 of 0 or 1 for 0 or 1; `SuccessiveSampling` those within 1e-11 of 1 for 1.
+            inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Our designs treat
+                entries within 1e-13 of 0 or 1 as 0 or 1; `SuccessiveSampling` treats those within 1e-11 of 1 as 1.
 
         Raises:
             ValueError: If ``inclusion_probs`` is invalid; ``functional.checks.as_inclusion_probs`` makes that check.

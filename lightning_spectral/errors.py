@@ -8,7 +8,7 @@ __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "Spec
 
 
 class SpectralWarning(UserWarning):
-    """The run continues, but something happened that the user should know: a client left out, a setting changed."""
+    """The run continues, but the user should know of something: a client left out, a setting changed."""
 
 
 class ClientError(RuntimeError):

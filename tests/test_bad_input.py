@@ -95,7 +95,7 @@ class TestConstructor:
     )
     def test_a_hook_that_cannot_be_honoured(self, hook: str, lit_mlp: Any) -> None:
         kind = type("LitHooked", (lit_mlp,), {hook: lambda self, *args: None})
-        with pytest.raises(ValueError, match=f"LitHooked cannot be trained federatedly as it is:\n  - `{hook}`: "):
+        with pytest.raises(ValueError, match=f"LitHooked cannot be trained in a federation as it is:\n  - `{hook}`: "):
             ls.FederatedModule(kind(), clients_per_round=1)
 
     def test_all_problems_in_one_report(self, lit_mlp: Any) -> None:

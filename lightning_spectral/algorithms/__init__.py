@@ -1,4 +1,4 @@
-"""What clients hold, what travels, and how it is averaged."""
+"""What clients hold, what is sent, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.costs import cost_table, largest_that_fits

@@ -23,7 +23,7 @@ from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, 
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
-PARTS = 1000  # keep ratios that are tried for an algorithm that does not say of how many parts it sends some
+PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "watched")
 
@@ -32,7 +32,7 @@ class Moment(Enum):
     """When an algorithm may have something to say to the user: asked of a round, or of a server half.
 
     Attributes:
-        REMARK: A round, before the first one: sentences on what is no mistake.
+        REMARK: A round, before the first one: remarks, which are not warnings.
         BEFORE_TRAINING: A round, before the first one: warnings, each with its remedy.
         AFTER_TRAINING: A half, after the first round, if clients trained in it: warnings, each with its remedy.
         LARGE_UPDATES: A half, about rounds that move the weights too far: a remedy, in the imperative, without a full
@@ -82,7 +82,7 @@ class Round(ABC):
     def positions(self, receipt: Receipt) -> Mapping[str, Tensor]:
         """For each tensor of which a unit holds a part, the places of its entries in the flattened whole one.
 
-        By default none: buffers that follow a minimum or a maximum travel whole.
+        By default none: buffers that follow a minimum or a maximum are sent whole.
         """
         return {}
 
@@ -182,7 +182,7 @@ class ServerHalf(_AtServer, ABC):
 
     @property
     def moving_tensors(self) -> Collection[str]:
-        """Names of those of the `frozen_tensors` that change, and travel, in every round; by default none do."""
+        """Names of the `frozen_tensors` that change, and so are sent, in every round; by default none do."""
         return ()
 
     @property

@@ -1,8 +1,8 @@
 """What clients of any algorithm cost at each capacity, and the largest capacity for a budget.
 
-An algorithm is bound to the module, which is put back. A round is opened, and what a client is sent, holds and sends
-back is counted, as is one forward pass, and one step if there is an optimizer. Only sizes count, so all of this happens
-on fake tensors, unless the module's code needs values.
+An algorithm is bound to the module, which is restored. A round is opened, and what a client is sent, holds and sends
+back is counted, as is one forward pass, and one step if there is an optimizer. Only sizes matter, so all of this
+happens on fake tensors, unless the module's code needs values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def cost_table(
 ) -> CostTable:
     """The cost of each capacity of any algorithm to a client, before any training.
 
-    Two rounds are opened on the module, which is put back. What the server sends, what the client holds and what it
+    Two rounds are opened on the module, which is restored. What the server sends, what the client holds and what it
     sends back are counted, as is one forward pass of the client's model. If the rounds differ, the larger cost counts.
 
     Activations and multiplications are those of ``example_input``, so give a batch like those that clients train on,
@@ -89,14 +89,15 @@ def cost_table(
             step is counted too: one step is taken, and the optimizer's state is what it makes.
 
     Raises:
-        TypeError: If ``algorithm`` is no algorithm.
+        TypeError: If ``algorithm`` is not an algorithm.
         ValueError: If there is no example, the algorithm refuses a capacity or the module, clients cannot have such an
             optimizer, or the module is on the meta device and its code needs values.
 
     Note:
         Multiplications of normalisations, activations and other elementwise operations are not counted, as in
         `torch.utils.flop_counter`. Backward takes about twice as many as forward. Sub-models that draw a width for each
-        step cost at most this much. With ``LoRA(merge_every=k)``, the adapted weights travel again in one of k rounds.
+        step cost at most this much. With ``LoRA(merge_every=k)``, the adapted weights are sent again in one of k
+        rounds.
 
     Example:
         >>> import torch
@@ -158,7 +159,8 @@ def largest_that_fits(
         optimizer: As in `cost_table`; needed for ``memory``.
 
     Raises:
-        TypeError: If ``algorithm`` is no algorithm, or several budgets are given where all clients share one capacity.
+        TypeError: If ``algorithm`` is not an algorithm, or several budgets are given where all clients share one
+            capacity.
         ValueError: If not exactly one budget is given, nothing fits, or `cost_table` would raise it.
 
     Note:
@@ -265,7 +267,7 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
 
 
 class _Counted:
-    """An algorithm on a module, which is put back: what its clients cost, and the capacities that differ."""
+    """An algorithm on a module, which is restored: what its clients cost, and the capacities that differ."""
 
     def __init__(
         self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
@@ -281,8 +283,7 @@ class _Counted:
         self.module, self.optimizer, self.capacity = module, optimizer, algorithm.capacity_name
         devices = {parameter.device.type for parameter in module.parameters()}
         self.has_values = "meta" not in devices
-        # What kernels of other devices save is seen on them alone, and transformers masks attention in another way if
-        # it finds that tensors are fake.
+        # Only other devices show what their kernels save, and transformers masks attention differently on fake tensors.
         packages = {package_of(part) for part in module.modules()} if self.has_values else {}
         self.fakes = FakeTensors() if devices <= {"cpu", "meta"} and "transformers" not in packages else None
         self.algorithm = self._counted(partial(self._planned, algorithm, example))
@@ -376,8 +377,8 @@ def turn_costs(
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
     Without an example, no pass is counted; with an optimizer, so is the memory of a local step. Frozen tensors that
-    change between rounds, and so travel in each, are named in ``moving``. Where ``fakes`` are in place of the module's
-    tensors, all that a client makes is fake, too.
+    change between rounds, and so are sent in each, are named in ``moving``. Where ``fakes`` are in place of the
+    module's tensors, all that a client makes is fake, too.
     """
     units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}

@@ -43,7 +43,7 @@ class FIARSE(ByKeepRatio):
     r"""Each client trains the largest weights of the server's model; all others are zero on the client.
 
     A client of keep ratio r gets the ceil(r m) weights of largest magnitude among all m weights of the module. Weights
-    are the entries of trainable parameters of two or more dimensions; biases, normalisation layers and buffers travel
+    are the entries of trainable parameters of two or more dimensions; biases, normalisation layers and buffers are sent
     whole. The threshold :math:`\theta` is the smallest magnitude that was sent. In local training, weights below it are
     not used, and the gradient of the others is :math:`1 + 2\theta|w| / (|w| + \theta)^2` times that of a plain weight.
     Each entry is averaged over the clients that held it; entries held by no client are unchanged.
@@ -53,7 +53,7 @@ class FIARSE(ByKeepRatio):
 
     Args:
         keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
-        exclude: Patterns of the names of parameters that travel whole.
+        exclude: Patterns of the names of parameters that are sent whole.
         buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
 
     Note:
@@ -109,7 +109,7 @@ class FIARSE(ByKeepRatio):
         untrained: Collection[str] = (),
         decisions: Mapping[str, Any] | None = None,
     ) -> FIARSEHalf:
-        """Decide which weights are cut, and the rules of buffers; what is untrained travels whole."""
+        """Decide which weights are cut, and the rules of buffers; what is untrained is sent whole."""
         masked = [name for name in self.masked_weights(server) if name not in untrained]
         return FIARSEHalf(server, masked, buffer_rules(server, self.buffers, decisions))
 

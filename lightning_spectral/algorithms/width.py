@@ -226,7 +226,7 @@ def narrow_model(model: Any, width: float) -> Any:
 
     The result is an ordinary module of your class, with smaller parameters under the same names and layers that know
     their sizes. With ``averages_per_width`` it has the running averages of that width. Otherwise it has the first
-    entries of the whole module's averages, which are those of other inputs, and may evaluate badly.
+    entries of the whole module's averages, which belong to other inputs, and may do badly in evaluation.
 
     Args:
         model: The federation, after a fit with `WidthSharding`.
@@ -253,18 +253,18 @@ def narrow_model(model: Any, width: float) -> Any:
     if not (isinstance(algorithm, WidthSharding) and isinstance(server, nn.Module)):
         raise ValueError(
             f"Only a federation with WidthSharding trains models by width, got {type(algorithm or model).__name__}; "
-            "train with algorithm=WidthSharding(...), or take the whole model: `model.module`."
+            "train with algorithm=WidthSharding(...), or use the whole model: `model.module`."
         )
     keep_ratio, widest = KEEP_RATIO("width", width), algorithm.widest
     if not isinstance(algorithm.channels, PrefixChannels):
         raise ValueError(
             f"Narrow models have the first channels, which {algorithm.channels!r} does not train alone; train with "
-            "PrefixChannels(), or take the whole model: `model.module`."
+            "PrefixChannels(), or use the whole model: `model.module`."
         )
     if algorithm.scaler:
         raise ValueError(
             "With `scaler` clients train outputs that are divided, which those of a narrow model are not; train with "
-            "scaler=False, or take the whole model: `model.module`."
+            "scaler=False, or use the whole model: `model.module`."
         )
     averages = state.widths if isinstance(state, WidthAverages) and state.has_begun else {}
     if averages and keep_ratio < widest and keep_ratio not in averages:
@@ -443,7 +443,7 @@ class WidthSide(DenseSide):
         for name, tensor in averages.items():
             tensor.copy_(download.tensors[name])
         for buffers in _buffers(client).values():
-            for name in buffers.keys() - {*self.averages}:  # counters, which do not travel back
+            for name in buffers.keys() - {*self.averages}:  # counters, which are not sent back
                 buffers[name].copy_(client.get_buffer(name))
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
@@ -456,7 +456,7 @@ class WidthSide(DenseSide):
         return replace(upload, tensors={**upload.tensors, **averages, STEP_COUNTS: steps.to(device)})
 
     def _averages(self, client: nn.Module) -> dict[str, Tensor]:
-        """The averages of smaller widths, by the names under which they travel."""
+        """The averages of smaller widths, by the names under which they are sent."""
         found = {width: {name: own[name] for name in self.averages} for width, own in _buffers(client).items()}
         return by_width(found)
 
@@ -485,7 +485,7 @@ def _divide(keep_ratio: float, layer: nn.Module, inputs: Sequence[object], outpu
 
 
 def at_width(name: str, width: float) -> str:
-    """The name under which a width's own version of a tensor travels.
+    """The name under which a width's own version of a tensor is sent.
 
     Example:
         >>> at_width("net.1.running_mean", 0.5)
@@ -540,7 +540,7 @@ class WidthAverages(nn.Module):
 
 
 def by_width(averages: Mapping[float, Tensors]) -> dict[str, Tensor]:
-    """All averages of some widths, by the names under which they travel."""
+    """All averages of some widths, by the names under which they are sent."""
     return {at_width(name, width): tensor for width, own in averages.items() for name, tensor in own.items()}
 
 

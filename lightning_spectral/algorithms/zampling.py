@@ -72,12 +72,12 @@ SCORES = f"{NAME}.scores"  # name of the sub-model's parameter
 class Zampling(Algorithm):
     r"""Weights are sparse random combinations w = Qz of bits, and clients train the probabilities of these bits.
 
-    Q is derived from the run's seed and never travels. A client gets the n probabilities p and trains scores that start
+    Q is derived from the run's seed and never sent. A client gets the n probabilities p and trains scores that start
     from them, with new bits in each local step and the straight-through gradient :math:`Q^T \nabla_w`. It returns one
     draw of bits, eight to a byte. The new p is the mean of the clients' bits, and the server's module holds Qp.
 
-    Weights and biases of affine layers and embeddings are compressed. Everything else travels whole and is averaged as
-    in `FedAvg`: parameters of normalisation layers, buffers, and modules that this package does not know. All clients
+    Weights and biases of affine layers and embeddings are compressed. Everything else is sent whole and averaged as in
+    `FedAvg`: parameters of normalisation layers, buffers, and modules that this package does not know. All clients
     share one n, since bits of different Q cannot be averaged: there are no keep ratios.
 
     Args:
@@ -100,7 +100,7 @@ class Zampling(Algorithm):
             client is told its place in the round, in eight bytes.
         normal_scores: Whether training starts from standard normal scores, whose probabilities the link gives;
             by default the first probabilities are uniform.
-        exclude: Shell-style patterns of the names of parameters that travel whole.
+        exclude: Shell-style patterns of the names of parameters that are sent whole.
         buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
             what does not fit is drawn again in every product.
@@ -162,7 +162,7 @@ class Zampling(Algorithm):
 
         Note:
             There, clients' bits count as 0.01 and 0.99, and their optimizers keep their state over rounds. Here, the
-            sigmoid clips the mean of the bits to these values instead, and optimizers start afresh in every round.
+            sigmoid clips the mean of the bits to these values instead, and optimizers start anew in every round.
         """
         link = Sigmoid(straight_through=False)
         return cls(compression=1, degree=None, link=link, values="sign", gain=math.e / 2, normal_scores=True)
@@ -431,7 +431,7 @@ class ZamplingSide(ClientSide):
         matrix: Q. Its rows are drawn on first use, in each process that uses them; they are never pickled.
         weights: The compressed weights.
         link: From scores to probabilities.
-        dense: Names of the tensors that travel back whole.
+        dense: Names of the tensors that are sent back whole.
         sampled: Whether local steps use bits, or else probabilities.
         downlink_bits: Number of bits per probability in the download; ``None`` for a float.
     """

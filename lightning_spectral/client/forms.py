@@ -66,7 +66,7 @@ class Form:
     kept: KeptState
 
     def apply(self) -> None:
-        """Turn the server into the client, but for the values of tensors."""
+        """Turn the server into the client, except for the values of tensors."""
         for part, kind, attributes, missing in self.parts:
             part.__class__ = kind
             own = vars(part)
@@ -174,7 +174,7 @@ class Forms:
             self.kept = self._form = None
 
     def _forget_what_is_gone(self, kept: KeptState) -> None:
-        """Forget memory of tensors that the server has no more, and all forms if it has other parts or parameters."""
+        """Forget memory of tensors that the server no longer has, and all forms if its parts have changed."""
         parts = [*map(id, self.module.modules()), *map(id, self.module.parameters())]
         if parts != self._parts:
             self._parts = parts
@@ -269,7 +269,7 @@ def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | 
 
 @contextmanager
 def postponing_interrupts(how_many: float = 1) -> Iterator[None]:
-    """Let Ctrl-C take effect at the end of the block, if it is not pressed more than ``how_many`` times."""
+    """Let Ctrl-C take effect at the end of the block, unless it is pressed more than ``how_many`` times."""
     own = signal.getsignal(signal.SIGINT)
     if not callable(own) or threading.current_thread() is not threading.main_thread():
         yield

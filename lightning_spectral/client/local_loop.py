@@ -211,7 +211,7 @@ class Recorder:
 
 
 def log_to(recorder: Recorder, module: Any) -> None:
-    """Let a module's ``self.log`` and ``self.log_dict`` lead to a recorder."""
+    """Redirect a module's ``self.log`` and ``self.log_dict`` to a recorder."""
     module.log, module.log_dict = recorder.log, recorder.log_dict
 
 
@@ -263,7 +263,7 @@ def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
 
 
 def set_methods(module: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Put functions in the place of some of a module's methods."""
+    """Replace some of a module's methods by functions."""
     vars(module).update(methods)
 
 
@@ -296,7 +296,7 @@ class LocalSettings:
         placement: Device and precision.
         local_hooks: Hooks that act while a client trains, in this order.
         defines: Whether a module defines a hook itself; hooks that it does not define are not called.
-        redirect: Puts functions in the place of some of the module's methods, by name.
+        redirect: Replaces some of the module's methods by functions, by name.
     """
 
     placement: Placement = field(default_factory=Placement)

@@ -14,7 +14,7 @@ COHORT_SIZE = Number(at_least=1)  # any real number, e.g. Kish's effective numbe
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has values, and not a size alone: neither fake tensors nor those on the meta device have any.
+    """Whether a tensor has values, and not only a size: neither fake tensors nor those on the meta device have any.
 
     Example:
         >>> has_values(torch.zeros(2)), has_values(torch.zeros(2, device="meta"))

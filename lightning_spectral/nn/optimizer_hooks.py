@@ -31,7 +31,7 @@ class EffectiveLRClip:
     r"""Optimizer hook that multiplies the gradients of both vectors of term i by :math:`\min(1, \tau/\omega_i)`.
 
     It acts before momentum. For plain SGD, with or without momentum, this is exactly a smaller learning rate for the
-    term; optimizers that rescale gradients by their own history undo part of it.
+    term; with optimizers that rescale gradients by their own history it has less effect or none.
 
     Args:
         tau: Largest effective learning rate, in units of the nominal one, at least 1; ``float("inf")`` changes nothing.

@@ -82,7 +82,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def check_loadable(source: Any) -> None:
-    """Check a checkpoint before anything loads it: its checksums, that torch can read it, and that it is no script.
+    """Check a checkpoint before anything loads it: its checksums, that torch can read it, and that it is not a script.
 
     It is a path or an opened file; paths with a protocol (``s3://...``) are not checked.
 
@@ -138,8 +138,8 @@ def latest_checkpoint(folder: str | Path) -> str | None:
             slash in its name creates them. The folder need not exist yet. If it is a file, that file is returned.
 
     Returns:
-        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch. If there is not even the
-        folder, that is said.
+        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch. A missing folder is
+        reported.
 
     Raises:
         ValueError: If it is a pattern, or a file, and cannot be resumed from; or if an intact file holds objects that
@@ -148,7 +148,7 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     Example:
         >>> latest_checkpoint("a folder that is not there")
     """
-    if (path := Path(folder)).is_file():  # not skipped: a run that starts from scratch in its place would be a surprise
+    if (path := Path(folder)).is_file():  # not skipped: a run that starts from scratch instead would be a surprise
         try:
             saved_progress(path)
             _check_contents(path)

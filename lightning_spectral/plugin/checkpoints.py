@@ -61,7 +61,7 @@ class SavedRun:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a fit, which has done no round yet."""
+        """Begin a fit, before its first round."""
         self.batch_ended = self.validated = self.ended = self._federation.last_stepped = -1
         self.kept: dict[bool, Checkpoint] = {}
         self.logged = NewlyLogged()
@@ -136,7 +136,7 @@ class SavedRun:
             }
 
     def _write_as_resumed(self, checkpoint: Checkpoint) -> bool:
-        """Write what a run resumes from that ends before all of it is restored; false if it is not known."""
+        """Write the checkpoint that a run resumes from, if it ends before restoring it; false if unknown."""
         loaded = self.resumed or self._trainer._checkpoint_connector._loaded_checkpoint
         if not loaded:
             checkpoint[NOTHING_NEW] = True

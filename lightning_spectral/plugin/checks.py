@@ -132,7 +132,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
 
 
 def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:
-    """Warn of labels that a module's own metrics, or its ``hparams.num_classes``, do not count among the classes.
+    """Warn of labels beyond the classes of a module's own metrics or of its ``hparams.num_classes``.
 
     Modules say nothing else about their labels, and losses refuse wrong ones only once a client has such an example.
     """
@@ -163,7 +163,7 @@ def is_absolute(participation: UniformParticipation | Sampler | None) -> bool:
 
 
 def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> None:
-    """Warn if torch would stop compiling a part of a module, which it does without a word after so many forms.
+    """Warn if torch would stop compiling a part of a module, which it does silently after so many forms.
 
     Clients train the module in as many forms as there are capacities; validation of the server is one more.
     """

@@ -106,7 +106,7 @@ class FederatedCLI(LightningCLI):
 def report_differences(saved: Any, given: Any, command: str) -> None:
     """Compare the arguments of a checkpoint, which are used, with those in the config and on the command line.
 
-    A fit is refused, like one from Python, because it would continue neither run. For other commands the model is that
+    A fit is refused, like one from Python, because it would not continue that run. For other commands the model is that
     of the checkpoint, with a warning.
     """
     before, now = _flat(saved), _flat(given)
@@ -118,7 +118,7 @@ def report_differences(saved: Any, given: Any, command: str) -> None:
     listed = "\n  - ".join(["", *changed])
     if command == "fit":
         raise ValueError(
-            "The checkpoint was written with another configuration, so resuming would continue neither run; "
+            "The checkpoint was written with another configuration, so this run would not continue it; "
             f"change it back, or start a new run without `ckpt_path`:{listed}"
         )
     warnings.warn(f"The checkpoint's model is used, not the one given, which differs:{listed}", SpectralWarning, 2)
@@ -231,7 +231,7 @@ KINDS = {
 
 
 def _nearest_class(key: str, given: str) -> str:
-    """Which class may have been meant by a name that is none, first one that begins with it; otherwise all that fit.
+    """Which class an unknown name may have meant, preferably one that begins with it; otherwise all that fit.
 
     Example:
         >>> _nearest_class("partitioner", "Dirichle"), _nearest_class("strategy", "FedAvg")

@@ -73,8 +73,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     """What Lightning calls of a federation; `FederatedModule` and `MultiModelModule` say who is in it.
 
     Lightning and its callbacks see the parameters, buffers and `state_dict` of the users' modules alone, under the
-    users' names. An algorithm's state is no weight of the model: callbacks that save, average, freeze or count weights
-    leave it alone. It moves with the module, and the federation saves it in an entry of its own.
+    users' names. An algorithm's state is not among the weights: callbacks that save, average, freeze or count weights
+    do not touch it. It moves with the module, and the federation saves it in an entry of its own.
     """
 
     # Where Lightning looks for what builds the federation; the usual entries are those of the user's module.

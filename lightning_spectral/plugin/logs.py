@@ -101,7 +101,7 @@ def show_epoch(trainer: pl.Trainer) -> None:
 
 
 def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Put other functions in the place of some of Lightning's methods, until the module is put back.
+    """Replace some of Lightning's methods by other functions, until the module is restored.
 
     If its class overrides one, this still acts, and what it passes to ``super()`` goes to the other function: a class
     is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.

@@ -131,7 +131,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
     ]
     if changed:
         raise ValueError(
-            "The checkpoint was written with another configuration, so resuming would continue neither run; "
+            "The checkpoint was written with another configuration, so this run would not continue it; "
             "change it back, or start a new run from the weights:\n  - " + "\n  - ".join(changed)
         )
 

@@ -50,7 +50,7 @@ def check_user_module(module: pl.LightningModule) -> None:
     elif "dataloader_iter" in inspect.signature(module.training_step).parameters:
         problems.append("`training_step(dataloader_iter)`: take `batch` (and `batch_idx`) instead.")
     if problems:
-        raise ValueError(f"{name} cannot be trained federatedly as it is:\n  - " + "\n  - ".join(problems))
+        raise ValueError(f"{name} cannot be trained in a federation as it is:\n  - " + "\n  - ".join(problems))
 
 
 def is_overridden(module: pl.LightningModule | pl.LightningDataModule, hook: str) -> bool:

@@ -1,4 +1,4 @@
-"""What travels between server and devices."""
+"""What is sent between server and devices."""
 
 from lightning_spectral.protocol.per_client import Schedule
 

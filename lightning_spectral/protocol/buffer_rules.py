@@ -44,14 +44,14 @@ class BufferRules:
 
     @property
     def returned(self) -> frozenset[str]:
-        """Names of the buffers that travel back."""
+        """Names of the buffers that are sent back."""
         return self.mean.union(self.limits)
 
     def averaged(self, tensors: Tensors, where: Tensors | None = None) -> Tensors:
         """Named tensors without the buffers that are not averaged, and with zeros for single entries that are not.
 
         Args:
-            tensors: Tensors of the server's module, or those that travel.
+            tensors: Tensors of the server's module, or those that are sent.
             where: For each of which a client holds a part, the places of its entries in the flattened whole one.
 
         Example:
@@ -162,7 +162,7 @@ def _decide(
         if buffer.layout != torch.strided:
             raise ValueError(
                 f"Sparse buffers cannot be sent to clients: `{name}` is {buffer.layout}; register `{name}` as "
-                f"`.to_dense()` and call `.to_sparse()` where it is used, or keep it in an attribute that is no buffer."
+                "`.to_dense()` and call `.to_sparse()` where you use it, or keep it in a plain attribute, not a buffer."
             )
         if (asked := first_match(name, rules)) is not None:
             _check_possible(name, buffer, asked, name in persistent)
@@ -229,7 +229,7 @@ def unit_vectors(module: nn.Module) -> Iterator[str]:
 def averaged_parameters(module: nn.Module) -> frozenset[str]:
     """Names of the parameters that need no gradient and match a pattern in the module's ``averaged_parameters``.
 
-    They travel with every download and every upload, and are averaged as floating-point buffers are.
+    They are sent with every download and every upload, and averaged as floating-point buffers are.
 
     Example:
         >>> module = nn.ModuleDict({"student": nn.Linear(2, 1), "teacher": nn.Linear(2, 1).requires_grad_(False)})

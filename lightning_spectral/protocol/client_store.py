@@ -1,4 +1,4 @@
-"""What the server keeps of single clients, in few large tensors: two small ones of each would take 1.5 kB more."""
+"""What the server keeps of its clients, in a few large tensors: two small ones per client would take 1.5 kB more."""
 
 from __future__ import annotations
 

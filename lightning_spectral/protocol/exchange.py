@@ -121,7 +121,7 @@ def check_same_buffers(module: nn.Module, shapes: Mapping[str, tuple[int, ...]])
         >>> check_same_buffers(module, shapes)
         Traceback (most recent call last):
         ValueError: Training has changed buffers that the server cannot follow: `queue` was of shape (2,) and is \
-of shape (3,). Register such a buffer with a tensor of its final size, or keep it in an attribute that is no buffer.
+of shape (3,). Register such a buffer with a tensor of its final size, or keep it in an attribute that is not a buffer.
     """
     found = buffer_shapes(module)
     if found == dict(shapes):
@@ -134,7 +134,7 @@ of shape (3,). Register such a buffer with a tensor of its final size, or keep i
     ]
     raise ValueError(
         f"Training has changed buffers that the server cannot follow: {'; '.join(changed)}. Register such a buffer "
-        "with a tensor of its final size, or keep it in an attribute that is no buffer."
+        "with a tensor of its final size, or keep it in an attribute that is not a buffer."
     )
 
 

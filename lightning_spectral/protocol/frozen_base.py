@@ -1,4 +1,4 @@
-"""Frozen tensors, which travel once: the server's record of who has them, and what a device keeps of them."""
+"""Frozen tensors, which are sent once: the server's record of who has them, and what a device keeps of them."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class KeptState:
                 tensor.requires_grad_(needs_gradient)
 
     def exchange(self, new: Callable[[Any], Any]) -> None:
-        """Put ``new(part)`` in the place of all that was found in attributes, lists and dictionaries, until `restore`.
+        """Replace everything found in attributes, lists and dictionaries by ``new(part)``, until `restore`.
 
         Also of keys, such as the parameters that an optimizer has a state of. Objects are not made anew: a tuple stays.
         """
@@ -371,7 +371,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def in_place_of(self, module: nn.Module, *others: Any) -> Iterator[None]:
-        """Put them in the place of the tensors of a module, and of others such as optimizers, within the block."""
+        """Replace the tensors of a module, and of others such as optimizers, within the block."""
         kept, log = KeptState(module, *others), logging.getLogger(FakeTensorMode.__module__)
         was_disabled = log.disabled
         try:

@@ -109,9 +109,9 @@ class FirstRounds:
             self._done.add("put back")
             _warn(
                 round_idx,
-                f"clients change {first_of([f'`{name}`' for name in names], NAMED)}, which are no parameters and no "
-                "buffers, so every client begins with the server's values, and these changes are lost. For what is to "
-                "last, register a buffer, and say how those of clients are combined, e.g. "
+                f"clients change {first_of([f'`{name}`' for name in names], NAMED)}, which are neither parameters "
+                "nor buffers, so every client begins with the server's values, and these changes are lost. To keep "
+                "something, register a buffer, and say how those of clients are combined, e.g. "
                 "FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
                 "`RoundCallback.on_round_end`.",
             )

@@ -188,9 +188,9 @@ def _both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, torch.Te
 class UpdateBound(ABC):
     r"""Shortens a client's update whose norm is larger than a bound, at the server and before it is summed.
 
-    The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that travel both ways: for
-    sharded layers over the change of the factors, not of their product. Each round counts the clients whose update was
-    shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
+    The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that are sent both ways:
+    for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
+    was shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
     average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
     term decides it alone, whatever its weight.
     """
@@ -205,7 +205,7 @@ class UpdateBound(ABC):
         """
 
     def check(self, algorithm: Algorithm) -> None:
-        """Raise ``ValueError`` if an algorithm's uploads are no new values of what was sent."""
+        """Raise ``ValueError`` if an algorithm's uploads are not new values of what was sent."""
         if not algorithm.updates_have_norms:
             name = type(self).__name__
             raise ValueError(

@@ -68,7 +68,7 @@ AVERAGING = FedAvgM(momentum=0.0)  # the server's step unless the user chooses a
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedMomentum(FedOptimizer):
-    r"""Momentum that turns the server's step: as long as the clients' mean change, or shorter.
+    r"""Momentum that turns the server's step and never makes it longer than the clients' mean change.
 
     .. math::
         v_t = \beta v_{t-1} + \Delta_t , \qquad d_t = \Delta_t + \beta v_t , \qquad
@@ -79,10 +79,10 @@ class BoundedMomentum(FedOptimizer):
     `FedAvgM` makes steps up to :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round
     undoes part of the last one, it diverges at learning rates at which plain averaging does not.
 
-    It is no average of rounds, whose length would shrink where they cancel. The common length has a price: beside a
-    large layer that swings, a small one may move further than its own change. Around an optimum the weights are noisier
-    than with plain averaging, and with few and unequal clients in a round they end up beside the optimum
-    (``tests/server/test_optimizers.py`` has the figures).
+    It is not an average of rounds, which would shrink where they cancel. The common length has a price: beside a large
+    layer that swings, a small one may move further than its own change. Around an optimum the weights are noisier than
+    with plain averaging, and with few and unequal clients in a round they miss it (``tests/server/test_optimizers.py``
+    has the figures).
 
     Args:
         lr: Server learning rate eta.
@@ -96,8 +96,8 @@ class BoundedMomentum(FedOptimizer):
         A round in which no client's training changes anything changes nothing, whatever the rounds before it did.
 
     Reference:
-        Nesterov's momentum as in Sutskever et al. (2013), with a length of our own; the study of small networks in the
-        documentation compares it with others.
+        Nesterov's momentum as in Sutskever et al. (2013), with a length of our own; the documentation's study of small
+        networks compares it with others.
 
     Example:
         >>> import torch

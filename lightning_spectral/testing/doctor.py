@@ -86,7 +86,7 @@ class SmallNet(nn.Module):
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[Algorithm, bool]] = ALGORITHMS) -> int:
-    """Run the command; return 0, or 1 if an algorithm is not right or there is no such device."""
+    """Run the command; return 0, or 1 if an algorithm fails or there is no such device."""
     parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
     parser.add_argument("--device", help="where to train, e.g. cuda:1 (default: an accelerator if there is one)")
     accelerators = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}

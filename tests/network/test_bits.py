@@ -70,7 +70,7 @@ class LitCounts(LitMLP):
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "spectral"])
-@pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are no parameters and no buffers")
+@pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are neither parameters nor buffers")
 def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> None:
     options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "max_epochs": 3, **SETTINGS}
     theirs = fit(seeded(LitCounts), toy_data(), **options)

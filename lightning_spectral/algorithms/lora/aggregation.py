@@ -278,7 +278,7 @@ class TruncatedRound(AdapterRound):
         self.mean = MeanChange(before, opened.cohort.total, by_index={"B": 1, "A": 0})
 
     def factors_before(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """What is subtracted from the clients' factors, whose columns have these places in their own client: zeros."""
+        """What is subtracted from the clients' factors, by the places of their columns in each client: zeros."""
         zero = self.opened.A.new_zeros(())
         return zero.expand(len(self.opened.B), len(places)), zero.expand(len(places), self.opened.A.shape[1])
 
@@ -351,8 +351,8 @@ class StackedRound(AdapterRound):
 class StackedProducts(AdapterAggregation):
     """The exact mean of the products is added to the base in each round, and adapters restart with a new A.
 
-    This mean is the product of the stacked factors. The base is no longer frozen: it travels to every client in
-    every round.
+    This mean is the product of the stacked factors. The base is no longer frozen: it is sent to every client in every
+    round.
 
     Reference:
         Wang et al. (2024), FLoRA.
@@ -395,8 +395,8 @@ class RankedProducts(TruncatedProducts):
 
     The products of the clients' first terms are averaged over all clients, those of their i-th terms over the clients
     of rank i or more. So small clients do not pull the terms that they lack to zero. Terms beyond the ranks of all
-    clients of a round are added as they were; but the sum is truncated to the largest rank, in which the smallest of
-    them may be lost.
+    clients of a round are added unchanged, but the sum is truncated to the largest rank, so the smallest of them may be
+    lost.
 
     Reference:
         Wu et al. (2026), raFLoRA.
@@ -431,8 +431,8 @@ class OrthonormalA(AdapterAggregation):
     """Only B is trained, as with `FrozenA`, but the server renews A: after each round it factorises the product anew.
 
     With :math:`B A = U S V^T`, the new A is :math:`V^T`, whose rows are orthonormal, and the new B is :math:`U S`. So
-    a round averages products exactly, and A follows what was learned. A travels to the clients in every round, and B
-    back. In the first round, A is as it was drawn.
+    a round averages products exactly, and A follows what was learned. A is sent to the clients in every round, and B
+    back. In the first round, A is as drawn.
 
     With mixed ranks a client of rank r gets the r largest terms, and a term is averaged over the clients that hold it.
 
@@ -561,7 +561,7 @@ class FoldedTerms(SampledTerms):
 
     So every client starts from the server's whole network, whatever its rank, and there are no multipliers: those of
     the strategy are not used. A client trains and sends back as much as with `SampledTerms`, but is sent as much as a
-    client of the largest rank. The base itself still travels once, since the other terms travel as factors.
+    client of the largest rank. The base itself is still sent once, since the other terms are sent as factors.
 
     Args:
         strategy: Turns singular values into inclusion probabilities.

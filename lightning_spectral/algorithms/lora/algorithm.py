@@ -61,8 +61,8 @@ class LoRA(Algorithm):
     If the module already has PEFT adapters, these are trained with PEFT's scaling, and so is everything that PEFT has
     not frozen. R is their rank. Nothing is merged, so the module can be saved in PEFT's format as usual.
 
-    With R the largest rank, all clients have the same :math:`s = \alpha / \sqrt{R}`. So a term means the same to all
-    clients that hold it and learns at the same rate: a client's rank is its capacity, not its learning rate. The
+    With R the largest rank, all clients have the same :math:`s = \alpha / \sqrt{R}`. So a term has the same scale and
+    learns at the same rate on all clients that hold it: a client's rank is its capacity, not its learning rate. The
     expected first step of SGD on W at full rank, :math:`-\eta s^2 R \sigma^2 G` for entries of A of variance
     :math:`\sigma^2`, is also the same for any R.
 
@@ -190,14 +190,14 @@ class LoRA(Algorithm):
         if self.changes_base:
             what = f"`merge_every={self.merge_every}`" if self.merge_every else kind
             raise ValueError(
-                f"{what} changes the base, which is no part of an adapter of PEFT; leave it out, or take the module "
+                f"{what} changes the base, which is not part of a PEFT adapter; leave it out, or use the module "
                 "without PEFT."
             )
         for name in (layer.parts[part] for layer in layers for part in self.trained_parts):
             if not server.get_parameter(name).requires_grad:
                 raise ValueError(
                     f"{name} is frozen, and {kind} trains it. Load the adapter with `is_trainable=True`; if A alone is "
-                    "frozen, take FrozenA."
+                    "frozen, use FrozenA."
                 )
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
@@ -228,7 +228,7 @@ class LoRA(Algorithm):
         if not self.aggregation.steps(self.is_mixed):
             raise ValueError(
                 f"{type(self.aggregation).__name__} factorises its product anew in each round, and {gone}; leave "
-                "`server_optimizer` out, or take PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
+                "`server_optimizer` out, or use PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> LoRAState:
@@ -484,7 +484,7 @@ class LoRASide(ClientSide):
         max_rank: Largest rank in the federation; a capacity is a share of it.
         aggregation: Says which factors are trained in a round, and whether terms have multipliers.
         is_mixed: Whether the federation has clients of different ranks; only then are there multipliers.
-        dense: Names of the tensors that are trained whole and travel back.
+        dense: Names of the tensors that are trained whole and sent back.
     """
 
     layers: tuple[AdaptedLayer, ...]

@@ -62,7 +62,7 @@ class SpectralSide(ClientSide):
 
     Attributes:
         plan: How clients hold each layer.
-        dense: Names of the tensors that travel back whole.
+        dense: Names of the tensors that are sent back whole.
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
@@ -83,7 +83,7 @@ class SpectralSide(ClientSide):
 
     @cached_property
     def returned(self) -> tuple[str, ...]:
-        """Names of the tensors that travel back; multipliers do not."""
+        """Names of the tensors that are sent back; multipliers are not."""
         return (*self.dense, *self.weight_of)
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
@@ -142,7 +142,7 @@ class SpectralSharding(ByKeepRatio):
         design: Draws terms with those probabilities; ``None`` for the strategy's own (conditional Poisson sampling; for
             PriSM successive sampling, as in its paper). May also be a `Schedule` of designs.
         clip_tau: Bound on a term's effective learning rate, in units of the nominal one; ``float("inf")`` for none.
-            Exact for SGD; adaptive optimizers undo it, and a `SpectralWarning` says so.
+            Exact for SGD; it has no effect on adaptive optimizers, and a `SpectralWarning` says so.
         frobenius_decay: Coefficient lambda of the penalty ``lambda / 2 ||W_hat||_F^2`` on each sharded layer. The
             ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
         exclude: Shell-style patterns of the names of layers that stay dense: short for
@@ -154,7 +154,7 @@ class SpectralSharding(ByKeepRatio):
             nominal one; ``float("inf")`` for none. Without a bound, the weight moves along a term of singular value s
             at 2 omega^2 s times the rate of a dense layer; with 1, not faster than in a dense layer. That is exact for
             SGD and a client's first step, for which the bound is computed: factors that grow during a turn move faster,
-            and adaptive optimizers undo it.
+            and adaptive optimizers are not bound.
         spectral_start: Moves the energy of random weights into their first terms before the first round; ``None`` to
             train from the weights as they are. Weights that look trained are unchanged.
         output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
@@ -294,7 +294,7 @@ class SpectralSharding(ByKeepRatio):
             )
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Warn about optimizers that undo the clip, and say where the optimizer's weight decay goes."""
+        """Warn about optimizers that the clip does not affect, and say where the optimizer's weight decay goes."""
         if not self.plan(server).sharded:
             return
         kind = type(template).__name__
@@ -451,7 +451,7 @@ class SpectralRound(Round):
 
     Attributes:
         layers: The sharded matrices by dotted name.
-        tensors: The tensors that travel whole, by name.
+        tensors: The tensors that are sent whole, by name.
         mean: Running mean of the clients' changes to these tensors.
     """
 

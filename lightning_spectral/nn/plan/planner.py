@@ -204,8 +204,8 @@ def validate(
 
     Returns:
         The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
-        and they follow it. Otherwise a run makes its own plan, which knows no example but the module's
-        ``example_input_array``; where that plan is another, a printed note says so.
+        and they follow it. Otherwise a run makes its own plan, from the module's ``example_input_array`` alone; a
+        printed note says if that plan differs.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Shows what a round's metrics do not say: in wandb, in TensorBoard, and in the record of the run."""
+"""Shows what a round's metrics leave out: in wandb, in TensorBoard, and in the record of the run."""
 
 from __future__ import annotations
 
@@ -371,8 +371,8 @@ def _for_wandb(one: Histogram | Table | Pixels) -> Any:
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
 
-    It also adds the version of this package and the numbers of rounds and devices to the run's config. They are no
-    settings, since a resumed run may have other ones.
+    It also adds the version of this package and the numbers of rounds and devices to the run's config. They are not
+    settings, since a resumed run may have others.
 
     Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
     """

@@ -138,13 +138,20 @@ def toy_line(
     lit: Callable[[], Any] | Mapping[str, Callable[[], Any]],
     keep_ratios: Mapping[int, float] | None = None,
     budgets: Mapping[int, float] | None = None,
+    folder: Path | None = None,
     **options: Any,
 ) -> FakeLine:
-    """The toy federation's clients, who may say their keep ratios or budgets."""
+    """The toy federation's clients, who may say their keep ratios or budgets, and may have a folder for their state."""
     lits: Mapping[str, Callable[[], Any]] = {"": lit} if callable(lit) else lit
     ratios, budgets = keep_ratios or {}, budgets or {}
     datas = [
-        ClientData(examples, batch_size=4, keep_ratio=ratios.get(i), budget_bytes=budgets.get(i))
+        ClientData(
+            examples,
+            batch_size=4,
+            keep_ratio=ratios.get(i),
+            budget_bytes=budgets.get(i),
+            state_folder=None if folder is None else str(folder / str(i)),
+        )
         for i, examples in enumerate(toy_client_data())
     ]
     return line_of([lits] * 12, [dict.fromkeys(lits, data) for data in datas], **options)

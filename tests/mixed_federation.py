@@ -12,6 +12,8 @@ MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 EVERY_SYSTEM = {
     "FedAvg": ls.FedAvg(),
+    "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
+    "spectral, personal head": ls.SpectralSharding(keep_ratio=0.5, personal=["net.5.*"]),
     "spectral": ls.SpectralSharding(
         ls.Unbiased(),
         keep_ratio={0.3: 0.5, 0.6: 0.5},

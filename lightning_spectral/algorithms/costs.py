@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.arguments import Number, each
-from lightning_spectral.client.device import ClientSide, StepActions
+from lightning_spectral.client.device import ClientSide, StepActions, phases_of
 from lightning_spectral.client.forms import (
     Forms,
     LocalOptimizer,
@@ -414,8 +414,8 @@ def turn_costs(
 
 def _widest_step(side: ClientSide, client: nn.Module, download: Download) -> StepActions:
     """What an algorithm does in a local step, in the largest one where it draws a width for each."""
-    actions = side.start(client, download)
-    return StepActions() if actions is None or actions.after_forward is not None else actions
+    actions = phases_of(side.start(client, download))[-1]
+    return StepActions() if actions.after_forward is not None else actions
 
 
 def _step_memory(

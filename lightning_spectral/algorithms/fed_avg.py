@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
-from lightning_spectral.arguments import check_fields
-from lightning_spectral.client.device import ClientSide
+from lightning_spectral.algorithms.personal import NOTHING, Personal, check_personal, personal_names, rules_with
+from lightning_spectral.arguments import Whole, as_patterns, check_fields
+from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules, averaged_parameters, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import (
@@ -23,7 +24,7 @@ from lightning_spectral.protocol.exchange import (
     select_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
 
 
@@ -53,15 +54,33 @@ class DenseSide(ClientSide):
 
     Attributes:
         returned: Names of the tensors that travel back.
+        personal: What stays with each client.
     """
 
     returned: tuple[str, ...]
+    personal: Personal = field(default=NOTHING, kw_only=True)
 
     def load(self, client: nn.Module, download: Download) -> None:
-        load_tensors(client, download.tensors)
+        load_tensors(client, {**download.tensors, **self.personal.of(download.client_state)})
+
+    def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
+        return self.personal.phases(client, None)
+
+    def epochs(self, local_epochs: int) -> int:
+        return self.personal.epochs + local_epochs
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         return Upload(download.unit, select_tensors(client, self.returned))
+
+    @property
+    def keeps_state(self) -> bool:
+        return bool(self.personal.names)
+
+    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
+        return self.personal.kept(client)
+
+    def own_model(self, client_state: Tensors) -> Tensors:
+        return self.personal.of(client_state)
 
 
 class DenseRound(Round):
@@ -102,16 +121,27 @@ class DenseHalf(ServerHalf):
         state: nn.Module | None = None,
         decisions: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(server, state, buffer_rules(server, algorithm.buffers, decisions))
+        self.personal = Personal(personal_names(server, algorithm.personal), algorithm.personal_epochs)
+        rules = rules_with(self.personal.names, server, algorithm.buffers)
+        super().__init__(server, state, buffer_rules(server, rules, decisions))
         self.algorithm = algorithm
 
     def averaged(self) -> dict[str, Tensor]:
         """The trainable parameters and the averaged buffers of the server's module, as they are now."""
-        return averaged_tensors(self.server, buffers=self.buffers)
+        return averaged_tensors(self.server, self.personal.names, self.buffers)
+
+    def frozen_tensors(self) -> Mapping[str, Tensor]:
+        """Also the server's values of personal tensors, with which clients begin."""
+        return {**super().frozen_tensors(), **select_tensors(self.server, self.personal.names)}
+
+    @property
+    def averages_may_rest(self) -> bool:
+        return self.personal.has_buffers(self.server)
 
     @cached_property
     def device_half(self) -> ClientSide:
-        return self.algorithm.side(tuple(returned_tensors(self.server, buffers=self.buffers)))
+        returned = tuple(returned_tensors(self.server, self.personal.names, self.buffers))
+        return self.algorithm.side(returned, personal=self.personal)
 
     def open(self, cohort: Cohort) -> Round:
         return self.algorithm.round(self, cohort)
@@ -127,15 +157,23 @@ class FedAvg(Algorithm):
         buffers: What becomes of buffers, by patterns of their names: ``"mean"`` for the clients' average, the default
             for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
+        personal: Patterns of the names of parameters and buffers that stay with each client: a head (FedPer), or
+            normalisation layers with their running averages (FedBN). They never travel to the server, whose own values
+            stay as they are and are where new clients begin. `ClientEvaluation` evaluates every client with its own.
+        personal_epochs: Passes over a client's data that train the personal parameters alone, before the
+            ``local_epochs`` that train the others (FedRep); 0 to train all of them together.
 
     Reference:
-        McMahan et al. (2017), Algorithm 1.
+        McMahan et al. (2017), Algorithm 1. Arivazhagan et al. (2019), FedPer; Collins et al. (2021), FedRep, Algorithm
+        1; Li et al. (2021), FedBN.
 
     Example:
         >>> FedAvg().bind(nn.Linear(3, 2)).device_half
-        DenseSide(returned=('weight', 'bias'))
-        >>> FedAvg(buffers={"num_batches_tracked": "max"}).bind(nn.BatchNorm1d(2, affine=False)).device_half
-        DenseSide(returned=('running_mean', 'running_var', 'num_batches_tracked'))
+        DenseSide(returned=('weight', 'bias'), personal=Personal(names=(), epochs=0))
+        >>> FedAvg(buffers={"num_batches_tracked": "max"}).bind(nn.BatchNorm1d(2, affine=False)).device_half.returned
+        ('running_mean', 'running_var', 'num_batches_tracked')
+        >>> FedAvg(personal=["bias"]).bind(nn.Linear(3, 2)).device_half.returned
+        ('weight',)
     """
 
     side: ClassVar[type[DenseSide]] = DenseSide
@@ -144,9 +182,15 @@ class FedAvg(Algorithm):
     updates_have_norms: ClassVar[bool] = True
 
     buffers: Rules = field(default_factory=dict)
+    personal: Sequence[str] = field(default=(), kw_only=True)
+    personal_epochs: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_fields(self, buffers=as_rules)
+        check_fields(self, buffers=as_rules, personal=as_patterns, personal_epochs=Whole(at_least=0))
+        check_personal(self.personal, self.personal_epochs)
+
+    def check(self, server: nn.Module) -> None:
+        personal_names(server, self.personal)
 
     def bind(
         self,

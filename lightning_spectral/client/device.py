@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightning_spectral.client.local_loop import (
     LocalSettings,
     LocalTask,
     LocalTrainer,
+    LossLoop,
     Recorder,
     Train,
     isolate_metrics,
@@ -31,6 +33,7 @@ from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.kept_state import KeptState, changed_attributes
 from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
+from lightning_spectral.sums.exact_mean import largest_magnitudes
 
 WATCHED_ROUNDS = 10  # a single client may not use every layer, e.g. an expert or one that is dropped at random
 
@@ -84,17 +87,26 @@ COMPARED_TURNS = 3  # of a device, in which what clients change is looked for
 
 @dataclass(frozen=True)
 class StepActions:
-    """The actions of the device half of an algorithm in every local step.
+    """The actions of the device half of an algorithm in every local step of a turn, or of one of its phases.
 
     Attributes:
         before_forward: Called before each ``training_step``; ``None`` for nothing.
         before_step: Called with the optimizer before it steps, once all gradients are computed; ``None`` for nothing.
         after_forward: Called after each ``training_step``, before the backward pass of its loss; ``None`` for nothing.
+        prepare: Called before the phase; ``None`` for nothing.
+        epochs: Passes over the client's data in this phase; ``None`` for the turn's ``local_epochs``.
     """
 
     before_forward: Callable[[], None] | None = None
     before_step: Callable[[Optimizer], None] | None = None
     after_forward: Callable[[], None] | None = None
+    prepare: Callable[[], None] | None = None
+    epochs: int | None = None
+
+
+def phases_of(started: StepActions | Sequence[StepActions] | None) -> Sequence[StepActions]:
+    """What `ClientSide.start` returns, as phases; at least one."""
+    return started if isinstance(started, Sequence) else [started or StepActions()]
 
 
 class ClientSide(ABC):
@@ -102,7 +114,13 @@ class ClientSide(ABC):
 
     It is sent to a device once. From then on the device receives only a `Download` for each client, and sends back only
     an `Upload`.
+
+    Attributes:
+        reads_loss: Whether uploads say the client's loss at the downloaded weights, ``Upload.loss_before``; it costs a
+            third of a local epoch.
     """
+
+    reads_loss: ClassVar[bool] = False
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         """Turn the user's module into a client of a capacity, in place; `load` sets its values later.
@@ -131,13 +149,43 @@ class ClientSide(ABC):
         """The options with which a parameter is stepped that differ from those of its group. By default none."""
         return {}
 
-    def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        """Return what to do in each local step of a client; called before the first. By default nothing."""
+    def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
+        """Return what to do in each local step of a client; called before the first. By default nothing.
+
+        Several are phases, one after another, each of which begins with new optimizers. The upload's loss is that of
+        the last one.
+        """
         return None
+
+    def epochs(self, local_epochs: int) -> int:
+        """Passes over its data that a client makes in all phases of a turn."""
+        return local_epochs
 
     @abstractmethod
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """Return the unit and the tensors that a trained client sends back."""
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether devices `keep` something; by default, whether a subclass defines that."""
+        return type(self).keep is not ClientSide.keep
+
+    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
+        """Return what the device keeps for the client's next turn, ``Download.client_state``; by default nothing.
+
+        It stays on the device: in a simulation, in memory and checkpoints of the process; elsewhere, with the client's
+        own data. It counts once the server has received the upload of the turn.
+
+        Args:
+            client: The trained client.
+            download: What it was sent, with the state of its last turn.
+            upload: What it sends back.
+        """
+        return {}
+
+    def own_model(self, client_state: Tensors) -> Tensors:
+        """The values of the client's own model that differ from the server's, given its state; by default none."""
+        return {}
 
     def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
         """One parameter of each layer that some client should train, by the layer's name. By default none."""
@@ -189,6 +237,7 @@ class Device:
         self._attach = attach
         self._profile = profile
         self._train: Train | None = None
+        self._measure: Train | None = None
         self._local_optimizers: dict[float, tuple[Form, tuple[LocalOptimizer, ...]]] = {}
         self._num_compared = 0
 
@@ -229,32 +278,41 @@ class Device:
         with GradientWatch(watched) as watch, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             kept.seed(download.seed, download.ids)
-            task = self._start(form, download)
-            changed = self._comparison(form, kept) if is_watched and download.local_epochs > 0 else tuple
+            trains, data = download.local_epochs > 0, self.data(download)
+            loss_before = self._loss(download, data) if self.side.reads_loss and trains else math.nan
+            phases = self._phases(form, download, data)
+            task = next(phases)
+            changed = self._comparison(form, kept) if is_watched and trains else tuple
             if self._train is None:  # only now the module has the hooks of a client
                 self._train = self._local_trainer(module, self.optimizers, self.settings)
             with ExitStack() as blocks:
-                for hook in hooks if download.local_epochs > 0 else ():
-                    blocks.enter_context(hook.while_training(module, task.data))
+                for hook in hooks if trains else ():
+                    blocks.enter_context(hook.while_training(module, data))
                 result = self._train(task)
+                for task in phases if trains else ():
+                    before, result = result, self._train(task)
+                    result = replace(result, num_steps=before.num_steps + result.num_steps)
         check_not_reached(form.replaced)
         with _during("local training"):
             if is_watched:
                 check_same_buffers(module, form.buffers)
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
-        if result.num_steps == 0 and download.local_epochs > 0:
+        if result.num_steps == 0 and trains:
             return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = self.side.collect(module, download)
             logged = {**upload.logged, **self._recorder.finish_client()}
-            rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, task.data).items()}
+            rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, data).items()}
+            upload = replace(upload, num_steps=result.num_steps, loss=result.loss, loss_before=loss_before)
+            state = dict(self.side.keep(module, download, upload)) if self.side.keeps_state else {}
+        if not all(map(math.isfinite, largest_magnitudes(state).values())):
+            return Upload(download.unit, {}, loss=result.loss, left_out="not_finite")  # the last state is kept
         sent, returned = download.tensors, upload.tensors
         return replace(
             upload,
-            num_steps=result.num_steps,
-            loss=result.loss,
+            client_state=state,
             logged=logged,
             untrained_rows=rows,
             unreached=watch.unreached if is_watched and result.num_steps > 0 else None,
@@ -276,8 +334,17 @@ class Device:
 
         return lambda: tuple(map(noted, changed()))
 
-    def _start(self, form: Form, download: Download) -> LocalTask:
-        """Prepare the client's task; it begins with the state that the server has."""
+    def _loss(self, download: Download, data: ClientData) -> float:
+        """The client's mean loss at the downloaded weights, which are loaded again; buffers may have changed."""
+        if self._measure is None:
+            self._measure = LossLoop(self.module, self.optimizers, self.settings)
+        self._recorder.start_client()
+        loss = self._measure(LocalTask(download, data, self._recorder)).loss
+        self.side.load(self.module, download)
+        return loss
+
+    def _phases(self, form: Form, download: Download, data: ClientData) -> Iterator[LocalTask]:
+        """Prepare the client's tasks, most often one; each begins with the state that the server has."""
         known, local_optimizers = self._local_optimizers.get(download.capacity, (None, ()))
         if known is not form:
             names = {id(tensor): name for name, tensor in form.server.items()}
@@ -287,14 +354,25 @@ class Device:
         for local, options in zip(local_optimizers, download.options, strict=True):
             local.start_client(options)
         self._recorder.start_client()
-        actions = self.side.start(self.module, download) or StepActions()
-        before_step = []
-        for optimizer in self.optimizers:  # the user's local hooks in order, then the algorithm's
-            acts = [hook.start_client(self.module, optimizer) for hook in self.settings.local_hooks]
-            acts.append(None if actions.before_step is None else partial(actions.before_step, optimizer))
-            before_step.append([act for act in acts if act is not None])
-        around = actions.before_forward, actions.after_forward
-        return LocalTask(download, self.data(download), self._recorder, *around, before_step)
+        phases = phases_of(self.side.start(self.module, download))
+        as_at_first = [local.as_now() for local in local_optimizers] if len(phases) > 1 else []
+        needed, first_epoch = [p for p in self.module.parameters() if p.requires_grad], 0
+        for number, actions in enumerate(phases):
+            for put_back in as_at_first if number > 0 else ():
+                put_back()
+            if actions.prepare is not None:
+                actions.prepare()
+            before_step = []
+            for optimizer in self.optimizers:  # the user's local hooks in order, then the algorithm's
+                acts = [hook.start_client(self.module, optimizer) for hook in self.settings.local_hooks]
+                acts.append(None if actions.before_step is None else partial(actions.before_step, optimizer))
+                before_step.append([act for act in acts if act is not None])
+            around = actions.before_forward, actions.after_forward
+            end = first_epoch + (download.local_epochs if actions.epochs is None else actions.epochs)
+            yield LocalTask(download, data, self._recorder, *around, before_step, range(first_epoch, end))
+            first_epoch = end
+        for parameter in needed if len(phases) > 1 else ():  # a phase may train only some of them
+            parameter.requires_grad_()
 
 
 class _Failed(Exception):

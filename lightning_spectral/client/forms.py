@@ -380,6 +380,24 @@ class LocalOptimizer:
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
             self.optimizer.state[parameter] = copy.deepcopy(state, tensors)
 
+    def as_now(self) -> Callable[[], None]:
+        """Return what makes it as it is now: its state and the options of its groups, and of those that it wraps."""
+
+        def copied(one: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+            state = {parameter: copy.deepcopy(own) for parameter, own in one.state.items()}
+            return state, [copy.deepcopy(dict(own)) for own in options_of(one)]
+
+        kept = [(one, *copied(one)) for one in family(self.optimizer)]
+
+        def put_back() -> None:
+            for one, state, options in kept:
+                one.state.clear()
+                one.state.update({parameter: copy.deepcopy(own) for parameter, own in state.items()})
+                for group, own in zip(one.param_groups, copy.deepcopy(options), strict=True):
+                    group.update(own)
+
+        return put_back
+
     def _group(
         self, before: dict[str, Any], group: Group, made: dict[tuple[int, str], dict[str, Any]]
     ) -> dict[str, Any]:

@@ -316,6 +316,8 @@ class LocalTask:
         before_forward: Called before each ``training_step``; ``None`` for nothing.
         after_forward: Called after each one, before the backward pass of its loss; ``None`` for nothing.
         before_step: For each optimizer, the functions to call in turn before each of its steps.
+        epochs: Passes over the client's data, by numbers from which the order of its examples follows; ``None`` for
+            those of the download.
     """
 
     download: Download
@@ -324,6 +326,7 @@ class LocalTask:
     before_forward: Callable[[], None] | None = None
     after_forward: Callable[[], None] | None = None
     before_step: Sequence[Sequence[BeforeStep]] = ((),)
+    epochs: range | None = None
 
 
 @dataclass(frozen=True)
@@ -377,7 +380,7 @@ class LocalLoop:
         self.num_steps = 0
         losses: list[Tensor] = []  # read once, when the client is done
         sizes: list[int] = []
-        for local_epoch in range(task.download.local_epochs):
+        for local_epoch in range(task.download.local_epochs) if task.epochs is None else task.epochs:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples = size

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
-from lightning_spectral.client.device import Device
+from lightning_spectral.client.device import ClientSide, Device
 from lightning_spectral.errors import DeviceError, RecordError, check_is
+from lightning_spectral.network.kept_states import KeptStates
 from lightning_spectral.network.messages import (
     DIGEST,
     EVALUATE,
@@ -39,6 +40,7 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
+from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.records import Download, Upload
 
@@ -62,6 +64,8 @@ class ClientData:
         labels: Class of each example, for hooks that need the client's classes; ``None`` if they are not known.
         collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
         num_workers: Worker processes for data that is not in memory.
+        state_folder: Where an algorithm's state of this client is kept from turn to turn, such as personal parameters:
+            a folder of this client and model alone; ``None`` for memory, so that it is lost when the process ends.
 
     Raises:
         TypeError: If an argument has the wrong type, or the data set has no length.
@@ -82,6 +86,7 @@ class ClientData:
     labels: Tensor | Sequence[int] | None = field(default=None, repr=False)
     collate_fn: Collate | None = None
     num_workers: int = 0
+    state_folder: str | None = None
 
     def __post_init__(self) -> None:
         if not (hasattr(self.train, "__getitem__") and hasattr(self.train, "__len__")):
@@ -97,6 +102,8 @@ class ClientData:
                 "hold; leave one out."
             )
         flag("drop_last", self.drop_last)
+        if self.state_folder is not None:
+            check_is("state_folder", self.state_folder, str)
 
     def holding(self) -> Holding:
         """What the server is told of it."""
@@ -141,7 +148,8 @@ class DeviceService:
     """Answers the server's messages for one client.
 
     It keeps what it was sent once, the `Start` of each model and the frozen tensors, and the sub-models that it made.
-    One that has just been made, because its process ended, says what it lacks, and is sent it again.
+    One that has just been made, because its process ended, says what it lacks, and is sent it again. What an algorithm
+    keeps for the client stays here, and is lost then unless the data has a folder for it.
 
     Args:
         modules: Makes the user's module, by the model's name; a single model has an empty name.
@@ -166,6 +174,8 @@ class DeviceService:
         self._starts: dict[bytes, Start] = {}
         self._devices: dict[tuple[bytes, float], tuple[Workplace, Device]] = {}
         self._kept: dict[str, KeptTensors] = {}
+        self._sides: dict[str, ClientSide] = {}  # of the last run, by model
+        self._states = {model: KeptStates(of_model.state_folder) for model, of_model in data.items()}
 
     def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
         """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
@@ -206,11 +216,18 @@ class DeviceService:
             device.kept = self._kept.setdefault(start.model, device.kept)
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
+        model, states = self._starts[known].model, self._states[self._starts[known].model]
+        self._sides[model] = device.side
+        download = workplace.arrive(download)
+        completed = states.complete(download)
         device.generators.save()
         try:
-            upload = device.run(workplace.arrive(download))
+            upload = device.run(completed or download)
         finally:
             device.generators.restore()
+        if device.side.keeps_state and upload.left_out is None and not upload.missing:
+            states.keep(download, upload)
+        upload = replace(upload, client_state={}, lost_state=completed is None)
         if (failure := upload.failure) is not None:
             log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
             if not self.share_errors:
@@ -224,7 +241,13 @@ class DeviceService:
         if not (data := self.data[model]).holding().num_held_out:
             raise RecordError("This client has no held-out examples.")
         workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
-        logged = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
+        logged = dict(workplace.evaluate(self.modules[model](), data.held_out_batches(), download))
+        if model in self._sides and self._sides[model].keeps_state:
+            completed = self._states[model].complete(download) or download
+            if own := self._sides[model].own_model(completed.client_state):
+                download = replace(download, tensors={**download.tensors, **own})
+                evaluated = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
+                logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
         return record_parts(Upload(download.unit, {}, logged=logged))
 
     def _check_model(self, model: str) -> None:

@@ -25,6 +25,7 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.network.objects import write_object
 from lightning_spectral.network.roster import Roster
+from lightning_spectral.protocol.client_store import with_state
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor
@@ -138,6 +139,7 @@ def evaluate_on_devices(
         if (node := roster.node_of(client_id)) is not None:
             client_of[node] = client_id
             download = Download(WorkUnit(client_id, model), 1.0, tensors, round_idx, seed=owner.seed)
+            download = with_state(download, owner.client_states)
             asking.ask(Question(node, EVALUATE, {**record_parts(download), **common}, round_idx, deadline))
     found: dict[int, Mapping[str, float]] = {}
     for question, answer in asking.arrived(wait=True):

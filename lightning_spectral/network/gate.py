@@ -114,6 +114,10 @@ class UploadGate:
                 raise RecordError("it lacks tensors that came with this download")
             return Upload(unit, {}, missing=upload.missing)
         if upload.left_out is None and upload.failure is None:
+            if upload.client_state:
+                raise RecordError("it holds the client's state, which stays on its device")
+            if upload.lost_state and download.last_turn is None:
+                raise RecordError("it says that it has lost a state that it never had")
             self._check_tensors(download, upload)
             _check_figures(upload)
             named = {name if name in self._own else CLIENTS + name: value for name, value in upload.logged.items()}

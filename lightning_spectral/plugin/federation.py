@@ -121,6 +121,7 @@ class Federation:
         entries = {
             "federation_state": {n: state.state_dict() for n, m in members if (state := m.state) is not None},
             "federation_clients": [entries for _, member in members for entries in member.store.state_dict()],
+            "federation_client_states": [row for _, m in members for row in m.client_states.state_dict()],
             "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
             "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
@@ -143,7 +144,10 @@ class Federation:
             self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
 
     def load_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what the algorithms keep from round to round, which `write` wrote with the rest."""
+        """Restore what algorithms keep from round to round, here and on devices, which `write` wrote with the rest."""
+        for member in self.members.values():
+            kept = checkpoint.get("federation_client_states", [])
+            member.client_states.load_state_dict(entries for entries in kept if entries["model"] == member.key)
         saved = checkpoint.get("federation_state", {})
         states = {name: state for name, m in self.members.items() if (state := m.state) is not None}
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import lightning.pytorch as pl
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm
@@ -81,6 +81,9 @@ class Trained(Protocol):
     @property
     def engine(self) -> Engine:
         """The engine that runs its rounds."""
+
+    def own_model(self, client_id: int) -> Mapping[str, Tensor]:
+        """The values of a client's own model that differ from the server's; none if it has no such model."""
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""

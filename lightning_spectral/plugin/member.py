@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -34,9 +34,9 @@ from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all
-from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.client_store import ClientStore, with_state
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import RoundSummary, WorkUnit
+from lightning_spectral.protocol.records import Download, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import UpdateBound
@@ -55,6 +55,7 @@ class Member(pl.LightningModule, Trained):
         made_optimizers: The server's, and then the user's own, which step clients; only while fitting.
         schedules: The user's learning-rate schedules.
         store: What the server keeps for single clients.
+        client_states: What their devices keep, in a simulation, and since when.
         frozen_base: Which clients have which frozen tensors.
         decisions: What the algorithm has decided from the initial weights.
         usual_update: `Engine.usual_update` of its last round.
@@ -75,7 +76,7 @@ class Member(pl.LightningModule, Trained):
         self.name = self.key = ""
         self.made_optimizers: list[Optimizer] = []
         self.schedules = RoundSchedules((), "")
-        self.store, self.frozen_base = ClientStore(), FrozenBase()
+        self.store, self.client_states, self.frozen_base = ClientStore(), ClientStore(), FrozenBase()
         self.decisions: Mapping[str, Any] = {}
         self.usual_update = math.nan
         self.first_rounds = FirstRounds()
@@ -91,6 +92,19 @@ class Member(pl.LightningModule, Trained):
         """The engine that runs its rounds; exists only while fitting."""
         assert self.engine_or_none is not None, "the engine exists from `on_fit_start` on"
         return self.engine_or_none
+
+    def own_model(self, client_id: int) -> Mapping[str, Tensor]:
+        """The values of a client's own model that differ from the server's; none if it has no such model.
+
+        With them, `load_state_dict(..., strict=False)` makes a module of the server's the client's own. A server whose
+        clients are elsewhere does not have them.
+        """
+        download = with_state(Download(WorkUnit(client_id, self.key), 1.0, {}), self.client_states)
+        if not download.client_state:
+            return {}
+        engine = self.engine_or_none
+        half = self.algorithm.bind(self.module, decisions=self.decisions) if engine is None else engine.half
+        return half.device_half.own_model(download.client_state)
 
     @property
     def data(self) -> Any:
@@ -148,7 +162,9 @@ class Member(pl.LightningModule, Trained):
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
         self._report(self._remarks())
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
-        self.engine_or_none = self._build(self.algorithm, half, self.conditions, self.store, self.frozen_base)
+        self.engine_or_none = self._build(
+            self.algorithm, half, self.conditions, (self.store, self.client_states), self.frozen_base
+        )
         self.engine.usual_update = self.usual_update
 
     def _remarks(self) -> Iterator[str]:
@@ -168,19 +184,20 @@ class Member(pl.LightningModule, Trained):
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
         half = algorithm.bind(server, untrained=untrained_parameters(self.templates(), self.module))
-        return self._build(algorithm, half, Conditions(), ClientStore(), FrozenBase())
+        return self._build(algorithm, half, Conditions(), (ClientStore(), ClientStore()), FrozenBase())
 
     def _build(
         self,
         algorithm: Algorithm,
         half: ServerHalf,
         conditions: Conditions,
-        store: ClientStore,
+        stores: tuple[ClientStore, ClientStore],
         frozen_base: FrozenBase,
     ) -> Engine:
         plan, runtime = self.part_of.plan, self.part_of.runtime
         sampler = plan.participation
-        store.to(self.device)
+        for store in stores:
+            store.to(self.device)
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         return Engine(
             algorithm,
@@ -197,7 +214,8 @@ class Member(pl.LightningModule, Trained):
             update_bound=self.update_bound,
             conditions=conditions,
             processes=runtime.processes,
-            store=store,
+            store=stores[0],
+            client_states=stores[1],
             frozen_base=frozen_base,
             profile=runtime.profile,
             make_measuring=partial(self.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,

@@ -5,16 +5,20 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_spectral.protocol.records import Key, Tensors, WorkUnit, num_bytes
+from lightning_spectral.protocol.records import Download, Key, Tensors, Upload, WorkUnit, num_bytes
 
 MOST_BYTES = 2**20  # of a chunk, if more than one entry fits; a checkpoint copies the last chunk of each table
 Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
+
+
+LAST_TURN = "last turn"  # beside the tensors of a client's state: the round in which its device kept them
 
 
 class _Table:
@@ -192,3 +196,25 @@ class ClientStore:
         for saved in state_dict:
             for row, client_id in enumerate(saved["clients"].tolist()):
                 self._keep((client_id, saved["model"]), {name: t[row].cpu() for name, t in saved["tensors"].items()})
+
+
+def note_state(upload: Upload, round_idx: int, states: ClientStore) -> None:
+    """Note that a client's device has kept a state in a round; in a simulation, also that state.
+
+    Example:
+        >>> states, upload = ClientStore(), Upload(WorkUnit(3), {}, client_state={"head": torch.ones(1)})
+        >>> note_state(upload, 7, states)
+        >>> found = with_state(Download(WorkUnit(3), 1.0, {}), states)
+        >>> found.last_turn, found.client_state
+        (7, {'head': tensor([1.])})
+    """
+    states[upload.unit] = {**upload.client_state, LAST_TURN: torch.tensor(round_idx)}
+
+
+def with_state(download: Download, states: ClientStore) -> Download:
+    """A download with the state of its client's last turn, as far as it is known here."""
+    if download.unit not in states:
+        return download
+    last_turn = int(states.kept(download.unit)[LAST_TURN])
+    state = {name: tensor for name, tensor in states[download.unit].items() if name != LAST_TURN}
+    return replace(download, last_turn=last_turn, client_state=state)

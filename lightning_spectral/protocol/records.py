@@ -85,6 +85,10 @@ class Download:
             rounds.
         held: Names of the frozen tensors that the client has from an earlier round and that are not sent. Within a
             process they are nevertheless among the tensors; `encode` leaves them out.
+        last_turn: Round of the client's last turn that the server knows of, if its device keeps a state; ``None``
+            before there is one.
+        client_state: What the client's device kept in that turn (`ClientSide.keep`); empty before there is one. A
+            simulation sends it along; a device elsewhere has it, and the server does not.
     """
 
     unit: WorkUnit
@@ -96,6 +100,8 @@ class Download:
     seed: int = 0
     frozen: Mapping[str, str] = field(default_factory=dict)
     held: frozenset[str] = frozenset()
+    last_turn: int | None = None
+    client_state: Tensors = field(default_factory=dict)
 
     @property
     def ids(self) -> tuple[int | str, ...]:
@@ -189,6 +195,9 @@ class Upload:
         missing: Names of the frozen tensors that were not sent because the device had them once, and which it has lost.
             It does not train then; the server sends it the download again, with everything.
         put_back: Names of attributes of the module that the client changed, and that were put back.
+        loss_before: Mean loss per example at the downloaded weights, if the algorithm asks for it; otherwise NaN.
+        client_state: What the device keeps for the client's next turn; it never reaches a server elsewhere.
+        lost_state: Whether the device no longer had what it kept in the client's last turn, and so began without.
     """
 
     unit: WorkUnit
@@ -204,10 +213,13 @@ class Upload:
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
+    loss_before: float = math.nan
+    client_state: Tensors = field(default_factory=dict)
+    lost_state: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors, in bytes."""
+        """Size of the tensors that travel, in bytes."""
         return num_bytes(self.tensors)
 
     @cached_property

@@ -19,7 +19,7 @@ from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.participation import Figure
-from lightning_spectral.protocol.client_store import ClientStore
+from lightning_spectral.protocol.client_store import ClientStore, note_state, with_state
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import FrozenBase
@@ -77,6 +77,7 @@ class Engine:
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own engine, with the same weights.
         store: State of single clients that the server keeps.
+        client_states: The last turn of each client whose device keeps a state; in a simulation, also that state.
         frozen_base: Record of the frozen tensors that each client already has.
         usual_update: Median norm of the updates of the last round in which clients changed anything; NaN before it, and
             if no norms are taken.
@@ -101,6 +102,7 @@ class Engine:
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)
+    client_states: ClientStore = field(default_factory=ClientStore)
     frozen_base: FrozenBase = field(default_factory=FrozenBase)
     usual_update: float = math.nan
     profile: Profile = nullcontext
@@ -122,6 +124,11 @@ class Engine:
     def simulation(self) -> Simulation:
         """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(self.clients.num_clients, self.seed)
+
+    @property
+    def stores(self) -> tuple[ClientStore, ...]:
+        """All that is kept of single clients."""
+        return self.store, self.client_states
 
     @property
     def round(self) -> OpenRound:
@@ -294,7 +301,8 @@ class OpenRound:
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
         self._options = engine.options()
-        engine.store.discard()
+        for store in engine.stores:
+            store.discard()
         with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
             self.cohort = self._cohort()
             engine.frozen_base.refresh(engine.half.frozen_tensors())
@@ -320,8 +328,8 @@ class OpenRound:
             num_parameters, downlink_bytes, uplink_bytes = engine.size_of(self.opened, unit, capacity)
             downlink_bytes -= engine.frozen_base.bytes_held_by(unit)
         num_examples = engine.clients.epoch_of(unit.client_id)
-        size = num_parameters, downlink_bytes, uplink_bytes
-        return SimulatedTask(capacity, num_examples, engine.local_epochs, *size)
+        epochs = engine.half.device_half.epochs(engine.local_epochs)
+        return SimulatedTask(capacity, num_examples, epochs, num_parameters, downlink_bytes, uplink_bytes)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""
@@ -335,6 +343,7 @@ class OpenRound:
             options=self._options,
             seed=engine.seed,
         )
+        common = with_state(common, engine.client_states)
         return engine.frozen_base.mark(common) if engine.frozen_base.digests else common, receipt
 
     def play(
@@ -460,9 +469,9 @@ class OpenRound:
 
     def _meet(self) -> tuple[ClientOutcome, ...]:
         """Exchange the outcomes of all processes: one per unit, in the cohort's order; raise if any of them failed."""
-        processes, store = self.engine.processes, self.engine.store
+        processes, stores = self.engine.processes, self.engine.stores
         failure = None if self.failure is None else str(self.failure)
-        written = store.written() if processes.size > 1 else {}
+        written = [store.written() if processes.size > 1 else {} for store in stores]
         gathered = processes.gather((failure, self.outcomes, self.clock.seconds, written))
         failures = [failure for failure, *_ in gathered]
         if any(failures):
@@ -470,8 +479,9 @@ class OpenRound:
         raise_everywhere(failures, self.failure, ClientError)
         self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
         for rank, (*_, written) in enumerate(gathered):
-            if rank != processes.rank:
-                store.merge(written)
+            for store, entries in zip(stores, written, strict=True):
+                if rank != processes.rank:
+                    store.merge(entries)
         by_key = {outcome.unit.key: outcome for _, outcomes, _, _ in gathered for outcome in outcomes}
         if missing := [named(unit) for unit in self.units if unit.key not in by_key]:
             raise RoundError(
@@ -494,7 +504,8 @@ class OpenRound:
         diagnostics = dict(self.opened.metrics())
         if engine.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
-        engine.store.commit()
+        for store in engine.stores:
+            store.commit()
         engine.frozen_base.note_outcomes(outcomes)
         engine.frozen_base.commit()
         if engine.update_bound is not None:
@@ -572,6 +583,14 @@ class Turn:
             is_clients = failure.stage in ("local training", "network")
             if not is_clients or self.round.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
+        if upload.lost_state and self.download is not None:
+            warnings.warn(
+                f"Round {self.round_idx}: the device of {named(self.unit)} no longer has what it kept in round "
+                f"{self.download.last_turn}, so it begins anew: its own values are the server's again. Keep such a "
+                "device's state on its disk: ClientData(..., state_folder=...).",
+                SpectralWarning,
+                stacklevel=4,
+            )
         self.upload = upload
 
     def receive(self) -> ClientOutcome:
@@ -583,6 +602,8 @@ class Turn:
         """
         assert self.upload is not None, "an upload is accepted before it is received"
         left_out, message = self.upload.left_out, ""
+        if left_out is None and self.round.engine.half.device_half.keeps_state:
+            note_state(self.upload, self.round_idx, self.round.engine.client_states)
         if self.upload.failure is not None:
             message = self.upload.failure.message
         if left_out is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from client_parallel_runs import WithLimits
 from fake_line import held_out_data, held_out_line, remote, toy_line
-from federation import Fit, Fitted, same_state, seeded
+from federation import Fit, Fitted, said_during, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
 from other_process import LitPlain, toy_data
 from toy_models import LitMLP
@@ -44,15 +44,16 @@ def assert_same(ours: Fitted, theirs: Fitted) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
-def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit) -> None:
+def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit, tmp_path: Path) -> None:
     lit: Callable[[], Any] = {"SCAFFOLD": LitPlain, "limits of buffers": WithLimits}.get(name, LitMLP)
     theirs = fit(seeded(lit), toy_data(), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
     for hazards, forgets in ((1, False), (2, True)):
-        line = toy_line(lit, hazards=hazards, forgets=forgets)
+        line = toy_line(lit, hazards=hazards, forgets=forgets, folder=tmp_path / "states" if forgets else None)
         ours = fit(seeded(lit), remote(line), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
         if not forgets:
             assert_same(ours, theirs)
         assert same_state(ours.tensors, theirs.tensors)
+        assert not any(ours.model.own_model(client) for client in range(12))  # the server has none of it
 
 
 class LitCounts(LitMLP):
@@ -138,14 +139,47 @@ class LitAsksItsStage(LitMLP):
         self.log("validates", float(self.trainer.validating and self.trainer.state.fn == "fit"))
 
 
-def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(fit: Fit) -> None:
+@pytest.mark.parametrize("name", ["FedAvg", "personal head"])
+def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(name: str, fit: Fit) -> None:
     tables = []
     for data in (held_out_data(), remote(held_out_line(LitAsksItsStage))):
-        evaluation = ls.ClientEvaluation()
-        fitted = fit(seeded(LitAsksItsStage), data, max_epochs=3, callbacks=[evaluation], **SETTINGS)
+        evaluation, options = ls.ClientEvaluation(), {"algorithm": ALGORITHMS[name], **SETTINGS}
+        fitted = fit(seeded(LitAsksItsStage), data, max_epochs=3, callbacks=[evaluation], **options)
         tables.append((evaluation.table, {n: v for n, v in fitted.logged.items() if n.startswith("fl/clients/")}))
     assert tables[0][1].keys() == tables[1][1].keys() != set()
     for ours, theirs in zip(tables[1][0].rows, tables[0][0].rows, strict=True):
         assert (ours.client_id, ours.num_examples) == (theirs.client_id, theirs.num_examples)
         assert ours.metrics == theirs.metrics
         assert ours.metrics["validates"] == 1.0
+        assert ("own/val_loss" in ours.metrics) == (name == "personal head")
+
+
+def test_a_device_that_lost_its_clients_state_says_so_and_begins_anew(fit: Fit, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"algorithm": ALGORITHMS["personal head"], "max_epochs": 3, **SETTINGS}
+    line = toy_line(LitMLP, forgets=True)
+    said = said_during(lambda: fit(seeded(LitMLP), remote(line), **options))
+    rows = fit(seeded(LitMLP), toy_data(), **options).ledger.rows
+    last: dict[int, int] = {}
+    expected = []
+    for row in rows:
+        if row.client_id in last:
+            begun = last[row.client_id]
+            expected.append(
+                f"Round {row.round_idx}: the device of client {row.client_id} no longer has what it kept in round "
+                f"{begun},"
+            )
+        last[row.client_id] = row.round_idx
+    assert expected
+    assert sorted(message.partition(" so it")[0] for message in said) == sorted(expected)
+
+
+def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fit: Fit, tmp_path: Path) -> None:
+    """Devices have trained for a third round, which the resumed server asks for once more."""
+    options: dict[str, Any] = {"algorithm": ALGORITHMS["personal head"], **SETTINGS, "clients_per_round": 12}
+    whole = fit(seeded(LitMLP), toy_data(), max_epochs=4, **options)
+    line = toy_line(LitMLP)
+    part = fit(seeded(LitMLP), remote(line), max_epochs=2, **options)
+    part.trainer.save_checkpoint(tmp_path / "2.ckpt")
+    fit(seeded(LitMLP), remote(line), max_epochs=3, ckpt_path=tmp_path / "2.ckpt", **options)
+    resumed = fit(seeded(LitMLP), remote(line), max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
+    assert same_state(resumed.tensors, whole.tensors)

@@ -134,6 +134,9 @@ FIELDS = [field.name for field in dataclasses.fields(Upload)]
 SAYS: dict[str, Callable[[Any], bool]] = {
     "num_steps": lambda value: 0 <= value < 2**40,
     "loss": lambda value: isinstance(value, float),
+    "loss_before": lambda value: isinstance(value, float),
+    "client_state": lambda value: value == {},
+    "lost_state": lambda value: value is False,
     "seconds": lambda value: all(0 <= seconds < 1e9 for seconds in value.values()),
     "logged": lambda value: all(name.startswith("clients/") and len(name) <= 208 for name in value),
     "left_out": lambda value: value in (None, "error", "no_update", "not_finite"),

@@ -71,6 +71,8 @@ DOWNLOADS = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     frozen=mappings(NAMES),
     held=st.frozensets(NAMES, max_size=3),
+    last_turn=st.none() | WHOLE,
+    client_state=mappings(tensors()),
 )
 UPLOADS = st.builds(
     Upload,
@@ -87,6 +89,9 @@ UPLOADS = st.builds(
     discarded=st.lists(NAMES, max_size=3).map(tuple),
     missing=st.lists(NAMES, max_size=3).map(tuple),
     put_back=st.lists(NAMES, max_size=3).map(tuple),
+    loss_before=FLOATS,
+    client_state=mappings(tensors()),
+    lost_state=st.booleans(),
 )
 
 
@@ -297,8 +302,8 @@ def test_boolean_tensors_hold_no_other_values() -> None:
         ((pickle.dumps(example()), b""), r"damaged or truncated"),
         (encode(Download(WorkUnit(0), 1.0, {})), r"Expected a record of type Upload, got another type\."),
         (
-            sealed(msgspec.msgpack.encode((5, "Upload", {}))),
-            r"version 5 of the format; this is version 4\. Install the",
+            sealed(msgspec.msgpack.encode((6, "Upload", {}))),
+            r"version 6 of the format; this is version 5\. Install the",
         ),
         (sealed(content()[:-1]), r"cannot be read: Input data was truncated\."),
     ],
@@ -334,5 +339,5 @@ def test_values_that_all_clients_get_are_the_same_bytes() -> None:
 
 
 def test_the_format_changes_only_with_its_version() -> None:
-    digest = "aadf747aa66c97c77371f30d8824fbacb25ee06129545ab04c296cb3dea17081"
-    assert (codec.VERSION, hashlib.sha256(HEAD[32:]).hexdigest()) == (4, digest)  # raise both if records change
+    digest = "273f84435289d9b0ccacc8a2a4fcc0de1362afc43e2be68b13e48c9a2f97f1fb"
+    assert (codec.VERSION, hashlib.sha256(HEAD[32:]).hexdigest()) == (5, digest)  # raise both if records change

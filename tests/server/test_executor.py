@@ -315,7 +315,10 @@ def test_downloads_are_drawn_one_by_one_if_some_are_sent_again() -> None:
 
 FitAs = Callable[..., Fitted]
 SYSTEMS = {  # `test_check_algorithm` plays rounds of all of them in another process
-    **{name: EVERY_SYSTEM[name] for name in ("FedAvg", "spectral", "SCAFFOLD", "Zampling", "LoRA", "width")},
+    **{
+        name: EVERY_SYSTEM[name]
+        for name in ("FedAvg", "personal head", "spectral", "SCAFFOLD", "Zampling", "LoRA", "width")
+    },
     "averages of each width": ls.WidthSharding(
         keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
     ),

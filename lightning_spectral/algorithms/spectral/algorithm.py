@@ -16,6 +16,7 @@ from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import ByKeepRatio, Moment, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.algorithms.personal import NOTHING, Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
     MeanWithinReach,
@@ -25,7 +26,7 @@ from lightning_spectral.algorithms.spectral.aggregation import (
 )
 from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, plan_draws
-from lightning_spectral.arguments import Number, as_patterns, check_fields
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -46,7 +47,7 @@ from lightning_spectral.protocol.per_client import (
     value_at,
     values_of,
 )
-from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Tensors, Upload, WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
 from lightning_spectral.sums import RunningMean
 
@@ -66,6 +67,7 @@ class SpectralSide(ClientSide):
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
+        personal: What stays with each client; none of it is in a sharded layer.
     """
 
     plan: ModulePlan
@@ -73,6 +75,7 @@ class SpectralSide(ClientSide):
     clip_tau: float
     clip_weight_lr: float
     frobenius_decay: float
+    personal: Personal = NOTHING
 
     @cached_property
     def weight_of(self) -> dict[str, str]:
@@ -90,7 +93,7 @@ class SpectralSide(ClientSide):
         swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
 
     def load(self, client: nn.Module, download: Download) -> None:
-        load_tensors(client, download.tensors)
+        load_tensors(client, {**download.tensors, **self.personal.of(download.client_state)})
 
     def origin(self, name: str) -> str:
         return self.weight_of.get(name, name)
@@ -101,7 +104,7 @@ class SpectralSide(ClientSide):
             return {}
         return {"weight_decay": 0.0, DECAY: self.frobenius_decay + options.get("weight_decay", 0.0)}
 
-    def start(self, client: nn.Module, download: Download) -> StepActions:
+    def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
         """Frobenius decay, then clipping, just before each step."""
         layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
         rates.start_client()
@@ -122,7 +125,20 @@ class SpectralSide(ClientSide):
             for act in acts[id(optimizer)]:
                 act()
 
-        return StepActions(before_step=before_step)
+        return self.personal.phases(client, StepActions(before_step=before_step))
+
+    def epochs(self, local_epochs: int) -> int:
+        return self.personal.epochs + local_epochs
+
+    @property
+    def keeps_state(self) -> bool:
+        return bool(self.personal.names)
+
+    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
+        return self.personal.kept(client)
+
+    def own_model(self, client_state: Tensors) -> Tensors:
+        return self.personal.of(client_state)
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         return Upload(download.unit, select_tensors(client, self.returned))
@@ -163,6 +179,9 @@ class SpectralSharding(ByKeepRatio):
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
             nothing worth keeping, and means of terms elsewhere, as in the paper.
+        personal: Patterns of the names of parameters and buffers that stay with each client, as in `FedAvg`; a layer
+            whose weight is one of them is not sharded.
+        personal_epochs: Passes that train the personal parameters alone, before the others, as in `FedAvg`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -198,6 +217,8 @@ class SpectralSharding(ByKeepRatio):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation | None = None
+    personal: Sequence[str] = ()
+    personal_epochs: int = 0
 
     def __post_init__(self) -> None:
         check_fields(
@@ -207,7 +228,10 @@ class SpectralSharding(ByKeepRatio):
             frobenius_decay=Number(at_least=0),
             clip_weight_lr=WEIGHT_LR,
             exclude=as_patterns,
+            personal=as_patterns,
+            personal_epochs=Whole(at_least=0),
         )
+        check_personal(self.personal, self.personal_epochs)
         for name, setting in {"strategy": self.strategy, "design": self.design}.items():
             if isinstance(setting, Mapping):
                 raise TypeError(f"`{name}` by round must be a Schedule, got {setting!r}; write Schedule({setting!r}).")
@@ -260,7 +284,7 @@ class SpectralSharding(ByKeepRatio):
 
     def plan(self, server: nn.Module) -> ModulePlan:
         """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
-        return plan_of(server, self.layers)
+        return plan_of(server, self.layers).keeping_dense(personal_names(server, self.personal), "personal")
 
     def cut_sizes(self, server: nn.Module) -> set[float]:
         return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
@@ -327,7 +351,10 @@ class SpectralSharding(ByKeepRatio):
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
-        planned = PlannedModule(server, plan, buffer_rules(server, self.buffers, decisions))
+        personal = Personal(personal_names(server, self.personal), self.personal_epochs)
+        plan = plan.keeping_dense(personal.names, "personal")
+        buffers = buffer_rules(server, rules_with(personal.names, server, self.buffers), decisions)
+        planned = PlannedModule(server, plan, buffers, personal)
         return SpectralHalf(self, planned, (decisions or {}).get("started", ()))
 
 
@@ -346,10 +373,19 @@ class SpectralHalf(ServerHalf):
         self.choice, self.planned, self.plan = choice, planned, planned.plan
         self.started = frozenset(started)
 
+    @property
+    def averages_may_rest(self) -> bool:
+        return self.planned.personal.has_buffers(self.server)
+
     @cached_property
     def device_half(self) -> SpectralSide:
         choice, dense = self.choice, tuple(self.planned.returned())
-        return choice.side(self.plan, dense, choice.clip_tau, choice.clip_weight_lr, choice.frobenius_decay)
+        bounds = choice.clip_tau, choice.clip_weight_lr, choice.frobenius_decay
+        return choice.side(self.plan, dense, *bounds, self.planned.personal)
+
+    def frozen_tensors(self) -> Mapping[str, Tensor]:
+        """Also the server's values of personal tensors, with which clients begin."""
+        return {**super().frozen_tensors(), **select_tensors(self.server, self.planned.personal.names)}
 
     @property
     def decisions(self) -> Mapping[str, Any]:

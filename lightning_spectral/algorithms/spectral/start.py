@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.personal import NOTHING, Personal
 from lightning_spectral.algorithms.term_draws import naming_layer
 from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.spectra import (
@@ -28,12 +29,15 @@ from lightning_spectral.protocol.exchange import apply_mean_change, returned_ten
 
 
 class PlannedModule:
-    """A module, the plan of how clients hold every layer of it, and the rules of its buffers."""
+    """A module, the plan of how clients hold every layer of it, the rules of its buffers, and what is personal."""
 
-    def __init__(self, module: nn.Module, plan: ModulePlan, buffers: BufferRules = NO_RULES) -> None:
+    def __init__(
+        self, module: nn.Module, plan: ModulePlan, buffers: BufferRules = NO_RULES, personal: Personal = NOTHING
+    ) -> None:
         self.module = module
         self.plan = plan
         self.buffers = buffers
+        self.personal = personal
         self._held_entries = plan.cut_biases(module)  # of biases whose outputs clients do not compute in full
 
     def matrices(self) -> dict[str, Tensor]:
@@ -68,7 +72,8 @@ class PlannedModule:
 
     def returned(self) -> dict[str, Tensor]:
         """Those of them that clients send back."""
-        tensors = returned_tensors(self.module, self.plan.sharded_weights, self.buffers)
+        kept = {*self.plan.sharded_weights, *self.personal.names}
+        tensors = returned_tensors(self.module, kept, self.buffers)
         return leading_entries(tensors, self._held_entries)
 
     def averaged(self) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -37,6 +37,7 @@ from lightning_spectral.server.round import client_error
 from lightning_spectral.tables import Block, Tabular
 
 SUFFIX = "/dataloader_idx_"  # which Lightning appends to names where there are several dataloaders
+OWN = "own/"  # before the names of what a client's own model is worth
 _LOG = inspect.signature(pl.LightningModule.log)
 _MEANS = ("mean", "avg", torch.mean)
 
@@ -79,6 +80,18 @@ class ValidatedBeside:
                 vars(metric).update(state)
             yield
             self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+
+    @contextmanager
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within the block, and one of `entered`, some of the module's tensors have other values."""
+        held = [(own, own.data, tensors[name]) for name, own in named_state(self.module).items() if name in tensors]
+        for own, data, other in held:
+            own.data = other.to(data).clone()  # a step may change it
+        try:
+            yield
+        finally:
+            for own, data, _ in held:
+                own.data = data
 
     def start(self) -> None:
         """Forget what was logged so far, and reset the module's metrics: other data follows."""
@@ -215,7 +228,8 @@ class ClientEvaluation(RoundCallback):
     For one client after another, it runs your ``validation_step`` in eval mode on a copy of your module with its
     metrics reset. No other hooks run, except those that move batches. For each metric M that the step logs, and that
     Lightning averages over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of
-    `ClientTable.figures`.
+    `ClientTable.figures`. Where clients have a model of their own, such as one with personal parameters, that is
+    evaluated too, and M is then ``own/M``.
 
     The global random generators and the run itself are not affected. Several processes share the clients.
 
@@ -303,7 +317,20 @@ class ClientEvaluation(RoundCallback):
 def evaluate_clients(
     trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
 ) -> tuple[ClientRow, ...]:
-    """Evaluate the server's model on the held-out examples of some clients, in their order; processes share them."""
+    """Evaluate the server's model on the held-out examples of some clients, in their order; processes share them.
+
+    Where some clients have models of their own, the server's is that of the others: they would begin with it.
+    """
+    rows = _evaluated_rows(trainer, model, round_idx, client_ids)
+    if not any(name.startswith(OWN) for row in rows for name in row.metrics):
+        return rows
+    servers = ({f"{OWN}{n}": x for n, x in row.metrics.items() if not n.startswith(OWN)} for row in rows)
+    return tuple(replace(row, metrics={**own, **row.metrics}) for row, own in zip(rows, servers, strict=True))
+
+
+def _evaluated_rows(
+    trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
+) -> tuple[ClientRow, ...]:
     sizes = model.data.held_out.sizes_of(client_ids)
     if (elsewhere := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is not None:
         sized = zip(client_ids, sizes, strict=True)
@@ -318,7 +345,7 @@ def evaluate_clients(
         with beside.entered():
             model.module.eval()
             adopt_batch_hooks(model.module, model.data)
-            return [_evaluated(trainer, model, beside, round_idx, client_ids[i]) for i in mine]
+            return [_row(trainer, model, beside, round_idx, client_ids[i]) for i in mine]
 
     trainer.validating = True  # as it is in a validation within a fit
     try:
@@ -330,9 +357,20 @@ def evaluate_clients(
     return tuple(rows[client_id] for client_id in client_ids)
 
 
+def _row(trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int) -> ClientRow:
+    """The server's model on a client's examples, and the client's own if it has one."""
+    metrics = _evaluated(trainer, model, beside, round_idx, client_id)
+    if own := model.own_model(client_id):
+        with beside.with_tensors(own):
+            evaluated = _evaluated(trainer, model, beside, round_idx, client_id)
+        metrics |= {f"{OWN}{name}": value for name, value in evaluated.items()}
+    (num_examples,) = model.data.held_out.sizes_of([client_id])
+    return ClientRow(client_id, num_examples, metrics)
+
+
 def _evaluated(
     trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int
-) -> ClientRow:
+) -> dict[str, float]:
     device = trainer.strategy.root_device
     seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
     beside.start()
@@ -342,8 +380,7 @@ def _evaluated(
                 beside.step(as_in_a_step(batch, model.module, trainer), batch_idx)
     except Exception as error:
         raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
-    (num_examples,) = model.data.held_out.sizes_of([client_id])
-    return ClientRow(client_id, num_examples, beside.logged())
+    return beside.logged()
 
 
 def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:

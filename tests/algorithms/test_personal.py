@@ -1,0 +1,194 @@
+"""Personal parameters against bare loops, and in runs: resumed, evaluated with each client's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation import Fit, check_resumes, same_state, seeded
+from other_process import toy_data
+from torch import Tensor, nn
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.protocol.records import WorkUnit
+
+HEAD = ["net.5.*"]
+LR, ROUNDS = 0.1, 4
+
+
+class LitPlainMLP(LitMLP):
+    """Without dropout and momentum, so that a bare loop needs no state besides weights."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR, momentum=0.0, dropout=0.0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def batches_of(data: ls.FederatedDataModule, client: int, round_idx: int, epochs: range, seed: int = 3) -> Any:
+    """The batches of a client's local epochs, as the package deals them."""
+    from lightning_spectral.protocol.records import Download
+
+    download = Download(WorkUnit(client), 1.0, {}, round_idx=round_idx, seed=seed)
+    for epoch in epochs:
+        yield from (batch for batch, _ in data.client_data(download).epoch(epoch))
+
+
+def by_hand(
+    data: ls.FederatedDataModule, cohorts: list[list[int]], personal_epochs: int
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """FedPer, or FedRep's two phases: one local epoch of all parameters, or some of the head and one of the body."""
+    net = seeded(LitPlainMLP)
+    names = [name for name, _ in net.named_parameters()]
+    head = {name for name in names if name.startswith("net.5.")}
+    shared = {name: p.detach().clone() for name, p in net.named_parameters()}
+    own: dict[int, dict[str, Tensor]] = {}
+    for round_idx, cohort in enumerate(cohorts):
+        total, mean = 0, {name: torch.zeros_like(shared[name], dtype=torch.float64) for name in names}
+        for client in cohort:
+            net.load_state_dict({**shared, **own.get(client, {})}, strict=False)
+            phases = [(head, range(personal_epochs)), (set(names) - head, range(personal_epochs, personal_epochs + 1))]
+            if personal_epochs == 0:
+                phases = [(set(names), range(1))]
+            for trained, epochs in phases:
+                for x, y in batches_of(data, client, round_idx, epochs):
+                    parameters = {name: p for name, p in net.named_parameters() if name in trained}
+                    loss = nn.functional.cross_entropy(net(x), y)
+                    gradients = torch.autograd.grad(loss, list(parameters.values()))
+                    with torch.no_grad():
+                        for p, gradient in zip(parameters.values(), gradients, strict=True):
+                            p -= LR * gradient
+            size = len(data.partition[client])
+            total += size
+            for name, p in net.named_parameters():
+                mean[name] += size * (p.detach().double() - shared[name])
+            own[client] = {name: p.detach().clone() for name, p in net.named_parameters() if name in head}
+        for name in set(names) - head:
+            shared[name] = (shared[name] + mean[name] / total).float()
+    return shared, own
+
+
+@pytest.mark.parametrize("personal_epochs", [0, 2])
+def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, fit: Fit) -> None:
+    data = toy_data()
+    algorithm = ls.FedAvg(personal=HEAD, personal_epochs=personal_epochs)
+    fitted = fit(seeded(LitPlainMLP), data, algorithm=algorithm, max_epochs=ROUNDS, seed=3)
+    cohorts = [[row.client_id for row in fitted.ledger.rows if row.round_idx == i] for i in range(ROUNDS)]
+    shared, own = by_hand(data, cohorts, personal_epochs)
+    for name, expected in shared.items():
+        torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+    assert len(own) > 4  # some took part once, some again
+    for client, head in own.items():
+        kept = fitted.model.own_model(client)
+        assert kept.keys() == head.keys()
+        for name, expected in head.items():
+            torch.testing.assert_close(kept[name], expected, rtol=1e-5, atol=1e-6)
+            assert not torch.equal(kept[name], fitted.state[name])
+
+
+def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: Fit) -> None:
+    algorithm = ls.SpectralSharding(
+        keep_ratio=0.5, personal=HEAD, layers=ls.LayerChoices(keep_first_and_last_dense=False)
+    )
+    assert list(algorithm.plan(LitMLP()).sharded) == ["net.0", "net.2"]
+    before = seeded(LitMLP).state_dict()
+    fitted = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, max_epochs=2, seed=3)
+    assert torch.equal(fitted.state["net.5.weight"], before["net.5.weight"])
+    assert not torch.equal(fitted.state["net.2.weight"], before["net.2.weight"])
+    clients = {row.client_id for row in fitted.ledger.rows}
+    heads = [fitted.model.own_model(client)["net.5.weight"] for client in clients]
+    assert not any(torch.equal(head, before["net.5.weight"]) for head in heads)
+    assert fitted.model.own_model(next(iter({*range(12)} - clients))) == {}
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg, ls.SpectralSharding, ls.StaleUpdates])
+def test_a_resumed_run_has_the_same_own_models(algorithm: Any, fit: Fit, tmp_path: Path) -> None:
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm(personal=HEAD), seed=3)
+    whole = fit(seeded(LitMLP), toy_data(), algorithm=algorithm(personal=HEAD), max_epochs=4, seed=3)
+    whole.trainer.save_checkpoint(tmp_path / "4.ckpt")
+    loaded = ls.FederatedModule.load_from_checkpoint(
+        tmp_path / "4.ckpt", module=LitMLP(), algorithm=algorithm(personal=HEAD), clients_per_round=4
+    )
+    clients = {row.client_id for row in whole.ledger.rows}
+    assert len(clients) > 4
+    for client in clients:
+        assert same_state(dict(loaded.own_model(client)), dict(whole.model.own_model(client)))
+
+
+def test_personal_tensors_travel_once_and_never_back(fit: Fit) -> None:
+    plain = fit(seeded(LitMLP), toy_data(), max_epochs=4, seed=3)
+    ours = fit(seeded(LitMLP), toy_data(), algorithm=ls.FedAvg(personal=HEAD), max_epochs=4, seed=3)
+    head = 4 * (12 * 3 + 3)
+    seen: set[int] = set()
+    for row, whole in zip(ours.ledger.rows, plain.ledger.rows, strict=True):
+        assert row.uplink_bytes == whole.uplink_bytes - head
+        assert row.downlink_bytes == whole.downlink_bytes - (head if row.client_id in seen else 0)
+        seen.add(row.client_id)
+
+
+class LitNorm(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.net.insert(1, nn.BatchNorm1d(12))
+
+
+def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
+    fitted = fit(seeded(LitNorm), toy_data(), algorithm=ls.FedAvg(personal=["net.1.*"]), max_epochs=2, seed=3)
+    before = seeded(LitNorm).state_dict()
+    for name in ("net.1.running_mean", "net.1.weight", "net.1.num_batches_tracked"):
+        assert torch.equal(fitted.state[name], before[name])
+    client = fitted.ledger.rows[0].client_id
+    own = fitted.model.own_model(client)
+    assert own["net.1.num_batches_tracked"] > 0
+    assert not torch.equal(own["net.1.running_mean"], before["net.1.running_mean"])
+
+
+def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(fit: Fit) -> None:
+    whole = toy_data()
+    data = ls.FederatedDataModule(
+        whole.train, ls.IIDPartitioner(num_clients=12), val=whole.val, batch_size=4, client_val_fraction=0.3
+    )
+    evaluation = ls.ClientEvaluation()
+    fitted = fit(
+        seeded(LitMLP),
+        data,
+        algorithm=ls.FedAvg(personal=HEAD),
+        max_epochs=2,
+        callbacks=[evaluation],
+        seed=3,
+    )
+    assert evaluation.table is not None
+    trained = {row.client_id for row in fitted.ledger.rows}
+    for row in evaluation.table.rows:
+        examples: Any = [data.client_val_batches(row.client_id)]
+        x, y = next(iter(examples[0]))
+        for prefix, own in (("", {}), ("own/", fitted.model.own_model(row.client_id))):
+            net = seeded(LitMLP).eval()
+            net.load_state_dict({**fitted.state, **own})
+            with torch.no_grad():
+                loss = float(nn.functional.cross_entropy(net(x), y))
+            assert row.metrics[f"{prefix}val_loss"] == pytest.approx(loss, rel=1e-5)
+        is_same = row.metrics["own/val_loss"] == row.metrics["val_loss"]
+        assert is_same == (row.client_id not in trained)
+    assert "fl/clients/own/val_acc/mean" in fitted.trainer.callback_metrics
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg, ls.SpectralSharding])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"personal": ["haed.*"]},
+            r"`personal` pattern 'haed\.\*' matches no parameter or buffer; known names: net\.0",
+        ),
+        ({"personal": ["*"]}, "clients would share nothing"),
+        ({"personal": "net.5.*"}, r"must be a sequence of patterns"),
+        ({"personal_epochs": 2}, "trains personal parameters, and there are none"),
+        ({"personal": HEAD, "personal_epochs": -1}, "personal_epochs"),
+    ],
+)
+def test_mistakes_are_named_before_a_round(algorithm: Any, options: Any, message: str, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(seeded(LitMLP), toy_data(), algorithm=algorithm(**options))

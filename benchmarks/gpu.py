@@ -11,6 +11,7 @@ limit; one that fails is a line of its table, and the others go on. The parts:
 - ``rounds``: milliseconds of a round of FedAvg beside a bare loop: ten clients with five batches of 20 each.
 - ``factorise``: milliseconds to factorise matrices, all terms or the largest tenth, on the device and on the CPU.
 - ``shared``: a round of the tiny network and of the CNN, by the number of processes on the device.
+- ``stacked``: the same round with all clients at once, their weights stacked by ``torch.func``.
 - ``cifar10``: the row "Collective, keep ratio 0.2" of Table 1 for CIFAR-10, as long as it is said.
 """
 
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ import torch
 from contenders.workload import cnn, mlp
 from page import show
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import factorize, leading_factors
 from lightning_spectral.models import CharTransformer, LitClassifier, ResNet18
+from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.server.executor import Executor
 
 ROOT = Path(__file__).parents[1]
 CLIENTS, BATCHES, BATCH, VOCABULARY, LENGTH = 10, 5, 20, 90, 80
@@ -47,9 +51,10 @@ HEADERS = {
     "rounds": ("model", "bare loop, ms", "ours, ms", "over bare"),
     "factorise": ("matrix", "CPU, all", "CPU, a tenth", "device, all", "device, svd", "device, a tenth"),
     "shared": ("model, processes", "ms", "faster than one"),
+    "stacked": ("model", "one by one, ms", "stacked, ms", "over one by one", "largest difference"),
     "cifar10": ("rounds", "s/round", "accuracy"),
 }
-SECONDS = {"tests": 300, "rounds": 60, "factorise": 60, "shared": 60, "cifar10": 1800}  # of a case, at most
+SECONDS = {"tests": 300, "stacked": 90, "cifar10": 1800}  # of a case, at most; of others, a minute
 Rows = Sequence[Sequence[str]]
 
 
@@ -77,7 +82,7 @@ class LitNet(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
 
-def loss_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(net: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(net(x).flatten(0, -2), y.flatten())
 
 
@@ -94,6 +99,45 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
+class Stacked(Executor):
+    """Trains all clients of a round at once: a prototype, for SGD with momentum and networks without buffers.
+
+    Few large kernels take the place of many small ones, for clients with the same batches and one local epoch.
+    """
+
+    def __init__(self, federation: Any) -> None:
+        self.federation = federation
+
+    def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
+        asked, net, device = list(downloads), self.federation.module.net, self.federation.device
+        weights = {name: torch.stack([download.tensors[f"net.{name}"] for download in asked]) for name in own(net)}
+        momenta = [torch.zeros_like(tensor) for tensor in weights.values()]
+        batches = [[batch for batch, _ in self.federation.data.client_data(one).epoch(0)] for one in asked]
+        options = asked[0].options[0][0]
+
+        def loss(of_client: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+            return loss_of(lambda x: functional_call(net, of_client, (x,)), x, y)
+
+        for of_step in zip(*batches, strict=True):
+            x, y = (torch.stack(parts).to(device) for parts in zip(*of_step, strict=True))
+            gradients = list(vmap(grad(loss))(weights, x, y).values())
+            torch._foreach_mul_(momenta, options["momentum"])
+            torch._foreach_add_(momenta, gradients)
+            torch._foreach_add_(list(weights.values()), momenta, alpha=-options["lr"])
+        for client, download in enumerate(asked):
+            returned = {f"net.{name}": tensor[client] for name, tensor in weights.items()}
+            yield Upload(download.unit, returned, num_steps=len(batches[client]))
+
+
+def own(net: nn.Module) -> list[str]:
+    return [name for name, _ in net.named_parameters()]
+
+
+class StackedFederation(ls.FederatedModule):
+    def make_executor(self, engine: Any) -> Executor:
+        return Stacked(self)
+
+
 class Clock(pl.Callback):
     def __init__(self, device: str) -> None:
         self.device, self.starts = device, list[float]()
@@ -106,12 +150,19 @@ class Clock(pl.Callback):
         return 1e3 * statistics.median(b - a for a, b in zip(self.starts[2:], self.starts[3:], strict=False))
 
 
-def train(net: nn.Module, data: ls.FederatedDataModule, device: str, rounds: int, **options: Any) -> Clock:
+def train(
+    net: nn.Module,
+    data: ls.FederatedDataModule,
+    device: str,
+    rounds: int,
+    kind: type[ls.FederatedModule] = ls.FederatedModule,
+    **options: Any,
+) -> Clock:
     clock = Clock(device)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **quiet, **options}
     trainer = pl.Trainer(max_epochs=rounds + 3, callbacks=[clock], **settings)
-    trainer.fit(ls.FederatedModule(LitNet(net), clients_per_round=CLIENTS), data)
+    trainer.fit(kind(LitNet(net), clients_per_round=CLIENTS), data)
     if not trainer.is_global_zero:
         raise SystemExit
     return clock
@@ -192,6 +243,16 @@ def shared(case: str, device: str, toy: bool) -> Rows:
     return [(case, f"{train(net, federated(net), device, 2 if toy else 20, **options).milliseconds():.1f}", "")]
 
 
+def stacked(model: str, device: str, toy: bool) -> Rows:
+    one_by_one, at_once = (net := MODELS[model]()), copy.deepcopy(net)
+    data, count = federated(net), 2 if toy else 20
+    alone = train(one_by_one, data, device, count).milliseconds()
+    together = train(at_once, data, device, count, StackedFederation).milliseconds()
+    pairs = zip(one_by_one.parameters(), at_once.parameters(), strict=True)
+    farthest = max(float((a - b).abs().max()) for a, b in pairs)
+    return [(model, f"{alone:.1f}", f"{together:.1f}", f"{together / alone:.2f}", f"{farthest:.0e}")]
+
+
 def cifar10(folder: str, device: str, toy: bool) -> Rows:
     """As the examples' ``table1``: 100 clients, Dirichlet 1, ten a round, two local epochs, batch size 32."""
 
@@ -229,6 +290,7 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
         "rounds": list(TOYS if options.toy else MODELS),
         "factorise": [f"{rows}x{columns}" for rows, columns in shapes],
         "shared": [f"{model}, {count}" for model in models for count in counts],
+        "stacked": models,
         "cifar10": [options.cifar10] if options.cifar10 else [],
     }
 
@@ -237,11 +299,11 @@ def in_a_process(part: str, case: str, options: argparse.Namespace) -> Rows:
     arguments = ["--device", options.device, *(["--toy"] if options.toy else []), "--case", part, case]
     command = [sys.executable, __file__, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS[part], check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS.get(part, 60), check=True)
         found: Rows = json.loads(done.stdout.splitlines()[-1])
         return found
     except subprocess.TimeoutExpired:
-        return [(case, f"longer than {SECONDS[part]} s")]
+        return [(case, f"longer than {SECONDS.get(part, 60)} s")]
     except subprocess.CalledProcessError as error:
         lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
         return [(case, f"failed: {lines[-1]}")]
@@ -260,7 +322,8 @@ def main() -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         torch.manual_seed(0)
         part, case = options.case
-        measure = {"tests": tests, "rounds": rounds, "factorise": factorise, "shared": shared, "cifar10": cifar10}
+        parts = (tests, rounds, factorise, shared, stacked, cifar10)
+        measure = {each.__name__: each for each in parts}
         print(json.dumps(measure[part](case, options.device, options.toy)))
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else options.device

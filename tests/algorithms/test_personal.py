@@ -1,5 +1,6 @@
 """Personal parameters against bare loops, and in runs: resumed, evaluated with each client's own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ LR, ROUNDS = 0.1, 4
 
 
 class LitPlainMLP(LitMLP):
-    """Without dropout and momentum, so that a bare loop needs no state besides weights."""
+    """Without dropout, and with any optimizer."""
 
-    def __init__(self) -> None:
-        super().__init__(lr=LR, momentum=0.0, dropout=0.0)
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(dropout=0.0)
+        self.optimizer = optimizer
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
+        return self.optimizer(self.parameters(), lr=LR)
 
 
 def batches_of(data: ls.FederatedDataModule, client: int, round_idx: int, epochs: range, seed: int = 3) -> Any:
@@ -37,10 +39,13 @@ def batches_of(data: ls.FederatedDataModule, client: int, round_idx: int, epochs
 
 
 def by_hand(
-    data: ls.FederatedDataModule, cohorts: list[list[int]], personal_epochs: int
+    data: ls.FederatedDataModule, cohorts: list[list[int]], personal_epochs: int, optimizer: Any
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
-    """FedPer, or FedRep's two phases: one local epoch of all parameters, or some of the head and one of the body."""
-    net = seeded(LitPlainMLP)
+    """FedPer, or FedRep's two phases: one local epoch of all parameters, or some of the head and one of the body.
+
+    Each phase begins with a new optimizer of its own parameters.
+    """
+    net = seeded(LitPlainMLP, optimizer)
     names = [name for name, _ in net.named_parameters()]
     head = {name for name in names if name.startswith("net.5.")}
     shared = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -53,13 +58,11 @@ def by_hand(
             if personal_epochs == 0:
                 phases = [(set(names), range(1))]
             for trained, epochs in phases:
+                steps = optimizer([p for name, p in net.named_parameters() if name in trained], lr=LR)
                 for x, y in batches_of(data, client, round_idx, epochs):
-                    parameters = {name: p for name, p in net.named_parameters() if name in trained}
-                    loss = nn.functional.cross_entropy(net(x), y)
-                    gradients = torch.autograd.grad(loss, list(parameters.values()))
-                    with torch.no_grad():
-                        for p, gradient in zip(parameters.values(), gradients, strict=True):
-                            p -= LR * gradient
+                    net.zero_grad()
+                    nn.functional.cross_entropy(net(x), y).backward()
+                    steps.step()
             size = len(data.partition[client])
             total += size
             for name, p in net.named_parameters():
@@ -71,12 +74,14 @@ def by_hand(
 
 
 @pytest.mark.parametrize("personal_epochs", [0, 2])
-def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, fit: Fit) -> None:
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam])
+@pytest.mark.filterwarnings("ignore:.*rescales gradients")
+def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, fit: Fit) -> None:
     data = toy_data()
     algorithm = ls.FedAvg(personal=HEAD, personal_epochs=personal_epochs)
-    fitted = fit(seeded(LitPlainMLP), data, algorithm=algorithm, max_epochs=ROUNDS, seed=3)
+    fitted = fit(seeded(LitPlainMLP, optimizer), data, algorithm=algorithm, max_epochs=ROUNDS, seed=3)
     cohorts = [[row.client_id for row in fitted.ledger.rows if row.round_idx == i] for i in range(ROUNDS)]
-    shared, own = by_hand(data, cohorts, personal_epochs)
+    shared, own = by_hand(data, cohorts, personal_epochs, optimizer)
     for name, expected in shared.items():
         torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
     assert len(own) > 4  # some took part once, some again

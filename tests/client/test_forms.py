@@ -822,3 +822,32 @@ def test_a_function_that_holds_a_parameter_which_clients_do_not_have_is_refused(
     assert fit(copy.deepcopy(lit), data).history.rows
     with pytest.raises(ValueError, match=r"uses parameters that it does not hold \(net\.2\.weight\).*`exclude`"):
         fit(lit, data, algorithm=SPECTRAL)
+
+
+@pytest.mark.parametrize(
+    "make", [sgd, lambda net: torch.optim.Adam(net.parameters()), lambda net: torch.optim.Adagrad(net.parameters())]
+)
+def test_a_later_phase_begins_with_the_optimizer_of_the_first(
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = make(net)
+    local = LocalOptimizer(optimizer, {id(p): name for name, p in net.named_parameters()}, net)
+    local.start_client([{**options_of(optimizer)[0], "lr": 0.3}])
+    begin, put_back = copy.deepcopy(net.state_dict()), local.as_now()
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+
+    def phase() -> dict[str, Tensor]:
+        net.load_state_dict(begin)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(net(x), y).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5  # as a user's step may
+        return copy.deepcopy(net.state_dict())
+
+    first = phase()
+    assert not same_state(phase(), first), "otherwise nothing has to be put back"
+    for _ in range(2):
+        put_back()
+        assert same_state(phase(), first)

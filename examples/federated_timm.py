@@ -1,4 +1,4 @@
-"""Any image model of timm on twenty clients that hold a fifth or two fifths of it.
+"""Any image model from timm on twenty clients that hold a fifth or two fifths of it.
 
     python examples/federated_timm.py --model resnet10t
 

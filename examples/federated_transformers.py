@@ -3,7 +3,7 @@
     python examples/federated_transformers.py
 
 Half of the clients hold adapters of rank 2, the others of rank 8; embeddings and head are new here and trained whole.
-In earnest, begin with ``BertForSequenceClassification.from_pretrained(...)`` and its tokenizer.
+For real use, begin with ``BertForSequenceClassification.from_pretrained(...)`` and its tokenizer.
 """
 
 import argparse

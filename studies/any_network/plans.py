@@ -133,7 +133,7 @@ def fashion() -> Iterator[Spec | None]:
 
 
 def by_sgd() -> Iterator[Spec | None]:
-    """The transformer with SGD, as nobody trains one."""
+    """The transformer with SGD, which is not how transformers are trained."""
     for split, setup, server in product((NEAR_IID, EXTREME), MAIN, BOTH):
         yield begin(split, "transformer, SGD", setup, server)
 

@@ -87,6 +87,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.plugin.callbacks import SubmodelSampling as SubmodelSampling
     from lightning_spectral.plugin.callbacks import SVDRefresh as SVDRefresh
     from lightning_spectral.protocol import Schedule as Schedule
+    from lightning_spectral.server import SecureSums as SecureSums
     from lightning_spectral.sharding import Collective as Collective
     from lightning_spectral.sharding import EffectiveCohort as EffectiveCohort
     from lightning_spectral.sharding import PrefixChannels as PrefixChannels
@@ -101,7 +102,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
 __version__ = "0.1.0"
 
 _ROOMS = {place.partition(".")[0] for place in _PLACES.values()} | {
-    *("client", "functional", "models", "network", "report", "server", "testing")
+    *("client", "functional", "models", "network", "report", "testing")
 }
 
 __all__ = sorted(_PLACES)

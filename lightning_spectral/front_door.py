@@ -30,6 +30,7 @@ _NAMES = {
         SVDRefresh SubmodelSampling
     """,
     "protocol": "Schedule",
+    "server": "SecureSums",
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
 }

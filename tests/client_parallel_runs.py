@@ -216,6 +216,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
+    "secure sums": {"module": WithBatchNorm, "clients_per_round": 7, "secure_sums": ls.SecureSums()},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
     "a store of clients": {"algorithm": Remembering(), "clients_per_round": 9, "rounds": 3},
     "truncated stale updates, clients left out": {

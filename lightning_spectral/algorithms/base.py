@@ -220,6 +220,8 @@ class Algorithm(_AtServer, ABC):
         updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
             changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
         updates_are_expected: Whether its rounds define `Round.expected_update`.
+        sums_are_all: Whether its rounds need nothing of single clients but the sum of the changes of whole tensors, in
+            one `MeanChange`, so that it can be secure. Said anew like ``updates_have_norms``.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
         counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
@@ -230,6 +232,7 @@ class Algorithm(_AtServer, ABC):
     capacity_is_shared: ClassVar[bool] = False
     updates_have_norms: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = False
+    sums_are_all: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
     counts_all_clients: ClassVar[bool] = False
 

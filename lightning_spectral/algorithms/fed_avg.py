@@ -180,6 +180,7 @@ class FedAvg(Algorithm):
     round: ClassVar[type[DenseRound]] = DenseRound
     half: ClassVar[type[DenseHalf]] = DenseHalf
     updates_have_norms: ClassVar[bool] = True
+    sums_are_all: ClassVar[bool] = True
 
     buffers: Rules = field(default_factory=dict)
     personal: Sequence[str] = field(default=(), kw_only=True)

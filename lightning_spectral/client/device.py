@@ -27,6 +27,7 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
+from lightning_spectral.client.masking import Parties
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
@@ -232,6 +233,7 @@ class Device:
         self.generators = GlobalGenerators([settings.placement.device])
         self.forms = Forms(module, side.take_form, self.optimizers, owned)
         self.kept = KeptTensors()
+        self.parties = Parties()
         self._recorder = Recorder(module)
         self._local_trainer = local_trainer
         self._attach = attach
@@ -261,6 +263,9 @@ class Device:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
+        if download.masking is not None:
+            with clock.measure("train"):
+                upload = self.parties.masked(download, upload)
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _turn(self, download: Download, clock: StageClock) -> Upload:

@@ -17,9 +17,11 @@ from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.network.kept_states import KeptStates
 from lightning_spectral.network.messages import (
+    AGREE,
     DIGEST,
     EVALUATE,
     LACKS,
@@ -34,6 +36,8 @@ from lightning_spectral.network.messages import (
     Parts,
     Start,
     digest_of,
+    handshake_of,
+    handshake_parts,
     identity_parts,
     record_of,
     record_parts,
@@ -176,18 +180,21 @@ class DeviceService:
         self._kept: dict[str, KeptTensors] = {}
         self._sides: dict[str, ClientSide] = {}  # of the last run, by model
         self._states = {model: KeptStates(of_model.state_folder) for model, of_model in data.items()}
+        self._parties = Parties()
 
     def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
         """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
 
         Args:
-            question: `WHO`, `TRAIN` or `EVALUATE`.
+            question: `WHO`, `AGREE`, `TRAIN` or `EVALUATE`.
             parts: The message.
         """
 
         def answer() -> dict[str, bytes]:
             if question == WHO:
                 return identity_parts(self.identity())
+            if question == AGREE:
+                return handshake_parts(self._parties.answer(handshake_of(parts)))
             if question == TRAIN:
                 return self._train(parts)
             if question == EVALUATE:
@@ -214,6 +221,7 @@ class DeviceService:
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
             device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
             device.kept = self._kept.setdefault(start.model, device.kept)
+            device.parties = self._parties
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
         model, states = self._starts[known].model, self._states[self._starts[known].model]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_spectral.errors import RecordError, SpectralWarning
-from lightning_spectral.network.gate import UploadGate, read_metrics
+from lightning_spectral.network.gate import UploadGate, read_handshake, read_metrics
 from lightning_spectral.network.line import Answer, Asking, Question
 from lightning_spectral.network.messages import (
+    AGREE,
     DIGEST,
     EVALUATE,
     LACKS,
@@ -21,14 +23,17 @@ from lightning_spectral.network.messages import (
     TRAIN,
     Start,
     digest_of,
+    handshake_parts,
     record_parts,
 )
 from lightning_spectral.network.objects import write_object
 from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.client_store import with_state
 from lightning_spectral.protocol.exchange import travelling_tensors
-from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Handshake, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor
+
+T = TypeVar("T")
 
 
 class RemoteExecutor(Executor):
@@ -82,6 +87,19 @@ class RemoteExecutor(Executor):
                 yield from islice(self._uploads(asking, sent, wait=True), 1)
         yield from self._uploads(asking, sent, wait=True)
 
+    def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
+        """Yield answers as they arrive."""
+        asking, asked = Asking(self.roster.line), dict[int, Handshake]()
+        for question in questions:
+            if (node := self.roster.node_of(question.unit.client_id)) is None:
+                yield Upload(question.unit, {}, left_out="dropped_out")
+                continue
+            asked[node] = question
+            asking.ask(Question(node, AGREE, handshake_parts(question), question.round_idx, self.deadline))
+        for sent, answer in asking.arrived(wait=True):
+            question = asked[sent.node]
+            yield _read(question.unit, answer, partial(read_handshake, question))
+
     @property
     def _has_enough(self) -> bool:
         return self._num_kept == self.keep_first
@@ -101,7 +119,8 @@ class RemoteExecutor(Executor):
                 continue
             if answer.reason is None and answer.parts.keys().isdisjoint((LACKS, REFUSED)):
                 self._started.add(node)
-            upload = self._upload(sent.pop(node), answer)
+            download = sent.pop(node)
+            upload = _read(download.unit, answer, partial(self.gate.read, download))
             self._num_kept += upload.left_out is None and not upload.missing
             yield upload
             if self._has_enough:
@@ -109,14 +128,16 @@ class RemoteExecutor(Executor):
         while self._has_enough and sent:
             yield Upload(sent.popitem()[1].unit, {}, left_out="surplus")
 
-    def _upload(self, download: Download, answer: Answer) -> Upload:
-        if answer.reason in ("late", "dropped_out"):
-            return Upload(download.unit, {}, left_out=answer.reason)
-        try:
-            return self.gate.read(download, answer)
-        except RecordError as error:
-            failure = Failure("network", f"The device's answer cannot be used: {error}")
-            return Upload(download.unit, {}, left_out="error", failure=failure)
+
+def _read(unit: WorkUnit, answer: Answer, read: Callable[[Answer], T]) -> T | Upload:
+    """What a device answers; or an upload that says why there is none that can be used."""
+    if answer.reason in ("late", "dropped_out"):
+        return Upload(unit, {}, left_out=answer.reason)
+    try:
+        return read(answer)
+    except RecordError as error:
+        failure = Failure("network", f"The device's answer cannot be used: {error}")
+        return Upload(unit, {}, left_out="error", failure=failure)
 
 
 def evaluate_on_devices(

@@ -82,6 +82,7 @@ def client_app(
         return Message(as_records(parts), reply_to=message)
 
     app.query()(answer)
+    app.query("agree")(answer)
     app.train()(answer)
     app.evaluate()(answer)
     return app

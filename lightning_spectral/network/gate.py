@@ -16,9 +16,19 @@ from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.network.line import Answer
-from lightning_spectral.network.messages import HEAD, IDENTITY, REFUSED, VALUES, Identity, Parts, record_of
+from lightning_spectral.network.messages import (
+    HANDSHAKE,
+    HEAD,
+    IDENTITY,
+    REFUSED,
+    VALUES,
+    Identity,
+    Parts,
+    handshake_of,
+    record_of,
+)
 from lightning_spectral.protocol.codec import VERSION
-from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload
+from lightning_spectral.protocol.records import Download, Failure, Handshake, LoggedValue, Upload
 
 with from_extra("network"):
     from msgspec import MsgspecError, msgpack
@@ -26,6 +36,7 @@ with from_extra("network"):
 Form = Mapping[str, tuple[torch.dtype, torch.Size]]
 
 SMALL = 2**16  # bytes of what a device says besides tensors and their names
+PER_CLIENT = 256  # bytes of what a client says of another in secure sums, for each of whom it was told
 PER_TENSOR = 512  # bytes of the name, type and place of a tensor, as often as an upload may name it
 LONGEST, MOST = 1000, 1000  # characters of a text, entries of a list
 NAME = 200  # characters of the name of a client or of a logged value
@@ -83,6 +94,13 @@ def read_metrics(answer: Answer) -> dict[str, float]:
     return {name: logged.value for name, logged in upload.logged.items()}
 
 
+def read_handshake(asked: Handshake, answer: Answer) -> Handshake:
+    """What a device says in a step of secure sums; what it means is checked where it is used."""
+    parts = read_parts(answer)
+    _check_size("handshake", len(parts.get(HANDSHAKE, b"")), SMALL + PER_CLIENT * len(asked.said))
+    return replace(asked, said=handshake_of(parts).said)
+
+
 class UploadGate:
     """Reads uploads, and compares them with what an untrained sub-model would send back.
 
@@ -137,6 +155,8 @@ class UploadGate:
                 self._side.start(client, download)
                 collected = self._side.collect(client, download)
                 expected = _form_of(collected.tensors)
+            if download.masking is not None:
+                expected = {name: (torch.int64, shape) for name, (_, shape) in expected.items()}
             self._own.update(collected.logged)
             self._usual[download.capacity] = expected
             if found != expected:

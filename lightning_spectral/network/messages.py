@@ -3,6 +3,7 @@
 | question | parts | answer |
 | --- | --- | --- |
 | `WHO` | none | who the device is: `Identity` |
+| `AGREE` | a `Handshake` of secure sums | what this client says in it |
 | `TRAIN` | the digest of a `Start`, the start itself if the device may lack it, a `Download` | an `Upload` |
 | `EVALUATE` | the model's name, the precision, a `Download` of the server's weights | an `Upload` without tensors |
 
@@ -22,15 +23,16 @@ from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.codec import VERSION, decode, encode
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.protocol.records import Download, Handshake, Upload
 
 with from_extra("network"):
-    from msgspec import Meta, msgpack
+    from msgspec import Meta, MsgspecError, msgpack
 
 Parts = Mapping[str, bytes]
 
-WHO, TRAIN, EVALUATE = "query", "train", "evaluate"
+WHO, AGREE, TRAIN, EVALUATE = "query", "query.agree", "train", "evaluate"
 MODEL, PRECISION, START, DIGEST, HEAD, VALUES = "model", "precision", "start", "digest", "head", "values"
+HANDSHAKE = "handshake"
 IDENTITY, LACKS, REFUSED = "identity", "lacks", "refused"
 
 Record = TypeVar("Record", Download, Upload)
@@ -95,6 +97,19 @@ class Start:
 def identity_parts(identity: Identity) -> dict[str, bytes]:
     """The answer to `WHO`."""
     return {IDENTITY: msgpack.encode(identity)}
+
+
+def handshake_parts(handshake: Handshake) -> dict[str, bytes]:
+    """A question of secure sums, or its answer."""
+    return {HANDSHAKE: msgpack.encode(handshake)}
+
+
+def handshake_of(parts: Parts) -> Handshake:
+    """The handshake in a message; `RecordError` if there is none."""
+    try:
+        return msgpack.decode(parts.get(HANDSHAKE, b""), type=Handshake)
+    except (MsgspecError, ValueError, RecursionError) as error:
+        raise RecordError(f"The message holds no step of secure sums: {error}.") from error
 
 
 def record_parts(record: Download | Upload) -> dict[str, bytes]:

@@ -118,6 +118,8 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         participation.check(data.num_clients)
         if owner.faults.ends_run("no_data"):
             data.check_clients()
+    if owner.secure_sums is not None:
+        check_secure_sums(participation, owner.trainer.callbacks)
     for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
     if (
@@ -190,7 +192,7 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
     """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
-        if "update" in sampler.figure and _norms_are_unknown(type(algorithm)):
+        if "update" in sampler.figure and _is_unknown(type(algorithm), "updates_have_norms"):
             raise ValueError(
                 f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what "
                 "is uploaded or added without saying whether uploads are new values of the tensors sent: set "
@@ -209,13 +211,45 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
             )
 
 
-def _norms_are_unknown(kind: type[Algorithm]) -> bool:
-    """Whether a class inherits `updates_have_norms` from a class with other uploads, of which alone it is known."""
+def check_summable(algorithm: Algorithm, update_bound: object) -> None:
+    """Raise ``ValueError`` if an algorithm, or a bound, needs single clients' updates, which secure sums hide."""
+    name, kind = type(algorithm).__name__, type(algorithm)
+    if not algorithm.sums_are_all or _is_unknown(kind, "sums_are_all"):
+        own = f", or set `sums_are_all` in {name}" if algorithm.sums_are_all else ""
+        raise ValueError(
+            f"`secure_sums` hides single clients' updates, and {name} may need them: it does more than sum the changes "
+            f"of whole tensors; use FedAvg{own}."
+        )
+    if update_bound is not None:
+        raise ValueError(
+            f"`secure_sums` hides single clients' updates, so none can be shortened to {update_bound!r}; leave one out."
+        )
+
+
+def check_secure_sums(participation: UniformParticipation | Sampler | None, callbacks: Iterable[pl.Callback]) -> None:
+    """Raise ``ValueError`` if a sampler or a callback needs to know single clients, which secure sums hide."""
+    if isinstance(participation, Sampler) and participation.figure:
+        raise ValueError(
+            f"`secure_sums` hides the losses and updates of single clients, by which {type(participation).__name__} "
+            "draws them; use `clients_per_round`, or Uniform."
+        )
+    if isinstance(participation, UniformParticipation) and participation.clients_per_round < 2:
+        raise ValueError("`secure_sums` needs at least two clients a round: the sum of one is its update.")
+    for callback in callbacks:
+        if getattr(callback, "reads_clients", False):
+            raise ValueError(
+                f"`secure_sums` hides single clients, and {type(callback).__name__} reads their data, figures or "
+                "updates; leave one out."
+            )
+
+
+def _is_unknown(kind: type[Algorithm], attribute: str) -> bool:
+    """Whether a class inherits what it says of uploads from a class with other uploads, of which alone it is known."""
 
     def place(name: str) -> int:  # of the class that defines an attribute, among a class and its bases
         return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
 
-    return place("updates_have_norms") > min(map(place, UPLOADING))
+    return place(attribute) > min(map(place, UPLOADING))
 
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:

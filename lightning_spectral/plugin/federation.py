@@ -78,6 +78,7 @@ class Federation:
                     callback.on_client_end(trainer, module, turn)
 
             if units := [unit for unit in share.units if unit.model == member.key]:
+                member.engine.round.agree(units)
                 member.engine.round.play(self.runtime.until_stopped(units), start, end)
 
     def finish_round(self) -> None:

@@ -43,6 +43,7 @@ from lightning_spectral.server.fault_policy import UpdateBound
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.round import Engine, OpenRound
+from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.simulation import Conditions
 
 
@@ -69,6 +70,7 @@ class Member(pl.LightningModule, Trained):
     local_epochs: int
     local_hooks: tuple[LocalHook, ...]
     update_bound: UpdateBound | None
+    secure_sums: SecureSums | None
     conditions: Conditions
 
     def __init__(self) -> None:
@@ -158,6 +160,11 @@ class Member(pl.LightningModule, Trained):
             half.settle()
             self._report(done.splitlines())
         self.decisions = half.decisions
+        if self.secure_sums is not None and (limits := sorted(half.buffers.limits)):
+            raise ValueError(
+                f"Secure sums cannot hide smallest and largest values, which {', '.join(limits)} would follow; give "
+                "them another rule: FedAvg(buffers={...: 'server'})."
+            )
         may_rest = half.averages_may_rest or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
         self._report(self._remarks())
@@ -171,6 +178,11 @@ class Member(pl.LightningModule, Trained):
         """What is allowed, and may still not be meant."""
         if self.local_epochs == 0:
             yield "local_epochs=0: clients train nothing, so rounds leave the weights as they are."
+        if self.secure_sums is not None:
+            yield (
+                "secure_sums: updates are masked, and clients keep their losses and what they log: there is no "
+                "`fl/loss`, and no update is bounded."
+            )
         if any(each.by_step for each in self.schedules.schedulers):
             yield (
                 "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
@@ -212,6 +224,7 @@ class Member(pl.LightningModule, Trained):
             options=lambda: tuple(options_of(template) for template in self.templates()),
             faults=self.faults,
             update_bound=self.update_bound,
+            secure_sums=self.secure_sums,
             conditions=conditions,
             processes=runtime.processes,
             store=stores[0],

@@ -18,7 +18,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler, UniformParticipation
 from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
-from lightning_spectral.plugin.checks import check_datamodule
+from lightning_spectral.plugin.checks import check_datamodule, check_summable
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
 from lightning_spectral.plugin.host import is_host
@@ -31,9 +31,11 @@ from lightning_spectral.plugin.user_hooks import (
 )
 from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
+from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
+CHOSEN = ("update_bound", "secure_sums", "participation")  # shown only if they are
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
@@ -56,6 +58,7 @@ class FederatedModule(FederatedHooks, Member):
         seed: Seed of participation, keep ratios, terms, data order and dropout.
         faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
         update_bound: Bound on each client's update: `MaxUpdateNorm` or `UsualUpdateNorm`; ``None`` for none.
+        secure_sums: Lets the server have the sum of a round's updates alone; ``None`` for each update.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
@@ -94,6 +97,7 @@ class FederatedModule(FederatedHooks, Member):
         seed: int = 0,
         faults: Faults | None = None,
         update_bound: UpdateBound | None = None,
+        secure_sums: SecureSums | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
@@ -126,6 +130,10 @@ class FederatedModule(FederatedHooks, Member):
         if update_bound is not None:
             check_is("update_bound", update_bound, UpdateBound)
             update_bound.check(self.algorithm)
+        self.secure_sums = secure_sums
+        if secure_sums is not None:
+            check_is("secure_sums", secure_sums, SecureSums)
+            check_summable(self.algorithm, update_bound)
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
@@ -161,7 +169,7 @@ class FederatedModule(FederatedHooks, Member):
         """All settings in plain nested dictionaries, as loggers show them."""
         return {
             **config_of(self, ("algorithm", "local_epochs", "local_hooks", "seed", "faults")),
-            **config_of(self, [n for n in ("update_bound", "participation") if getattr(self, n) is not None]),
+            **config_of(self, [n for n in CHOSEN if getattr(self, n) is not None]),
             "server_optimizer": as_config(self.server_optimizer or AVERAGING),
             **config_of(self.conditions, ("dropout", "clock")),
         }
@@ -175,7 +183,7 @@ class FederatedModule(FederatedHooks, Member):
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
-            **({} if self.update_bound is None else {"update_bound": repr(self.update_bound)}),
+            **{name: repr(one) for name in CHOSEN[:2] if (one := getattr(self, name)) is not None},
         }
 
     predict_step = passed_on("predict_step", 2)

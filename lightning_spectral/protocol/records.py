@@ -65,6 +65,38 @@ Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Handshake:
+    """A step in which a round's clients agree on masks, or remove them: a question to a client, and its answer.
+
+    Attributes:
+        unit: The client, and the model that it trains.
+        round_idx: Communication round, from 0.
+        step: The method of `lightning_spectral.sums.masks.Party` that it asks for.
+        threshold: Number of clients without which no secret is revealed.
+        said: By client, what others have said; in the answer, what this one says.
+    """
+
+    unit: WorkUnit
+    round_idx: int
+    step: Literal["keys", "shares", "reveal"]
+    threshold: int
+    said: Mapping[int, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Masking:
+    """What a client needs to mask its update.
+
+    Attributes:
+        total: Sum of the coefficients of all units of the round, which fixes the grid of the sum.
+        sealed: By client, the shares that it has sealed for this one.
+    """
+
+    total: float
+    sealed: Mapping[int, bytes]
+
+
 @dataclass(frozen=True, eq=False)
 class Download:
     """What the server sends to a device: everything it needs to train for one client.
@@ -89,6 +121,7 @@ class Download:
             before there is one.
         client_state: What the client's device kept in that turn (`ClientSide.keep`); empty before there is one. A
             simulation sends it along; a device elsewhere has it, and the server does not.
+        masking: What the client masks its update with; ``None`` if it returns its tensors as they are.
     """
 
     unit: WorkUnit
@@ -102,6 +135,7 @@ class Download:
     held: frozenset[str] = frozenset()
     last_turn: int | None = None
     client_state: Tensors = field(default_factory=dict)
+    masking: Masking | None = None
 
     @property
     def ids(self) -> tuple[int | str, ...]:
@@ -256,6 +290,7 @@ class ClientOutcome:
         missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
         put_back: Names of attributes of the module that it changed, and that were put back; looked for in a few turns.
         is_bounded: Whether its update was shortened at the server.
+        is_masked: Whether its update was masked, so that its loss and what it logged are not known.
     """
 
     round_idx: int
@@ -277,6 +312,7 @@ class ClientOutcome:
     missing: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
     is_bounded: bool = False
+    is_masked: bool = False
 
     @property
     def client_id(self) -> int:
@@ -318,6 +354,11 @@ class RoundSummary:
     def averaged(self) -> tuple[ClientOutcome, ...]:
         """Outcomes of the clients in the average."""
         return tuple(client for client in self.clients if not client.left_out)
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the loss of any client in the average is known."""
+        return not all(client.is_masked for client in self.averaged)
 
     def metric(self, name: str) -> str:
         """The name of one of the round's metrics; with several models, it begins with the model's name."""

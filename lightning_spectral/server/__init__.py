@@ -2,6 +2,7 @@
 
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, MaxUpdateNorm, Raise, UsualUpdateNorm
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
+from lightning_spectral.server.secure_sums import SecureSums
 
 __all__ = [
     "BoundedMomentum",
@@ -13,5 +14,6 @@ __all__ = [
     "LeaveOut",
     "MaxUpdateNorm",
     "Raise",
+    "SecureSums",
     "UsualUpdateNorm",
 ]

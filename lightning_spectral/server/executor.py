@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from lightning_spectral.client.device import Device
-from lightning_spectral.protocol.records import Download, ExclusionReason, Upload
+from lightning_spectral.protocol.records import Download, ExclusionReason, Handshake, Upload
 
 
 class Executor(ABC):
@@ -28,6 +28,16 @@ class Executor(ABC):
         The server reads or copies an upload before it asks for the next one, because the next client may train in the
         memory of its tensors. A device that fails reports it in `Upload.failure`.
         """
+
+    def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
+        """Yield one answer for each question of secure sums, in any order; an `Upload` says why there is none.
+
+        By default it carries none, and trains no clients whose sums are secure.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} carries no messages of secure sums; define its method `agree`, which asks each "
+            "device `Device.parties`."
+        )
 
     def begin_round(self) -> None:
         """Prepare for a round; called when it opens. By default it does nothing."""
@@ -52,6 +62,10 @@ class SequentialExecutor(Executor):
 
     def __init__(self, device: Device) -> None:
         self.device = device
+
+    def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
+        """Yield answers in the order of the questions."""
+        return map(self.device.parties.answer, questions)
 
     def begin_round(self) -> None:
         """Save the state of the global generators."""

@@ -32,11 +32,12 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
-        for a round whose clients were all left out, nor for a model that no client was asked to train.
+        for a round whose clients were all left out or masked their updates, nor for a model that no client was asked
+        to train.
     """
     kept, measured = summary.averaged, summary.measured
     own = {
-        **({"loss": mean_loss(summary)} if kept else {}),  # a NaN would stop a run that monitors it
+        **({"loss": mean_loss(summary)} if summary.has_losses else {}),  # a NaN would stop a run that monitors it
         "clients": float(len(kept)),
         "clients_left_out": float(len(summary.clients) - len(kept)),
         **{f"left_out_{reason}": float(count) for reason, count in summary.left_out.items()},
@@ -80,7 +81,7 @@ def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
 
 def _said(client: ClientOutcome) -> Iterator[float]:
     """The figures that a client reports besides its update."""
-    if client.num_steps > 0:
+    if client.num_steps > 0 and not client.is_masked:
         yield client.loss
     yield from (entry.value for entry in client.logged.values())
 

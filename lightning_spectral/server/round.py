@@ -45,8 +45,9 @@ from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults, UpdateBound, clients_by_reason, update_norm
 from lightning_spectral.server.metrics import round_means
 from lightning_spectral.server.processes import Processes, raise_everywhere
+from lightning_spectral.server.secure_sums import MaskedSum, SecureSums
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
-from lightning_spectral.sums import Extremes, add_up
+from lightning_spectral.sums import Extremes, MeanChange, add_up
 from lightning_spectral.sums.exact_mean import Peers, can_be_summed
 
 RecordT = TypeVar("RecordT", Download, Upload)
@@ -74,6 +75,7 @@ class Engine:
         figure: The figure of each client that the sampler uses; "" for none.
         faults: What to do about clients that do not report back.
         update_bound: Bound on each client's update; ``None`` for none.
+        secure_sums: Whether, and how, clients mask their updates; ``None`` if they do not.
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own engine, with the same weights.
         store: State of single clients that the server keeps.
@@ -99,6 +101,7 @@ class Engine:
     figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
     update_bound: UpdateBound | None = None
+    secure_sums: SecureSums | None = None
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)
@@ -153,7 +156,10 @@ class Engine:
             side = self.half.device_half
             with Forms(self.server, side.take_form).client(download.capacity) as client:
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
-                uplink_bytes = side.collect(client, download).num_bytes
+                collected = side.collect(client, download)
+            uplink_bytes = collected.num_bytes
+            if self.secure_sums is not None:  # numbers of 64 bits
+                uplink_bytes = sum(8 * tensor.numel() for tensor in collected.tensors.values())
             self._sizes[capacity] = num_parameters, download.num_bytes, uplink_bytes
         return self._sizes[capacity]
 
@@ -186,6 +192,7 @@ class Engine:
 
     def gather_round(self) -> None:
         """The first half of `close_round`, which may still raise: add up the sums of all processes."""
+        self.round.remove_masks()
         self.round.executor.end_round()
         self.round.gather()
 
@@ -287,6 +294,7 @@ class OpenRound:
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
+        masked: The sum that clients mask, once they have agreed on masks; ``None`` if they do not.
     """
 
     def __init__(self, engine: Engine, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
@@ -300,6 +308,7 @@ class OpenRound:
         self.outcomes: list[ClientOutcome] = []
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
+        self.masked: MaskedSum | None = None
         self._options = engine.options()
         for store in engine.stores:
             store.discard()
@@ -344,7 +353,35 @@ class OpenRound:
             seed=engine.seed,
         )
         common = with_state(common, engine.client_states)
-        return engine.frozen_base.mark(common) if engine.frozen_base.digests else common, receipt
+        common = engine.frozen_base.mark(common) if engine.frozen_base.digests else common
+        if self.masked is not None and unit.key not in self.masked.fallen:
+            common = self.masked.masked(common)
+        return common, receipt
+
+    def agree(self, units: Iterable[WorkUnit]) -> None:
+        """Let the clients of some units agree on masks, if sums are secure; call it before `play`, with the same units.
+
+        Raises:
+            RoundError: If too few of them do.
+        """
+        if (choice := self.engine.secure_sums) is None:
+            return
+        asked = [unit for unit in units if self.simulated.outcomes[unit.key].left_out != "no_data"]
+        with self.containing_failures(None), self.clock.measure("sample"):
+            (mean,) = self.opened.sums
+            assert isinstance(mean, MeanChange), "algorithms whose sums are others are refused"
+            self.masked = MaskedSum(choice, self.executor, self.round_idx, asked, self.cohort.total, mean)
+            self.masked.agree()
+
+    def remove_masks(self) -> None:
+        """Remove the masks from the sum, once all clients have trained.
+
+        Raises:
+            RoundError: If too few clients are left.
+        """
+        if self.masked is not None and self.failure is None:
+            with self.containing_failures(None), self.clock.measure("aggregate"):
+                self.masked.remove_masks([outcome.left_out for outcome in self.outcomes if outcome.left_out])
 
     def play(
         self,
@@ -421,8 +458,8 @@ class OpenRound:
             yield replace(outcome, uplink_bytes=NUMBER, virtual_seconds=math.nan)
 
     @contextmanager
-    def containing_failures(self, unit: WorkUnit) -> Iterator[None]:
-        """Hold back a failure in the work for one unit until all processes meet in `gather`, if there are several.
+    def containing_failures(self, unit: WorkUnit | None) -> Iterator[None]:
+        """Hold back a failure in the work for one unit, or all, until processes meet in `gather`, if there are several.
 
         If it were raised immediately, the others would wait for this process.
         """
@@ -436,7 +473,7 @@ class OpenRound:
         if self.engine.processes.size == 1:
             raise error
         self.failure = error
-        if not isinstance(error, ClientError):
+        if not isinstance(error, ClientError | RoundError):
             self.failure = client_error(self.round_idx, unit, "", error)
             self.failure.__cause__ = error
 
@@ -563,11 +600,20 @@ class Turn:
     @property
     def trains(self) -> bool:
         """Whether the client trains: one that will not report back does not."""
-        return self.download is not None and self.simulated.left_out is None
+        return self.download is not None and self.simulated.left_out is None and self._fallen is None
+
+    @property
+    def _fallen(self) -> Upload | None:
+        return None if self.round.masked is None else self.round.masked.fallen.get(self.unit.key)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether the client masks its update."""
+        return self.download is not None and self.download.masking is not None
 
     def skip(self) -> None:
-        """Note why the round goes on without a client that does not train."""
-        self.upload = Upload(self.unit, {}, left_out=self.simulated.left_out)
+        """Note why the round goes on without a client that does not train; errors as for `accept`."""
+        self.accept(self._fallen or Upload(self.unit, {}, left_out=self.simulated.left_out))
 
     def accept(self, upload: Upload) -> None:
         """Accept the upload of the client's device.
@@ -618,6 +664,9 @@ class Turn:
     def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
         engine, opened, extremes = self.round.engine, self.round.opened, self.round.extremes
+        if self.round.masked is not None:  # steps, of which each may have any value
+            self.round.masked.add(upload)
+            return None, ""
         averaged = self._averaged(upload)
         if not averaged.can_be_averaged():
             magnitudes = averaged.largest.values()
@@ -678,6 +727,7 @@ class Turn:
             missing=upload.missing,
             put_back=upload.put_back,
             is_bounded=self._is_bounded,
+            is_masked=self.is_masked,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 

@@ -313,6 +313,14 @@ class MeanChange(RunningMean):
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
 
+    @property
+    def steps(self) -> dict[str, Tensor]:
+        """By name, the sums of all but coarse steps, int64, in the tensors' shapes: views of the sums themselves.
+
+        What one client adds is what these are after `add` in a mean of its own, with the same tensors and total.
+        """
+        return {name: total.view(self.before[name].shape) for name, total in self._sums.items()}
+
     def add(
         self, after: Tensors, weight: float, magnitudes: Mapping[str, float] | None = None, where: Tensors | None = None
     ) -> None:

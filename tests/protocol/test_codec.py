@@ -21,7 +21,15 @@ from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol import codec
 from lightning_spectral.protocol.codec import decode, encode, read_tensors, write_tensors
 from lightning_spectral.protocol.frozen_base import digest
-from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, LoggedValue, Upload, WorkUnit
+from lightning_spectral.protocol.records import (
+    Download,
+    ExclusionReason,
+    Failure,
+    LoggedValue,
+    Masking,
+    Upload,
+    WorkUnit,
+)
 
 _WHOLE = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32)
 DTYPES = [*_WHOLE, torch.int64, torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
@@ -73,6 +81,7 @@ DOWNLOADS = st.builds(
     held=st.frozensets(NAMES, max_size=3),
     last_turn=st.none() | WHOLE,
     client_state=mappings(tensors()),
+    masking=st.none() | st.builds(Masking, FLOATS, st.dictionaries(WHOLE, st.binary(max_size=9), max_size=3)),
 )
 UPLOADS = st.builds(
     Upload,
@@ -105,7 +114,7 @@ def exact(value: Any) -> Any:
         return type(value), [exact(inner) for inner in value]
     if isinstance(value, dict):
         return [(exact(key), exact(inner)) for key, inner in value.items()]
-    if isinstance(value, Download | Upload | Failure | LoggedValue):
+    if isinstance(value, Download | Upload | Failure | LoggedValue | Masking):
         return type(value), [exact(getattr(value, field.name)) for field in fields(value) if field.name != "cause"]
     return type(value), value
 

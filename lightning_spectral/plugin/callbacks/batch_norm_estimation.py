@@ -71,6 +71,8 @@ class BatchNormEstimation(RoundCallback):
         >>> callback = BatchNormEstimation(max_batches=50)  # Trainer(callbacks=[callback])
     """
 
+    reads_clients = True
+
     def __init__(self, every_n_rounds: int = 1, max_batches: int | None = None) -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         self.max_batches: int | None = Whole(at_least=1, optional=True)("max_batches", max_batches)

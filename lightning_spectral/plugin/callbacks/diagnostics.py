@@ -139,6 +139,8 @@ class UpdateAlignment(RoundCallback):
         Korzhenkov & Louizos (2024), appendix A, Figure 4.
     """
 
+    reads_clients = True
+
     def __init__(self, every_n_rounds: int = 10) -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name

@@ -246,6 +246,8 @@ class ClientEvaluation(RoundCallback):
         >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
     """
 
+    reads_clients = True
+
     def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         if not (isinstance(clients, str) and clients in ("all", "participants")):

@@ -82,7 +82,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self._done, self._cohort = 0, len(batch.units)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
-        if turn.upload is not None and turn.upload.num_steps > 0:
+        if turn.upload is not None and turn.upload.num_steps > 0 and not turn.is_masked:
             name = loss_title(turn.unit.model)
             total, size = self._losses.get(name, (0.0, 0))
             total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
@@ -94,7 +94,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes = [so_far + new for so_far, new in zip(self._bytes, round_bytes(summary), strict=True)]
         name = loss_title(summary.model)
-        if summary.averaged:
+        if summary.has_losses:
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
             self._progress.pop(name, None)  # the clients that trained were left out afterwards
@@ -171,7 +171,7 @@ class RoundLines(RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes += sum(round_bytes(summary))
-        if summary.averaged:
+        if summary.has_losses:
             self._losses[loss_title(summary.model)] = mean_loss(summary)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

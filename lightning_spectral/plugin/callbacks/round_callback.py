@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
@@ -24,7 +24,13 @@ class RoundCallback(pl.Callback):
         >>> class PrintRounds(RoundCallback):
         ...     def on_round_end(self, trainer, pl_module, summary):
         ...         print(summary.round_idx, len(summary.clients))
+
+    Attributes:
+        reads_clients: Whether it reads clients' data, or figures or updates of single clients, by other means than its
+            hooks; secure sums refuse it.
     """
+
+    reads_clients: ClassVar[bool] = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not is_host(pl_module):

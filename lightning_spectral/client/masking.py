@@ -1,0 +1,93 @@
+"""What a device says, and what it hides, in rounds whose sums are secure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_spectral.errors import RecordError
+from lightning_spectral.protocol.records import Download, Handshake, Key, Upload, WorkUnit
+from lightning_spectral.sums import MeanChange
+
+if TYPE_CHECKING:
+    from lightning_spectral.sums.masks import Party
+
+
+def context_of(unit: WorkUnit, round_idx: int) -> bytes:
+    """What a round's masks are for: secrets of one round and model serve no other."""
+    return f"{round_idx} {unit.model}".encode()
+
+
+def flat(mean: MeanChange) -> Tensor:
+    """All steps of a sum in one vector on the CPU, by the names of its tensors."""
+    return torch.cat([steps.reshape(-1).cpu() for _, steps in sorted(mean.steps.items())])
+
+
+def unflat(mean: MeanChange, values: Tensor) -> dict[str, Tensor]:
+    """The parts of such a vector, by name, in the tensors' shapes."""
+    shapes = {name: steps.shape for name, steps in sorted(mean.steps.items())}
+    parts = torch.split(values, [shape.numel() for shape in shapes.values()])
+    return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+
+
+class Parties:
+    """The secrets of a device's clients in their last round of secure sums; they leave it only as shares."""
+
+    def __init__(self) -> None:
+        self._parties: dict[Key, Party] = {}
+
+    def answer(self, asked: Handshake) -> Handshake:
+        """Answer a question of the server's.
+
+        Raises:
+            RecordError: If the client, by what it knows, must not answer.
+        """
+        unit = asked.unit
+        try:
+            if asked.step == "keys":
+                from lightning_spectral.sums.masks import Party
+
+                context = context_of(unit, asked.round_idx)
+                party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
+                return replace(asked, said={unit.client_id: party.keys()})
+            party = self._party(unit, asked.round_idx)
+            return replace(asked, said=party.shares(asked.said) if asked.step == "shares" else party.reveal(asked.said))
+        except ValueError as error:
+            raise RecordError(str(error)) from error
+
+    def masked(self, download: Download, upload: Upload) -> Upload:
+        """An upload whose tensors are the weighted changes that the server would add, in steps of its grid, masked.
+
+        What the client says of single examples stays here: its loss, what it logged, and which rows it trained. A
+        change that is not finite, or is more than 4096 times the size of its tensor and so needs a second sum, cannot
+        be masked: the client is left out.
+
+        Raises:
+            RecordError: If the client does not have the secrets of this round, or must not use them.
+        """
+        assert download.masking is not None, "a device masks if it is asked to"
+        # all that may leave the device; what records gain is withheld until it is listed here
+        names = ("unit", "num_steps", "left_out", "failure", "unreached", "discarded", "put_back", "client_state")
+        said = Upload(tensors={}, **{name: getattr(upload, name) for name in names})
+        if upload.left_out is not None:
+            return said
+        try:
+            mean = MeanChange({name: download.tensors[name] for name in upload.tensors}, download.masking.total)
+            mean.add(upload.tensors, download.unit.coefficient, upload.largest)
+            values = flat(mean)
+            if not mean.coarse:
+                self._party(download.unit, download.round_idx).mask(values, download.masking.sealed)
+        except OverflowError:
+            return replace(said, left_out="not_finite")
+        except ValueError as error:
+            raise RecordError(str(error)) from error
+        return replace(said, left_out="not_finite") if mean.coarse else replace(said, tensors=unflat(mean, values))
+
+    def _party(self, unit: WorkUnit, round_idx: int) -> Party:
+        party = self._parties.get(unit.key)
+        if party is None or party.context != context_of(unit, round_idx):
+            raise RecordError(f"Client {unit.client_id} has no secrets for round {round_idx}: it was restarted since.")
+        return party

@@ -1,0 +1,194 @@
+"""Secure sums: the server gets the sum of a round's updates, and none of the updates."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.client.masking import context_of, flat, unflat
+from lightning_spectral.errors import RoundError, from_extra
+from lightning_spectral.protocol.records import (
+    EXPLANATIONS,
+    Download,
+    ExclusionReason,
+    Failure,
+    Handshake,
+    Key,
+    Masking,
+    Upload,
+    WorkUnit,
+)
+from lightning_spectral.server.executor import Executor
+from lightning_spectral.sums import MeanChange
+
+Said = Mapping[int, bytes]
+Step = Literal["keys", "shares", "reveal"]
+
+
+@dataclass(frozen=True)
+class SecureSums:
+    """Lets the server have the sum of a round's updates without any single one, bit for bit the same sum.
+
+    Before they train, clients agree on masks that cancel in the sum, and give each other sealed shares of what removes
+    the masks of those that drop out (Bonawitz et al. 2017). A client computes itself what the server would add, in
+    whole steps of the grid on which sums are exact, and uploads it masked, as uniform numbers of 64 bits.
+
+    - *Against whom.* A server that follows the protocol and looks at all it gets, together with fewer clients than the
+      threshold, learns the sum over the clients that reported, and what it gets without masks: who takes part, their
+      numbers of examples, which are their weights, of their steps, seconds and bytes, and why one is left out.
+    - *Not against* a server that breaks the protocol. Clients' keys pass through it and are not signed, so it could
+      take the place of all others; it also says what each client weighs, and could ask for no masks at all. Devices
+      refuse to reveal twice, or for fewer clients than the threshold.
+    - Losses and what clients log stay on devices, and updates are not bounded. A client that moves a tensor by more
+      than 4096 times its size is left out as not finite.
+
+    With several processes, the clients of each are a group with masks and a threshold of its own.
+
+    Args:
+        threshold: Share of the round's clients that must report, in (0.5, 1]; with fewer the round fails. So many
+            would have to join to see the update of one that took part.
+
+    Note:
+        Needs cryptography, the extra ``secure``. Masks are drawn by the system's generator; no bit of the result
+        depends on them.
+
+    Reference:
+        Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning".
+
+    Example:
+        >>> SecureSums().least(10), SecureSums(threshold=0.9).least(5), SecureSums().least(2)
+        (6, 5, 2)
+    """
+
+    threshold: float = 0.6
+
+    def __post_init__(self) -> None:
+        threshold = Number(above=0.5, at_most=1, hint="above half, or two groups could reveal different secrets of one")
+        check_fields(self, threshold=threshold)
+        with from_extra("secure"):
+            import cryptography  # noqa: F401
+
+    def least(self, num_clients: int) -> int:
+        """Number of clients without which a round fails, of those that were asked."""
+        # never one, whose sum is its update
+        return max(2, math.ceil(round(self.threshold * num_clients, 9)))
+
+
+class MaskedSum:
+    """The masked sum of one round.
+
+    Args:
+        choice: The user's choice.
+        executor: Reaches the clients.
+        round_idx: Communication round, from 0.
+        units: The units of the round, of one model.
+        total: Sum of the coefficients of the round's units.
+        mean: The sum of the round.
+
+    Attributes:
+        fallen: Why clients that were asked do not take part.
+    """
+
+    def __init__(
+        self,
+        choice: SecureSums,
+        executor: Executor,
+        round_idx: int,
+        units: Sequence[WorkUnit],
+        total: float,
+        mean: MeanChange,
+    ) -> None:
+        self.executor, self.round_idx, self.total, self.mean = executor, round_idx, total, mean
+        self.units = {unit.client_id: unit for unit in units}
+        self.threshold = choice.least(len(units))
+        self.fallen: dict[Key, Upload] = {}
+        self._keys: dict[int, bytes] = {}  # of clients whose shares the others get
+        self._sealed: dict[int, Said] = {}  # by sender and receiver
+        self._arrived: set[int] = set()
+
+    def agree(self) -> None:
+        """Let the clients agree on masks, before any of them trains.
+
+        Raises:
+            RoundError: If fewer than the threshold do.
+        """
+        own = {client: {client} for client in self.units}
+        said = self._ask("keys", {client: {} for client in self.units}, own)
+        keys = {client: found[client] for client, found in said.items()}
+        others = {client: keys.keys() - {client} for client in keys}
+        self._sealed = self._ask("shares", dict.fromkeys(keys, keys), others)
+        self._keys = {client: keys[client] for client in self._sealed}
+
+    def masked(self, download: Download) -> Download:
+        """The download of a client that takes part, with what others have sealed for it."""
+        receiver = download.unit.client_id
+        sealed = {sender: boxes[receiver] for sender, boxes in self._sealed.items() if sender != receiver}
+        return replace(download, masking=Masking(self.total, sealed))
+
+    def add(self, upload: Upload) -> None:
+        """Add a client's masked update."""
+        self.mean.weights.add(self.units[upload.unit.client_id].coefficient)
+        for name, steps in self.mean.steps.items():
+            steps.add_(upload.tensors[name].to(steps.device))
+        self._arrived.add(upload.unit.client_id)
+
+    def remove_masks(self, left_out: Iterable[ExclusionReason]) -> None:
+        """Let the clients whose updates arrived reveal what removes all masks, and remove them.
+
+        Args:
+            left_out: Why clients were left out.
+
+        Raises:
+            RoundError: If fewer than the threshold are left, or what they reveal is wrong.
+        """
+        self._check(len(self._arrived), "reported", left_out)
+        arrived = dict.fromkeys(sorted(self._arrived), b"")
+        members = dict.fromkeys(arrived, self._keys.keys())
+        revealed = self._ask("reveal", dict.fromkeys(arrived, arrived), members)
+        from lightning_spectral.sums.masks import remove_masks
+
+        values, unit = flat(self.mean), next(iter(self.units.values()))
+        try:
+            remove_masks(values, context_of(unit, self.round_idx), self.threshold, self._keys, self._arrived, revealed)
+        except ValueError as error:
+            raise RoundError(
+                f"Round {self.round_idx}: the masks of its sum cannot be removed, so the server's weights are "
+                f"unchanged: {error} A device may be faulty, or lie; leave it out, and resume."
+            ) from error
+        sums = self.mean.steps
+        for name, steps in unflat(self.mean, values).items():
+            sums[name].copy_(steps)
+
+    def _ask(self, step: Step, said: Mapping[int, Said], expected: Mapping[int, Collection[int]]) -> dict[int, Said]:
+        """Ask clients something; return what those say that answer as expected, and note why others do not."""
+        from lightning_spectral.sums.masks import SIZES
+
+        found: dict[int, Said] = {}
+        asked = [Handshake(self.units[i], self.round_idx, step, self.threshold, said[i]) for i in said]
+        for answer in self.executor.agree(asked):
+            client = answer.unit.client_id
+            if isinstance(answer, Upload):
+                self.fallen[answer.unit.key] = answer
+            elif answer.said.keys() == set(expected[client]) and {*map(len, answer.said.values())} <= {SIZES[step]}:
+                found[client] = answer.said
+            else:
+                failure = Failure("network", f"The device's {step} for secure sums are not what was asked for.")
+                self.fallen[answer.unit.key] = Upload(answer.unit, {}, left_out="error", failure=failure)
+        did = {"keys": "sent keys", "shares": "sent shares", "reveal": "revealed shares"}[step]
+        self._check(len(found), did, [upload.left_out for upload in self.fallen.values() if upload.left_out])
+        return found
+
+    def _check(self, count: int, did: str, left_out: Iterable[ExclusionReason]) -> None:
+        if count >= self.threshold:
+            return
+        why = ", ".join(f"{number} {EXPLANATIONS[reason]}" for reason, number in Counter(left_out).items())
+        said = next((f" {upload.failure.message}" for upload in self.fallen.values() if upload.failure), "")
+        raise RoundError(
+            f"Round {self.round_idx}: {count} of {len(self.units)} clients have {did}, and secure sums need "
+            f"{self.threshold}{f' ({why})' if why else ''}; the server's weights are unchanged.{said} Ask more "
+            "clients, or lower SecureSums(threshold=...)."
+        )

@@ -1,0 +1,233 @@
+"""Secure sums over a line: the simulation's bits, whoever is lost at which step, and devices that say no."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from fake_line import FakeLine, remote, toy_line
+from federation import Fit, Fitted, said_during, same_state, seeded
+from other_process import toy_data
+from toy_models import LitMLP, LitSmall
+
+pytest.importorskip("cryptography", reason="masks need the extra `secure`")
+import lightning_spectral as ls
+from lightning_spectral.network.line import Answer, Question
+from lightning_spectral.network.messages import (
+    AGREE,
+    HANDSHAKE,
+    HEAD,
+    REFUSED,
+    handshake_of,
+    handshake_parts,
+    record_of,
+    record_parts,
+)
+from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.server import Faults, LeaveOut
+
+Parts = dict[str, bytes]
+SETTINGS: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "max_epochs": 2}
+TOLERANT = Faults(on_error=LeaveOut())
+FIRST = 101  # a node, with which something is wrong
+STEPS = ("keys", "shares", "train", "reveal")
+
+
+def step_of(question: Question) -> str:
+    return handshake_of(question.parts).step if question.kind == AGREE else question.kind
+
+
+@dataclass
+class Meddling(FakeLine):
+    """Changes what one node is asked at some step, or what it answers.
+
+    Attributes:
+        at: The step.
+        before: Changes the question.
+        after: Changes the answer, or tells why there is none.
+        heard: For each step, all answers.
+    """
+
+    at: str = ""
+    before: Callable[[Parts], Parts] = lambda parts: parts
+    after: Callable[[Parts], Answer | Parts] = lambda parts: parts
+    node: int = FIRST
+    heard: list[tuple[str, Parts]] = field(default_factory=list)
+
+    def _ask(self, question: Question) -> str | None:
+        is_meant = question.node == self.node and step_of(question) == self.at
+        asked = replace(question, parts=self.before(dict(question.parts))) if is_meant else question
+        if (ticket := super()._ask(asked)) is None:
+            return None
+        parts = dict(self._ready[ticket].parts)
+        self.heard.append((step_of(asked), parts))
+        if is_meant:
+            changed = self.after(parts)
+            self._ready[ticket] = (
+                replace(changed, ticket=ticket) if isinstance(changed, Answer) else Answer(ticket, changed)
+            )
+        return ticket
+
+
+def meddling(**options: Any) -> Meddling:
+    return Meddling(toy_line(LitMLP).there, **options)
+
+
+def secure_fit(fit: Fit, line: FakeLine, lit: Any = LitMLP, threshold: float = 0.6, **options: Any) -> Fitted:
+    secure = ls.SecureSums(threshold)
+    return fit(seeded(lit), remote(line, deadline=0.2), secure_sums=secure, **{**SETTINGS, **options})
+
+
+@pytest.mark.parametrize("lit", [LitMLP, LitSmall])
+@pytest.mark.parametrize("hazards", [None, 1])
+def test_the_network_gives_the_bits_of_the_simulation_without_masks(lit: Any, hazards: int | None, fit: Fit) -> None:
+    ours = fit(seeded(lit), remote(toy_line(lit, hazards=hazards)), secure_sums=ls.SecureSums(), **SETTINGS)
+    assert same_state(ours.tensors, fit(seeded(lit), toy_data(), **SETTINGS).tensors)
+
+
+def lost(parts: Parts) -> Answer:
+    return Answer("", reason="dropped_out")
+
+
+def late(parts: Parts) -> Answer:
+    return Answer("", reason="late")
+
+
+def unread(parts: Parts) -> Parts:
+    return {name: data[:-1] for name, data in parts.items()}
+
+
+@pytest.mark.parametrize("after", [lost, late, unread])
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.filterwarnings("ignore:.*is left out of the average")
+def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed(
+    step: str, after: Any, fit: Fit
+) -> None:
+    """One that is lost only as masks are removed has reported: its update is in the sum."""
+    secure = secure_fit(fit, meddling(at=step, after=after), faults=TOLERANT)
+    spoilt = meddling(at="" if step == "reveal" else "train", after=after)
+    plain = fit(seeded(LitMLP), remote(spoilt), faults=TOLERANT, **SETTINGS)
+    assert same_state(secure.tensors, plain.tensors)
+    reasons = [row["fl/clients_left_out"] for row in secure.rows]
+    assert reasons == [row["fl/clients_left_out"] for row in plain.rows]
+    assert sum(reasons) == (0 if step == "reveal" else 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        ("keys", "11 of 12 clients have sent keys, and secure sums need 12 \\(1 dropped out\\)"),
+        ("shares", "11 of 12 clients have sent shares"),
+        ("train", "11 of 12 clients have reported"),
+        ("reveal", "11 of 12 clients have revealed shares"),
+    ],
+)
+def test_a_round_with_fewer_clients_than_the_threshold_fails_at_every_step(step: str, words: str, fit: Fit) -> None:
+    module = seeded(LitMLP)
+    with pytest.raises(ls.errors.RoundError, match=rf"Round 0: {words}.*; the server's weights are unchanged"):
+        fit(module, remote(meddling(at=step, after=lost)), secure_sums=ls.SecureSums(1.0), **SETTINGS)
+    assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
+
+
+def test_surplus_clients_are_recovered(fit: Fit) -> None:
+    """Whose updates come first depends on the line; that of no other is in the sum."""
+    data = remote(toy_line(LitMLP), keep_first=9)
+    secure = fit(seeded(LitMLP), data, secure_sums=ls.SecureSums(), **{**SETTINGS, "max_epochs": 1})
+    assert secure.rows[0]["fl/left_out_surplus"] == 3
+    plain = fit(seeded(LitMLP), remote(toy_line(LitMLP), keep_first=9), **{**SETTINGS, "max_epochs": 1})
+    assert same_state(secure.tensors, plain.tensors)
+
+
+def test_devices_that_forget_between_messages_cannot_take_part(fit: Fit) -> None:
+    with pytest.raises(ls.errors.RoundError, match=r"0 of 12 .*has no secrets for round 0: it was restarted"):
+        secure_fit(fit, toy_line(LitMLP, forgets=True))
+
+
+def test_nothing_of_single_clients_but_masked_numbers_reaches_the_server(fit: Fit) -> None:
+    line = meddling()
+    secure_fit(fit, line)
+    uploads = [record_of(parts, Upload) for step, parts in line.heard if step == "train"]
+    assert len(uploads) == 24
+    for upload in uploads:
+        assert {tensor.dtype for tensor in upload.tensors.values()} == {torch.int64}
+        assert (upload.logged, upload.untrained_rows) == ({}, {})
+        assert upload.loss != upload.loss
+    assert {step for step, parts in line.heard if HEAD in parts} == {"train"}
+
+
+def changed(change: Callable[[Any], Any]) -> Callable[[Parts], Parts]:
+    """What is asked, or answered, in another handshake."""
+    return lambda parts: {**parts, **handshake_parts(change(handshake_of(parts)))} if HANDSHAKE in parts else parts
+
+
+def other_boxes(parts: Parts) -> Parts:
+    download = record_of(parts, Download)
+    sealed = {sender: box[:-1] + bytes([box[-1] ^ 1]) for sender, box in download.masking.sealed.items()}
+    return {**parts, **record_parts(replace(download, masking=replace(download.masking, sealed=sealed)))}
+
+
+def earlier_round(parts: Parts) -> Parts:
+    return {**parts, **record_parts(replace(record_of(parts, Download), round_idx=7))}
+
+
+def said(said: Any) -> Callable[[Parts], Parts]:
+    return changed(lambda handshake: replace(handshake, said=said(handshake.said)))
+
+
+REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tampered shares": ("train", {"before": other_boxes}, "shares for party .* were changed on their way"),
+    "another round": ("train", {"before": earlier_round}, "has no secrets for round 7"),
+    "keys of others only": (
+        "shares",
+        {"before": said(lambda keys: dict(list(keys.items())[:2]))},
+        "must be those of different parties|not above all of them, got 12 of 2",
+    ),
+    "too few arrived": ("reveal", {"before": said(lambda arrived: dict(list(arrived.items())[:11]))}, "of 12 of the"),
+    "keys without end": ("keys", {"after": said(lambda keys: {n: k + k for n, k in keys.items()})}, "keys for secure"),
+    "keys of others": ("keys", {"after": said(lambda keys: {n + 1: k for n, k in keys.items()})}, "keys for secure"),
+    "a share less": ("shares", {"after": said(lambda boxes: dict(list(boxes.items())[1:]))}, "shares for secure sums"),
+    "a long answer": ("shares", {"after": said(lambda boxes: {n: bytes(10**5) for n in boxes})}, "handshake takes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_would_uncover_a_client_or_break_the_sum_is_refused(name: str, fit: Fit) -> None:
+    step, options, words = REFUSALS[name]
+    line = meddling(at=step, **options)
+
+    def run() -> None:
+        with pytest.raises(ls.errors.RoundError, match="secure sums need 12") as error:
+            secure_fit(fit, line, threshold=1.0, faults=TOLERANT)
+        warnings.warn(str(error.value), ls.SpectralWarning, stacklevel=2)
+
+    assert re.search(words, " ".join(said_during(run)))
+
+
+def test_an_update_in_the_clear_is_refused(fit: Fit) -> None:
+    def unmasked(parts: Parts) -> Parts:
+        upload = record_of(parts, Upload)
+        return record_parts(replace(upload, tensors={name: t.float() for name, t in upload.tensors.items()}))
+
+    with pytest.raises(ls.ClientError, match=r"net.0.bias is torch.float32 of shape .*, and must be torch.int64"):
+        secure_fit(fit, meddling(at="train", after=unmasked))
+
+
+def test_a_device_masks_and_reveals_once(fit: Fit) -> None:
+    """A server that asks again for either, with all that it may know, gets nothing."""
+    line = meddling()
+    secure_fit(fit, line)
+    for step in ("train", "reveal", "shares"):
+        last = [question for question in line.asked if step_of(question) == step][-1]
+        answer = line.there[last.node].answer(last)
+        assert b"takes each step once" in answer[REFUSED]
+
+
+def test_wrong_shares_of_one_device_end_the_round_and_change_nothing(fit: Fit) -> None:
+    module = seeded(LitMLP)
+    line = meddling(at="reveal", after=said(lambda shares: {n: share[:-1] + b"?" for n, share in shares.items()}))
+    with pytest.raises(ls.errors.RoundError, match=r"masks of its sum cannot be removed, .* do not belong together"):
+        fit(module, remote(line), secure_sums=ls.SecureSums(1.0), **SETTINGS)
+    assert same_state(module.state_dict(), seeded(LitMLP).state_dict())

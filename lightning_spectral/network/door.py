@@ -1,7 +1,7 @@
 """The only way from devices to the SuperLink: Flower's Fleet API over TLS, and nothing else.
 
-Flower serves three APIs at one port and authenticates the devices' alone. Anyone who reaches the other two can run code
-on the server and on every device, so the SuperLink listens on loopback, and this process is what devices reach.
+Flower serves three APIs on one port and authenticates only the devices'. Anyone who can reach the other two can run
+code on the server and on every device, so the SuperLink listens on loopback, and devices reach this process instead.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MOST_CONNECTIONS = 1000
 class Door:
     """Passes requests of the Fleet API on to a SuperLink, as an ASGI app.
 
-    A request is read to its end and made anew: its framing, its host and its other headers do not get through, so the
-    SuperLink cannot read it as anything else than was checked here.
+    A request is read to its end and built anew: its framing, host and other headers do not get through, so the
+    SuperLink cannot read it as anything other than what was checked here.
 
     Args:
         link: URL of the SuperLink.

@@ -68,11 +68,11 @@ root-certificates = "{authority}"
 """
 
 README = """\
-# From here to a run
+# How to go on
 
 The folder and Python are at the same paths on all machines: {folder}, and {python} with this
-package, Flower and the dependencies of your module. The services run as {user}, and the code of every app with them, so
-let that be an account without rights. Where `ssh` does not reach a device, do there by hand what the loop does.
+package, Flower and the dependencies of your module. The services run as {user}, and so does the code of every app,
+so this should be an account without privileges. If `ssh` does not reach a device, do by hand there what the loop does.
 
     cd {folder}
     sudo systemctl enable --now $PWD/server/superlink.service $PWD/server/door.service
@@ -84,11 +84,11 @@ let that be an account without rights. Where `ssh` does not reach a device, do t
     done
     flwr run FOLDER --stream
 
-`python -m lightning_spectral network init FOLDER` writes an app to begin with; its relative paths begin in `server`. To
-add devices, name them with `network kit` where you did so before, and run the loop for them.
+`python -m lightning_spectral network init FOLDER` writes an app to begin with; its relative paths start from `server`.
+To add devices later, run `network kit` with their names in the same place as before, and the loop for them.
 
-Devices reach port {port} of {host}, and nothing else. Runs are started on the server, by anyone with an
-account there; or from elsewhere through `ssh -L {link_port}:127.0.0.1:{link_port} {host}`, with a copy of
+Devices reach port {port} of {host}, and nothing else. Anyone with an account on the server can start runs
+there, or from elsewhere through `ssh -L {link_port}:127.0.0.1:{link_port} {host}`, with a copy of
 `server/flwr` and `server/ca.crt`. `journalctl -u supernode` says what a device does.
 """
 

@@ -125,8 +125,8 @@ def is_listening(port: int) -> bool:
 def end(process: subprocess.Popen[bytes], *, without_warning: bool = False) -> None:
     """End a process and what it has started: by SIGTERM, and after some seconds by SIGKILL.
 
-    Flower's processes start others in sessions of their own. They end those when they are asked to end, if they find
-    the time.
+    Flower's processes start others in sessions of their own, which they end when they are asked to end, if there is
+    time.
 
     Args:
         process: The leader of a session.

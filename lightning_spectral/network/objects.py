@@ -1,4 +1,4 @@
-"""Choices and device halves as bytes: dataclasses, field by field, so that nothing that travels is unpickled.
+"""Choices and device halves as bytes: dataclasses, field by field, so that nothing that is sent is unpickled.
 
 Every container says what it is::
 

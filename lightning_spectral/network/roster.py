@@ -67,7 +67,7 @@ class Roster:
         self.is_closed = False
         self.admits: dict[str, Callable[[str, Holding], object]] = {}
         self._known: frozenset[int] = frozenset()  # nodes that are there and have said who they are
-        self._missed: set[str] = set()  # clients for whom it has waited in vain since they were there
+        self._missed: set[str] = set()  # clients that it has waited for in vain since they were last there
         self._asking, self._heard = Asking(line), dict[int, Identity]()
 
     def node_of(self, client_id: int) -> int | None:
@@ -80,7 +80,7 @@ class Roster:
         return [client_id for client_id in range(len(self.names)) if self.node_of(client_id) is not None]
 
     def num_expected(self) -> int:
-        """Number of clients without those that are gone, and for whom it has waited once; at least one."""
+        """Number of clients, without those that are gone and have been waited for once; at least one."""
         return max(1, len(self.names) - len(self._missed))  # or a run would end in no time while the network is down
 
     def holding(self, client_id: int, model: str) -> Holding:
@@ -96,7 +96,7 @@ class Roster:
         self.names = [*names, *(name for name in self.names if name not in names)]
 
     def wait_for(self, wanted: int, what: str, *, everybody: bool = False) -> int:
-        """Look who is there until enough clients are, or patience has run out; return how many are.
+        """Look for clients until enough are there or patience has run out; return how many there are.
 
         Args:
             wanted: Number of clients.
@@ -119,7 +119,7 @@ class Roster:
             pause = min(2.0 * pause, LOOK_SECONDS)
 
     def look(self, together: bool = False) -> None:
-        """Look which nodes are there, ask new ones who they are, and admit those that have answered by now.
+        """Look which nodes are there, ask new ones who they are, and admit those that have answered.
 
         Args:
             together: Whether to admit nobody before all have answered.
@@ -209,7 +209,7 @@ def _natural(name: str) -> tuple[bool, int, str]:
 
 
 class RemoteDirectory(ClientDirectory):
-    """What the server knows of clients elsewhere: what they said of themselves, as it is now.
+    """What the server knows of clients elsewhere: what they last said about themselves.
 
     Args:
         roster: Who is there.

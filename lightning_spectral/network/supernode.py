@@ -1,8 +1,8 @@
-"""A device's SuperNode: Flower's own, but for how often it looks for messages, and how it starts its program for them.
+"""A device's SuperNode: Flower's own, except for its pauses and for how it starts its program for a message.
 
 Flower's looks every three seconds, and its program, of which a message starts one, imports for a second before it does
-anything; no option changes either. Here a message waits at most a fifth longer than it must, and the program runs in a
-fork of a process that has imported it. A kit's devices run this; ``flower-supernode`` in its place is as right.
+anything; no option changes either. Here a message waits at most a fifth longer than necessary, and the program runs in
+a fork of a process that has imported it. A kit's devices run this; ``flower-supernode`` works as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ with from_extra("network"):
     from flwr.supernode.runtime.run_clientapp import run_clientapp
 
 SHORTEST, GROWTH = 0.1, 1.2  # seconds of the first pause without a message, and by how much each is longer
-AT_HOME = 0.25  # seconds between two looks whether the SuperNode has a message, on the device itself
+AT_HOME = 0.25  # seconds between two checks, on the device itself, whether the SuperNode has a message
 
 
 class Pauses:

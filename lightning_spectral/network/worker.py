@@ -1,7 +1,7 @@
 """The process in which a device trains; it keeps the module and the data from message to message.
 
-Flower starts a process for every message. Here that process only hands the message on: what it imports of this package
-is this file and `flower`, and so neither torch nor Lightning. The first message of a run starts the worker, and later
+Flower starts a process for every message. Here that process only hands the message on: it imports just this file and
+`flower` of this package, and so neither torch nor Lightning. The first message of a run starts the worker, and later
 ones find it by a socket, in a folder that nobody but this user can enter. A node has at most one worker, which
 
 - serves one run: it ends when it is asked on behalf of another,
@@ -242,7 +242,7 @@ def end_of(process: int) -> Callable[[], bool]:
 def main() -> None:
     """Run a worker: its job is on standard input, and the first argument is the number of an open socket."""
     job = Job(**json.load(sys.stdin))
-    if os.fork():  # so that it is no child of a process that soon ends
+    if os.fork():  # so that it is not a child of a process that soon ends
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path[:] = job.path

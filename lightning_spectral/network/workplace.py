@@ -120,7 +120,7 @@ class _RoundsOfServer(pl.Trainer):
 
 
 class AtTheServer:
-    """What ``self.lr_schedulers()`` finds on a device."""
+    """What ``self.lr_schedulers()`` returns on a device."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the server steps, once a round."""

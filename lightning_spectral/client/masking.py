@@ -1,4 +1,4 @@
-"""What a device says, and what it hides, in rounds whose sums are secure."""
+"""What a device says, and what it hides, in rounds with secure sums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def context_of(unit: WorkUnit, round_idx: int) -> bytes:
-    """What a round's masks are for: secrets of one round and model serve no other."""
+    """What a round's masks are for: secrets of one round and model are of no use for another."""
     return f"{round_idx} {unit.model}".encode()
 
 

@@ -13,8 +13,8 @@ from lightning_spectral.protocol.records import Download, Tensors, Upload
 class KeptStates:
     """The states of one client and model, by run and round: those that a server which resumes a run may ask for.
 
-    A state counts once the server has the upload of its turn. So the one before is kept as well, for a server that was
-    ended before it had.
+    A state counts once the server has the upload of its turn. So the one before is kept as well, for a server that
+    ended before that.
 
     Args:
         folder: Where to keep them, so that they outlast the process, for one client and one model; ``None`` for memory.

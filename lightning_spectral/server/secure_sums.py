@@ -1,4 +1,4 @@
-"""Secure sums: the server gets the sum of a round's updates, and none of the updates."""
+"""Secure sums: the server gets the sum of a round's updates, but no single update."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Step = Literal["keys", "shares", "reveal"]
 
 @dataclass(frozen=True)
 class SecureSums:
-    """Lets the server have the sum of a round's updates without any single one, bit for bit the same sum.
+    """Gives the server the sum of a round's updates, bit for bit the same sum, but no single update.
 
     Before they train, clients agree on masks that cancel in the sum, and give each other sealed shares of what removes
-    the masks of those that drop out (Bonawitz et al. 2017). A client computes itself what the server would add, in
-    whole steps of the grid on which sums are exact, and uploads it masked, as uniform numbers of 64 bits.
+    the masks of those that drop out (Bonawitz et al. 2017). A client computes what the server would add, in whole steps
+    of the grid on which sums are exact, and uploads it masked, as uniform numbers of 64 bits.
 
-    - *Against whom.* A server that follows the protocol and looks at all it gets, together with fewer clients than the
-      threshold, learns the sum over the clients that reported, and what it gets without masks: who takes part, their
-      numbers of examples, which are their weights, of their steps, seconds and bytes, and why one is left out.
-    - *Not against* a server that breaks the protocol. Clients' keys pass through it and are not signed, so it could
-      take the place of all others; it also says what each client weighs, and could ask for no masks at all. Devices
+    - *It protects* against a server that follows the protocol but looks at all it gets, even together with fewer
+      clients than the threshold. It learns the sum over the clients that reported, and what is not masked: who takes
+      part, their numbers of examples, which are their weights, of steps, seconds and bytes, and why one is left out.
+    - *It does not protect* against a server that breaks the protocol. Clients' keys pass through it and are not signed,
+      so it could impersonate all others; it also sets each client's weight, and could ask for no masks at all. Devices
       refuse to reveal twice, or for fewer clients than the threshold.
     - Losses and what clients log stay on devices, and updates are not bounded. A client that moves a tensor by more
       than 4096 times its size is left out as not finite.
@@ -49,8 +49,8 @@ class SecureSums:
     With several processes, the clients of each are a group with masks and a threshold of its own.
 
     Args:
-        threshold: Share of the round's clients that must report, in (0.5, 1]; with fewer the round fails. So many
-            would have to join to see the update of one that took part.
+        threshold: Share of the round's clients that must report, in (0.5, 1]; with fewer the round fails. As many would
+            have to collude to see the update of one that took part.
 
     Note:
         Needs cryptography, the extra ``secure``. Masks are drawn by the system's generator; no bit of the result

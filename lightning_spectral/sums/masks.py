@@ -1,4 +1,4 @@
-"""Masks that hide what clients add to a sum modulo 2^64, and cancel in it; those of clients that drop out are removed.
+"""Masks that hide what clients add to a sum modulo 2^64 and cancel in it; those of clients that drop out are removed.
 
 Every two parties derive a mask from a common secret; one adds it, the other subtracts it. Each party also adds a mask
 of its own, and gives the others shares of both secrets, by which the server removes what did not cancel: of a party

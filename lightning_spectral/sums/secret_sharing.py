@@ -1,4 +1,4 @@
-"""Shamir's secret sharing: any t of n shares give the secret, and fewer say nothing about it.
+"""Shamir's secret sharing: any t of n shares determine the secret, and fewer say nothing about it.
 
 The secret is the value at 0 of a random polynomial of degree t - 1 over a prime field; a share is its value at another
 place.
@@ -18,7 +18,7 @@ SHARE_BYTES = 33
 
 
 def split(secret: bytes, places: Collection[int], threshold: int) -> dict[int, bytes]:
-    """Split a secret into shares, of which any ``threshold`` give it back.
+    """Split a secret into shares, of which any ``threshold`` recover it.
 
     Args:
         secret: 32 bytes.
@@ -49,7 +49,7 @@ def split(secret: bytes, places: Collection[int], threshold: int) -> dict[int, b
 
 
 def join(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of some shares, by place, by Lagrange's interpolation at 0.
+    """The secret behind some shares, given by place: Lagrange interpolation at 0.
 
     Shares that are too few, or wrong, give another secret, or none: check it against something public.
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_spectral sweep``: many runs from one config, and what they have to say in comparison."""
+"""``python -m lightning_spectral sweep``: many runs from one config, and how they compare."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun
 
 
 def _with_capitals(key: str, value: str) -> str:
-    """The class of the package that a value in lower case names, whole or by how it begins; others as they are."""
+    """The class of the package that a value in lower case names or begins; other values as they are."""
     if not value.isalnum() or value != value.lower():
         return value
     names = NAMES.get(ROOMS.get(key.rpartition(".")[2], ""), ())

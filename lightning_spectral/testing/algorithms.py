@@ -59,12 +59,12 @@ def check_algorithm(
     - if the server's optimizer does not step, its parameters do not change, however clients train;
     - a client that is lost after its download is as if it had not been asked: the others' average is not divided by
       its weight, and nothing else of it remains;
-    - the order of clients, and which of several processes trains which of them, make no difference by one bit;
+    - the order of clients, and which of several processes trains which of them, make no difference, bit for bit;
     - a device elsewhere gives the same bits: its half is pickled, and where the packages of the extra ``network`` are
-      installed, half and records travel as they would over a network;
-    - another process gives the same bits, in which Python hashes otherwise. It is started once. An algorithm or a
+      installed, half and records are encoded as for a network;
+    - another process gives the same bits, in which Python hashes differently. It is started once. An algorithm or a
       module that it cannot import, because a script, a notebook or a function defines it, is not tried there;
-    - as many bytes travel as the ledger and the cost of a turn say;
+    - the ledger and the cost of a turn count the bytes that are sent;
     - absolute coefficients, of an unbiased sampler, are not divided by their sum; tried if the server rests;
     - running statistics of a BatchNorm are averaged, unless the algorithm says that they are frozen;
     - norms of updates, if the algorithm says that it has them, are those of the clients' changes;
@@ -77,7 +77,7 @@ def check_algorithm(
         batch: A batch for it, on the CPU.
         local_hooks: What acts in every local step.
         lr: Learning rate of the clients, who use plain SGD.
-        rests: Whether the server's weights must stay as they are if nobody trains. Say no for an algorithm with
+        rests: Whether the server's weights must stay as they are if nobody trains: false for an algorithm with
             momentum of its own, or that averages what it draws or cuts, such as the bits of Zampling.
         device: The device to compare with the CPU.
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import AlternatingFactors as AlternatingFactors
     from lightning_spectral.algorithms import FedAvg as FedAvg
     from lightning_spectral.algorithms import FrozenA as FrozenA
+    from lightning_spectral.algorithms import Int8 as Int8
     from lightning_spectral.algorithms import LoRA as LoRA
     from lightning_spectral.algorithms import PaddedFactors as PaddedFactors
     from lightning_spectral.algorithms import SampledTerms as SampledTerms
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import SpectralSharding as SpectralSharding
     from lightning_spectral.algorithms import StackedProducts as StackedProducts
     from lightning_spectral.algorithms import StaleUpdates as StaleUpdates
+    from lightning_spectral.algorithms import TopK as TopK
     from lightning_spectral.algorithms import TruncatedProducts as TruncatedProducts
     from lightning_spectral.algorithms import WidthSharding as WidthSharding
     from lightning_spectral.algorithms import Zampling as Zampling

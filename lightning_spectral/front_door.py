@@ -11,8 +11,9 @@ from types import MappingProxyType, ModuleType
 
 _NAMES = {
     "algorithms": """
-        Algorithm AlternatingFactors FIARSE FedAvg FrozenA LoRA PaddedFactors SampledTerms Scaffold SpectralSharding
-        StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table largest_that_fits
+        Algorithm AlternatingFactors FIARSE FedAvg FrozenA Int8 LoRA PaddedFactors SampledTerms Scaffold
+        SpectralSharding StackedProducts StaleUpdates TopK TruncatedProducts WidthSharding Zampling cost_table
+        largest_that_fits
     """,
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",

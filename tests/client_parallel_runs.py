@@ -248,6 +248,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
+    "largest changes": {"algorithm": ls.FedAvg(compression=ls.TopK(0.1)), "clients_per_round": 7, "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
     "FIARSE": {
         "algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),

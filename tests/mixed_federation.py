@@ -13,6 +13,8 @@ PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 EVERY_SYSTEM = {
     "FedAvg": ls.FedAvg(),
     "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
+    "largest changes": ls.FedAvg(compression=ls.TopK(0.1)),
+    "eight bits, personal head": ls.FedAvg(compression=ls.Int8(), personal=["net.5.*"]),
     "spectral, personal head": ls.SpectralSharding(keep_ratio=0.5, personal=["net.5.*"]),
     "spectral": ls.SpectralSharding(
         ls.Unbiased(),

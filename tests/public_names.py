@@ -8,8 +8,8 @@ import lightning_spectral as ls
 # What the documentation names besides the top level.
 IN_PACKAGES = {
     "algorithms": """
-        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans narrow_model save_peft_adapter
-        spectral_start
+        AdapterAggregation Compression MatrixMeans SpectralStart TermAggregation TermMeans narrow_model
+        save_peft_adapter spectral_start
     """,
     "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
     "designs": "Coordinated Design JointDesign RandomSystematic",

@@ -74,6 +74,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "SpectralShardedConv3d": lambda: {"in_channels": 4, "out_channels": 4, "kernel_size": (3, 3, 3), "num_terms": 2},
     "SpectralShardedLinear": lambda: {"in_features": 4, "out_features": 4, "num_terms": 2},
     "StaleUpdateVarianceReduced": lambda: {"active": 2},
+    "TopK": lambda: {"share": 0.1},
     "Uniform": lambda: {"active": 2},
     "UpdateVarianceReduced": lambda: {"active": 2},
     "VirtualClock": lambda: {"profiles": DEVICE},

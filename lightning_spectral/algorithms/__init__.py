@@ -1,6 +1,7 @@
 """What clients hold, what is sent, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.compression import Compression, Int8, TopK
 from lightning_spectral.algorithms.costs import cost_table, largest_that_fits
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
@@ -32,10 +33,12 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
+    "Compression",
     "DenseRound",
     "FedAvg",
     "FoldedTerms",
     "FrozenA",
+    "Int8",
     "LoRA",
     "MatrixMeans",
     "OrthonormalA",
@@ -50,6 +53,7 @@ __all__ = [
     "StaleUpdates",
     "TermAggregation",
     "TermMeans",
+    "TopK",
     "TruncatedProducts",
     "WidthSharding",
     "Zampling",

@@ -25,7 +25,7 @@ from lightning_spectral.sums import RunningMean
 
 PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
-DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "watched")
+DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "watched")
 
 
 class Moment(Enum):
@@ -217,11 +217,9 @@ class Algorithm(_AtServer, ABC):
     Attributes:
         capacity_name: What clients differ by, if they differ.
         capacity_is_shared: Whether all clients of a federation have the same capacity.
-        updates_have_norms: Whether devices send back new values of the tensors that they were sent. A class that
-            changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
+        updates_have_norms: Whether devices send back new values of the tensors that they were sent, once unpacked. A
+            class that changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
         updates_are_expected: Whether its rounds define `Round.expected_update`.
-        sums_are_all: Whether its rounds need nothing of single clients but the sum of the changes of whole tensors, in
-            one `MeanChange`, so that it can be secure. Said anew like ``updates_have_norms``.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
         counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
@@ -232,9 +230,16 @@ class Algorithm(_AtServer, ABC):
     capacity_is_shared: ClassVar[bool] = False
     updates_have_norms: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = False
-    sums_are_all: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
     counts_all_clients: ClassVar[bool] = False
+
+    @property
+    def sums_are_all(self) -> bool:
+        """Whether its rounds need nothing of single clients but the sum of the changes of whole tensors.
+
+        In one `MeanChange`, which can then be secure. By default not; said anew like ``updates_have_norms``.
+        """
+        return False
 
     def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""

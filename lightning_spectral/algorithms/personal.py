@@ -75,7 +75,7 @@ that stay with each client, such as `personal=["head.*"]`.
     check_matches("personal", patterns, state, "parameter or buffer")
     names = tuple(name for name in state if matches_any(name, patterns))
     trained = {name for name, parameter in server.named_parameters() if parameter.requires_grad}
-    if names and trained.issubset(names):
+    if trained and trained.issubset(names):
         raise ValueError(
             "`personal` matches all parameters that are trained, so clients would share nothing; name those that stay "
             'with each client, such as `personal=["head.*"]`.'

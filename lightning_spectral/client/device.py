@@ -166,6 +166,16 @@ class ClientSide(ABC):
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """Return the unit and the tensors that a trained client sends back."""
 
+    def unpack(self, download: Download, upload: Upload) -> Upload:
+        """The upload as the algorithm's round adds it, where `collect` has packed tensors; called at the server.
+
+        Unpacked tensors are new values of those that were sent, so that norms and bounds of updates apply to them.
+
+        Raises:
+            ValueError: If tensors have the names, types and shapes that `collect` gives them, but impossible values.
+        """
+        return upload
+
     @property
     def keeps_state(self) -> bool:
         """Whether devices `keep` something; by default, whether a subclass defines that."""

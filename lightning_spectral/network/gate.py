@@ -161,8 +161,12 @@ class UploadGate:
             self._usual[download.capacity] = expected
             if found != expected:
                 raise RecordError(_difference(found, expected))
+        try:
+            values = self._side.unpack(download, upload).tensors
+        except ValueError as error:
+            raise RecordError(_text(str(error))) from error
         for name, rows in upload.untrained_rows.items():
-            if not (name in found and _are_rows(rows, found[name][1])):
+            if not (name in values and _are_rows(rows, values[name].shape)):
                 raise RecordError(f"the untrained rows of {name} are no rows of a tensor that was asked for")
 
 

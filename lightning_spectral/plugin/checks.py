@@ -218,7 +218,7 @@ def check_summable(algorithm: Algorithm, update_bound: object) -> None:
         own = f", or set `sums_are_all` in {name}" if algorithm.sums_are_all else ""
         raise ValueError(
             f"`secure_sums` hides single clients' updates, and {name} may need them: it does more than sum the changes "
-            f"of whole tensors; use FedAvg{own}."
+            f"of whole tensors, or packs them; use FedAvg without `compression`{own}."
         )
     if update_bound is not None:
         raise ValueError(

@@ -79,7 +79,7 @@ class FederatedModule(FederatedHooks, Member):
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> FederatedModule(LitLine(), clients_per_round=2).algorithm
-        FedAvg(buffers={})
+        FedAvg(buffers={}, ...)
     """
 
     data_type = ServerData

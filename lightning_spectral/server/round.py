@@ -667,6 +667,7 @@ class Turn:
         if self.round.masked is not None:  # steps, of which each may have any value
             self.round.masked.add(upload)
             return None, ""
+        upload = self._unpacked(upload)
         averaged = self._averaged(upload)
         if not averaged.can_be_averaged():
             magnitudes = averaged.largest.values()
@@ -687,6 +688,9 @@ class Turn:
             extremes.add(upload.tensors, opened.positions(self.receipt))
         return None, ""
 
+    def _unpacked(self, upload: Upload) -> Upload:
+        return upload if self.download is None else self.round.engine.half.device_half.unpack(self.download, upload)
+
     def _averaged(self, record: RecordT) -> RecordT:
         """The download or the upload without values that follow no average."""
         rules = self.round.engine.half.buffers
@@ -703,7 +707,8 @@ class Turn:
         expected = self.round.opened.expected_update(upload.unit) if engine.figure == "stale update" else None
         if self._norm is not None and expected is None:
             return self._norm
-        return update_norm(self._averaged(self.download).tensors, self._averaged(upload).tensors, expected)
+        returned = self._averaged(self._unpacked(upload)).tensors
+        return update_norm(self._averaged(self.download).tensors, returned, expected)
 
     def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         """The outcome of the turn, given its upload and why that is left out of the average, if it is."""

@@ -164,14 +164,16 @@ class Trial:
         self.state = case.algorithm.new_state(self.server, SEED)
         if self.state is not None:
             self.state.to(case.device)
-        self.store, base = ClientStore(), FrozenBase()
-        self.store.to(case.device)
+        self.store, self.client_states, base = ClientStore(), ClientStore(), FrozenBase()
+        for store in (self.store, self.client_states):
+            store.to(case.device)
         if saved is not None:
             saved = copy.deepcopy(dict(saved))
             self.server.load_state_dict(saved["server"])
             if self.state is not None:
                 self.state.load_state_dict(saved["state"])
             self.store.load_state_dict(saved["store"])
+            self.client_states.load_state_dict(saved["client_states"])
             self.round_idx, base = saved["round_idx"], FrozenBase.from_state_dict(saved["frozen_base"])
         self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
         if saved is None:
@@ -191,6 +193,7 @@ class Trial:
             options=lambda: (options_of(self.template),),
             figure="update",
             store=self.store,
+            client_states=self.client_states,
             frozen_base=base,
             faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
         )
@@ -252,9 +255,10 @@ class Trial:
     def everything(self) -> dict[str, Tensor]:
         """Copies of all that lasts from round to round: the server's tensors, the state's, and each client's."""
         stored = {
-            f"client {key[0]}: {name}": tensor.clone()
-            for key in self.store
-            for name, tensor in self.store.kept(WorkUnit(*key)).items()
+            f"{owner} {key[0]}: {name}": tensor.clone()
+            for owner, store in (("client", self.store), ("device of client", self.client_states))
+            for key in store
+            for name, tensor in store.kept(WorkUnit(*key)).items()
         }
         return {**self.weights(), **{f"state.{name}": t for name, t in tensors_of(self.state).items()}, **stored}
 
@@ -265,6 +269,7 @@ class Trial:
                 "server": self.server.state_dict(),
                 "state": None if self.state is None else self.state.state_dict(),
                 "store": self.store.state_dict(),
+                "client_states": self.client_states.state_dict(),
                 "frozen_base": self.engine.frozen_base.state_dict(),
                 "decisions": dict(self.half.decisions),
                 "round_idx": self.round_idx,
@@ -292,7 +297,8 @@ def change_norms(trial: Trial) -> dict[int, float]:
         before = observing.seen
         upload, after = device.run(download), observing.seen
         both_ways = upload.tensors.keys() & download.tensors.keys()
-        if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
+        is_whole = device.side.unpack(download, upload) is upload
+        if is_whole and all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
             where, rules = opened.opened.positions(receipt), trial.half.buffers
             sent, returned = ({name: tensors[name] for name in both_ways} for tensors in (before, after))
             norms[unit.client_id] = update_norm(rules.averaged(sent, where), rules.averaged(returned, where))
@@ -325,9 +331,10 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda peer: trials[peer.rank].engine.round.add_up(peer), peers))
     outcomes = [outcome for trial in trials for outcome in trial.engine.round.outcomes]
-    written = [trial.store.written() for trial in trials]
+    written = [[store.written() for store in trial.engine.stores] for trial in trials]
     for rank, trial in enumerate(trials):
-        trial.store.merge(written[1 - rank])
+        for store, entries in zip(trial.engine.stores, written[1 - rank], strict=True):
+            store.merge(entries)
         trial.engine.round.outcomes = list(outcomes)
         trial.close()
 

@@ -149,7 +149,8 @@ def test_several_models_each_have_sums_of_their_own(quiet: Any) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sharding": ({"algorithm": ls.SpectralSharding()}, "SpectralSharding may need them: .* use FedAvg\\."),
+    "sharding": ({"algorithm": ls.SpectralSharding()}, "SpectralSharding may need .* FedAvg without `compression`\\."),
+    "packed uploads": ({"algorithm": ls.FedAvg(compression=ls.TopK(0.1))}, "FedAvg may need them: .* packs them"),
     "SCAFFOLD": ({"algorithm": ls.Scaffold()}, "Scaffold may need them: .* use FedAvg"),
     "a store": ({"algorithm": ls.StaleUpdates()}, "StaleUpdates may need them"),
     "FIARSE": ({"algorithm": ls.FIARSE()}, "FIARSE may need them"),

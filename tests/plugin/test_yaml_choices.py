@@ -41,6 +41,9 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
     "algorithm": [
         ("FedAvg", ls.FedAvg()),
         ("{class_path: FedAvg, init_args: {buffers: {'*.base': server}}}", ls.FedAvg(buffers={"*.base": "server"})),
+        ("{class_path: FedAvg, init_args: {compression: {class_path: TopK, init_args: {share: 0.01}}}}",
+         ls.FedAvg(compression=ls.TopK(0.01))),
+        ("{class_path: FedAvg, init_args: {compression: Int8}}", ls.FedAvg(compression=ls.Int8())),
         ("{class_path: Scaffold, init_args: {buffers: {low: min}}}", ls.Scaffold(buffers={"low": "min"})),
         ("Scaffold", ls.Scaffold()),
         ("{class_path: FIARSE, init_args: {keep_ratio: {0.25: 0.5, 1.0: 0.5}, exclude: [head.*]}}",

@@ -167,7 +167,7 @@ class StaleUpdates(FedAvg):
 
     Example:
         >>> StaleUpdates.mifa()
-        StaleUpdates(buffers={}, beta=1.0, coefficients='data', unseen='zero', num_terms=None)
+        StaleUpdates(buffers={}, ..., beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
 
     round: ClassVar[type[DenseRound]] = StaleRound

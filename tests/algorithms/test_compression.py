@@ -1,0 +1,300 @@
+"""Compressed uploads against bare loops, in bytes and bounds, and from devices that pack what cannot be."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from fake_line import remote, toy_line
+from federation import Fit, check_resumes, said_during, seeded
+from other_process import toy_data
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from toy_models import LitMLP, LitNet, toy_examples
+
+import lightning_spectral as ls
+from lightning_spectral.algorithms.compression import ErrorFeedback, error_feedback
+from lightning_spectral.network.messages import VALUES, record_of, record_parts
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
+from lightning_spectral.server import Faults, LeaveOut
+from lightning_spectral.server.fault_policy import MaxUpdateNorm
+from lightning_spectral.simulation import DeviceProfile
+
+BOTH = [ls.TopK(0.1), ls.Int8()]
+LR = 0.5
+
+
+def largest_tenth(due: Tensor) -> Tensor:
+    """By sorting all entries."""
+    flat, sent = due.flatten().tolist(), [0.0] * due.numel()
+    for place in sorted(range(len(flat)), key=lambda i: -abs(flat[i]))[: max(1, round(0.1 * len(flat)))]:
+        sent[place] = flat[place]
+    return torch.tensor(sent, dtype=due.dtype).view(due.shape)
+
+
+def eight_bits(due: Tensor) -> Tensor:
+    """Row by row."""
+    rows = due.reshape(len(due) if due.ndim > 1 else 1, -1)
+    return torch.stack([(row / (row.abs().max() / 127)).round() * (row.abs().max() / 127) for row in rows]).view_as(due)
+
+
+@pytest.mark.parametrize(
+    ("compression", "by_hand"), [(ls.TopK(0.1), largest_tenth), (ls.Int8(), eight_bits)], ids=["TopK", "Int8"]
+)
+def test_rounds_are_those_of_a_bare_loop(compression: Any, by_hand: Callable[[Tensor], Tensor], fit: Fit) -> None:
+    def make() -> LitNet:
+        return LitNet(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), lr=LR)
+
+    examples = toy_examples()
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=3), batch_size=40)
+    algorithm = ls.FedAvg(compression=compression)
+    fitted = fit(seeded(make), data, algorithm=algorithm, clients_per_round=2, max_epochs=6)
+    module, residuals = seeded(make), dict[tuple[int, str], Tensor]()
+    for round_idx in range(6):
+        mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in module.named_parameters()}
+        for client in [row.client_id for row in fitted.ledger.rows if row.round_idx == round_idx]:
+            x, y = (tensor[data.partition[client]] for tensor in examples.tensors)
+            gradients = torch.autograd.grad(nn.functional.cross_entropy(module(x), y), list(module.parameters()))
+            for name, gradient in zip(mean, gradients, strict=True):
+                due = residuals.get((client, name), 0.0) - LR * gradient
+                sent = by_hand(due)
+                residuals[client, name] = due - sent
+                mean[name] += sent / 2  # of two clients of the same size
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.add_(mean[name].to(p))
+    for name, expected in module.state_dict().items():
+        torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compression", BOTH, ids=repr)
+def test_what_is_sent_and_what_is_kept_are_together_the_change(compression: Any, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (8, 30), "kernel": (4, 3, 3, 3), "vector": (50,), "one": (1,), "none": (0, 4), "scalar": ()}
+
+    def drawn() -> dict[str, Tensor]:
+        return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+    before = drawn()
+    feedback = error_feedback(compression, before)
+    assert feedback.names == ("matrix", "kernel", "vector")
+    state: Mapping[str, Tensor] = {}
+    for _ in range(3):
+        after, download = drawn(), Download(WorkUnit(0), 1.0, before, client_state=state)
+        packed = feedback.packed(after, download)
+        received = feedback.unpacked(packed, download)
+        earlier, state = state, feedback.residuals(after, download, packed)
+        for name in shapes:
+            if name not in feedback.names:
+                assert packed[name] is after[name]
+                continue
+            # in single precision at least; the residual itself is rounded once, and so is what the client owes
+            moved = (
+                after[name].double() - before[name].double() + earlier.get(f"residual:{name}", torch.zeros(())).double()
+            )
+            kept, got = state[f"residual:{name}"].double(), received[name].double() - before[name].double()
+            error = torch.finfo(received[name].dtype).eps * moved.abs().max()
+            assert (got + kept - moved).abs().max() <= 2 * error
+            assert kept.abs().max() > 100 * error or compression == ls.Int8()
+        before = received if dtype is not torch.bfloat16 else drawn()
+
+
+def test_ten_largest_of_a_hundred_are_sent_whatever_their_order() -> None:
+    change = torch.arange(100.0).roll(37).view(10, 10)
+    parts = ls.TopK(0.1).pack(change)
+    assert parts["places"].tolist() == [*range(27, 37)]
+    assert parts["values"].tolist() == [*range(90, 100)]
+    assert (parts["places"].dtype, parts["values"].dtype) == (torch.int32, torch.float32)
+
+
+def test_eight_bits_do_not_wrap_around_where_a_scale_is_too_coarse() -> None:
+    tiny = torch.tensor([179.0, -179.0, 1.0]) * 2.0**-149  # whole numbers of the smallest float: the scale becomes 1
+    levels = ls.Int8().pack(tiny)["levels"]
+    assert levels.tolist() == [127, -127, 1]
+    assert ls.Int8().pack(torch.zeros(3))["levels"].tolist() == [0, 0, 0]
+
+
+class LitTargets(pl.LightningModule):
+    """Pulled to its examples: in the first direction these are far apart, and in the others they agree."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 0.5 * (self.weight - batch[0]).square().sum(1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = torch.ones(2, 10)
+    targets[:, 0] = torch.tensor([10.0, -10.0])  # cancel in the mean, and are the largest for each client
+    data = ls.FederatedDataModule(TensorDataset(targets), ls.NaturalPartitioner([0, 1]), batch_size=1)
+    options: dict[str, Any] = {
+        "clients_per_round": 2,
+        "max_epochs": 400,
+        "algorithm": ls.FedAvg(compression=ls.TopK(0.1)),
+    }
+    with_feedback = fit(LitTargets(10), data, **options).state["weight"]
+    monkeypatch.setattr(ErrorFeedback, "residuals", lambda *_: {})
+    without = fit(LitTargets(10), data, **options).state["weight"]
+    assert without[1:].count_nonzero() == 0
+    assert abs(without[0]) < 1e-5
+    # what clients owe of an entry while they send others, which the first entry keeps below two of its changes
+    assert (with_feedback - targets.mean(0)).abs().max() < 2 * 10 * 0.02
+
+
+@pytest.mark.parametrize("compression", BOTH, ids=repr)
+def test_a_resumed_run_owes_what_the_uninterrupted_one_does(compression: Any, fit: Fit, tmp_path: Path) -> None:
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=ls.FedAvg(compression=compression), seed=3)
+
+
+@pytest.mark.parametrize("compression", BOTH, ids=repr)
+def test_all_say_the_bytes_that_travel(compression: Any, fit: Fit) -> None:
+    travelled: list[int] = []
+
+    def weighed(question: Any, parts: dict[str, bytes]) -> dict[str, bytes]:
+        values = parts[VALUES]
+        header = 8 + int.from_bytes(values[:8], "little")
+        assert header < 8 + 80 * 2 * 6  # at most two parts of each of six tensors
+        travelled.append(len(values) - header)
+        return parts
+
+    algorithm = ls.FedAvg(compression=compression)
+    options: dict[str, Any] = {"algorithm": algorithm, "max_epochs": 2, "seed": 3}
+    line = toy_line(LitMLP, spoil=weighed)
+    ours = fit(seeded(LitMLP), remote(line), **options)
+    parameters = [(12 * 6, 12), (12 * 12, 12), (3 * 12, 3)]
+    if compression == ls.Int8():  # a scale for each row, and one for each bias
+        expected = sum(weight + 4 * bias + bias + 4 for weight, bias in parameters)
+    else:
+        expected = sum(8 * round(0.1 * size) for size, _ in parameters) + 8 * (1 + 1) + 8
+    assert set(travelled) == {expected}
+    assert {row.uplink_bytes for row in ours.ledger.rows} == {expected}
+    table = ls.cost_table(LitMLP(), algorithm, [1], torch.zeros(1, 6))
+    assert table.at[1].uplink_bytes == expected
+    assert ls.largest_that_fits(LitMLP(), algorithm, budget_uplink_bytes=expected) == 1.0
+    with pytest.raises(ValueError, match=f"the smallest sub-model takes {expected}"):
+        ls.largest_that_fits(LitMLP(), algorithm, budget_uplink_bytes=expected - 1)
+    clock = ls.VirtualClock(DeviceProfile(downlink=math.inf, uplink=1.0, macs_per_second=math.inf), macs={1.0: 0})
+    timed = fit(seeded(LitMLP), toy_data(), clock=clock, **options)
+    assert timed.history.rows[-1]["fl/virtual_seconds"] == expected
+
+
+class LitNorm(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.net.insert(1, nn.BatchNorm1d(12))
+
+
+def test_buffers_and_frozen_parameters_are_not_packed() -> None:
+    module = LitNorm()
+    module.net[0].requires_grad_(False)
+    side: Any = ls.FedAvg(compression=ls.Int8()).bind(module).device_half
+    assert side.feedback.names == tuple(n for n, p in module.named_parameters() if p.requires_grad)
+    packed = side.collect(module, Download(WorkUnit(0), 1.0, module.state_dict())).tensors
+    assert {"net.1.running_mean", "net.1.running_var"} < packed.keys()
+    assert not any(name.startswith("net.0") for name in packed)
+
+
+def test_a_client_keeps_its_residuals_beside_its_own_head(fit: Fit) -> None:
+    algorithm = ls.FedAvg(compression=ls.TopK(0.1), personal=["net.5.*"])
+    fitted = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, seed=3)
+    client = fitted.ledger.rows[0].client_id
+    assert fitted.model.own_model(client).keys() == {"net.5.weight", "net.5.bias"}
+    assert (
+        ls.FedAvg(compression=ls.Int8()).bind(LitMLP()).device_half.own_model({"residual:net.5.bias": torch.ones(3)})
+        == {}
+    )
+
+
+@pytest.mark.parametrize("compression", BOTH, ids=repr)
+def test_bounds_and_samplers_see_the_update_that_is_summed(compression: Any, fit: Fit) -> None:
+    before, algorithm = seeded(LitMLP), ls.FedAvg(compression=compression)
+    start = nn.utils.parameters_to_vector(before.parameters()).detach().clone()
+
+    def moved(bound: float) -> tuple[float, Any]:
+        data = toy_data()
+        options: dict[str, Any] = {"clients_per_round": 1, "update_bound": MaxUpdateNorm(bound)}
+        fitted = fit(seeded(LitMLP), data, algorithm=algorithm, **options)
+        return float((fitted.weights - start).double().norm()), fitted
+
+    free, fitted = moved(1e6)
+    assert fitted.rows[-1]["fl/clients_bounded"] == 0
+    short, bounded = moved(free / 10)
+    assert bounded.rows[-1]["fl/clients_bounded"] == 1
+    assert short == pytest.approx(free / 10, rel=1e-5)
+    sampler = ls.UpdateVarianceReduced(active=3, measure=12)
+    assert fit(seeded(LitMLP), toy_data(), algorithm=algorithm, clients_per_round=None, participation=sampler).rows
+
+
+def placed(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {n: change(t.clone()) if n.endswith(":places") else t for n, t in tensors.items()}
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "beyond the end": (placed(lambda places: places + 10**6), "must ascend, from 0 to at most 71"),
+    "before the start": (placed(lambda places: places - 10**6), "net.0.weight cannot be unpacked: its places"),
+    "twice": (placed(lambda places: places.fill_(0)), "net.0.weight cannot be unpacked: its places"),
+    "in reverse": (placed(lambda places: places.flip(0)), "net.0.weight cannot be unpacked: its places"),
+    "places of another type": (placed(lambda places: places.long()), "must be torch.int32"),
+    "fewer": (placed(lambda places: places[1:]), "of shape"),
+    "whole": (lambda tensors: {"net.0.weight": torch.zeros(12, 6), **tensors}, "net.0.weight, which was not asked for"),
+    "NaN": (
+        lambda tensors: {n: t.clone().fill_(math.nan) if t.is_floating_point() else t for n, t in tensors.items()},
+        "not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_device_that_packs_what_cannot_be_is_left_out(name: str, fit: Fit) -> None:
+    spoil, message = HOSTILE[name]
+
+    def act(question: Any, answer: dict[str, bytes]) -> dict[str, bytes]:
+        if question.node != 100:
+            return answer
+        upload = record_of(answer, Upload)
+        return record_parts(replace(upload, tensors=spoil(dict(upload.tensors))))
+
+    with pytest.warns(ls.SpectralWarning, match=message):
+        fitted = fit(
+            seeded(LitMLP),
+            remote(toy_line(LitMLP, spoil=act)),
+            algorithm=ls.FedAvg(compression=ls.TopK(0.1)),
+            clients_per_round=12,
+            faults=Faults(on_error=LeaveOut(), on_not_finite=LeaveOut()),
+        )
+    reasons = [row.left_out for row in fitted.ledger.rows if row.left_out is not None]
+    assert reasons == ["not_finite" if name == "NaN" else "error"]
+    assert torch.isfinite(fitted.weights).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.TopK(0.0), r"`share` must be in \(0, 0.5\], got 0.0; half of the entries"),
+        (lambda: ls.TopK(0.6), r"`share` must be in \(0, 0.5\], got 0.6; half of the entries"),
+        (
+            lambda: ls.FedAvg(compression=ls.TopK),
+            r"`compression` must be an instance of Compression, got the class TopK",
+        ),
+        (lambda: ls.FedAvg(compression="int8"), r"got the string 'int8'"),
+        (lambda: ls.Scaffold(compression=ls.Int8()), r"`compression` cannot pack the uploads of Scaffold"),
+    ],
+)
+def test_mistakes_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+def test_a_fit_says_nothing_of_it(fit: Fit) -> None:
+    algorithm = ls.FedAvg(compression=ls.Int8())
+    assert said_during(lambda: fit(seeded(LitMLP), toy_data(), algorithm=algorithm, max_epochs=2)) == []

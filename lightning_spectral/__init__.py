@@ -89,6 +89,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.plugin.callbacks import SubmodelSampling as SubmodelSampling
     from lightning_spectral.plugin.callbacks import SVDRefresh as SVDRefresh
     from lightning_spectral.protocol import Schedule as Schedule
+    from lightning_spectral.server import ClientPrivacy as ClientPrivacy
     from lightning_spectral.server import SecureSums as SecureSums
     from lightning_spectral.sharding import Collective as Collective
     from lightning_spectral.sharding import EffectiveCohort as EffectiveCohort

@@ -31,7 +31,7 @@ _NAMES = {
         SVDRefresh SubmodelSampling
     """,
     "protocol": "Schedule",
-    "server": "SecureSums",
+    "server": "ClientPrivacy SecureSums",
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
 }

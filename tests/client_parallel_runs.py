@@ -250,6 +250,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
     "largest changes": {"algorithm": ls.FedAvg(compression=ls.TopK(0.1)), "clients_per_round": 7, "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
+    "private": {
+        "algorithm": ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER),
+        "participation": ls.Uniform(active=5),
+        "privacy": ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, clip_quantile=0.5, noise_seed=1),
+        "rounds": 3,
+    },
     "FIARSE": {
         "algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
         "module": WithBatchNorm,

@@ -53,6 +53,7 @@ DEVICE = ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 # What must be given in addition to the argument that is wrong.
 NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "ClientDropout": lambda: {"probability": 0.5},
+    "ClientPrivacy": lambda: {"clip": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
     "DeviceProfile": lambda: {"downlink": 1.0, "uplink": 1.0, "macs_per_second": 1.0},
     "DirichletPartitioner": lambda: {"num_clients": 3, "alpha": 1.0},
     "EffectiveLRClip": lambda: {"tau": 10.0},

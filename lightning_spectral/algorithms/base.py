@@ -310,6 +310,17 @@ class Algorithm(_AtServer, ABC):
         """Raise ``ValueError`` if the server's running averages are not those of the whole model, which may be set."""
         return None
 
+    def check_privacy(self) -> None:
+        """Raise ``ValueError`` if noise on `Round.sums` may not hide what a client has uploaded, as by default.
+
+        It does if the sums are `MeanChange` objects, nothing else that a round releases comes from uploads, clients
+        hold the same terms, and a client is sent the same whoever else takes part.
+        """
+        raise ValueError(
+            f"{type(self).__name__} does not say that noise on its sums would hide clients, so it has no `privacy`; "
+            "use FedAvg, SpectralSharding or LoRA, or define `check_privacy`."
+        )
+
     def new_state(self, server: nn.Module, seed: int) -> nn.Module | None:
         """What the algorithm keeps between rounds, as a module; by default ``None``.
 

@@ -41,13 +41,14 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
     return MeanChange(before, cohort.total, cohort.absolute, always_divided=averages & before.keys())
 
 
-def sum_of(like: Mapping[str, Tensor], cohort: Cohort) -> MeanChange:
+def sum_of(like: Mapping[str, Tensor], cohort: Cohort, counts: Collection[str] = ()) -> MeanChange:
     """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
 
-    Only names, shapes and device of ``like`` count. The weights are the cohort's coefficients.
+    Only names, shapes and device of ``like`` count. The weights are the cohort's coefficients; ``counts`` as for
+    `MeanChange`.
     """
     zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
-    return MeanChange(zeros, cohort.total, cohort.absolute)
+    return MeanChange(zeros, cohort.total, cohort.absolute, counts=counts)
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,11 @@ class FedAvg(Algorithm):
 
     def check(self, server: nn.Module) -> None:
         personal_names(server, self.personal)
+
+    def check_privacy(self) -> None:
+        """Raise ``ValueError`` for subclasses, which may sum something else, unless they define this themselves."""
+        if type(self) is not FedAvg:
+            super().check_privacy()
 
     def bind(
         self,

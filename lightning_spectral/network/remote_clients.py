@@ -206,7 +206,8 @@ class RemoteClients(ServerData):
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        if engine.update_bound is None and engine.secure_sums is None and engine.algorithm.updates_have_norms:
+        hides = engine.secure_sums is not None or engine.privacy is not None
+        if engine.update_bound is None and not hides and engine.algorithm.updates_have_norms:
             engine.update_bound = self.update_bound
         gate = UploadGate(engine.server, side)
         return RemoteExecutor(self.roster, start, gate, self.deadline, self.at_once, self.keep_first)

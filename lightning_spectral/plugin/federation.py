@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,7 +60,7 @@ class Federation:
         units = self.cohorts.units(round_idx)
         for member in self.members.values():
             own = [unit for unit in units if unit.model == member.key]
-            if own or member.algorithm.steps_without_clients:
+            if own or member.algorithm.steps_without_clients or member.privacy is not None:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
                     callback.on_round_start(self.runtime.trainer, member, opened.opened)
@@ -109,6 +110,12 @@ class Federation:
                     calls.append(partial(callback.on_round_end, runtime.trainer, member, summary))
             _call_all(calls)
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether another round after the last one would exceed a budget of privacy."""
+        fits = [member.engine.privacy for member in self.members.values()]
+        return any(fit.is_spent(self.last_stepped + 1) for fit in fits if fit is not None)
+
     def abandon_round(self) -> None:
         """End a round that failed; it has changed nothing at the server and can be repeated."""
         for member in self.members.values():
@@ -127,6 +134,7 @@ class Federation:
             "federation_unreached": {name: names for name, names in reached.items() if names is not None},
             "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
             "federation_updates": {n: m.usual_update for n, m in members if not math.isnan(m.usual_update)},
+            "federation_clips": {name: m.adapted_clip for name, m in members if m.adapted_clip is not None},
             "federation_sampler": {} if sampled is None else sampled.state_dict(),
         }
         checkpoint.update({name: entry for name, entry in entries.items() if entry})
@@ -139,6 +147,7 @@ class Federation:
             member.frozen_base = FrozenBase.from_state_dict(frozen.get(name, {}))
             member.unreached = checkpoint.get("federation_unreached", {}).get(name)
             member.usual_update = checkpoint.get("federation_updates", {}).get(name, math.nan)
+            member.adapted_clip = checkpoint.get("federation_clips", {}).get(name)
             member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
             member.store.load_state_dict(entries for entries in clients if entries["model"] == member.key)
         if self.cohorts.sampled is not None:
@@ -201,7 +210,7 @@ class Cohorts:
             check_sampler(sampler, {name: member.algorithm for name, member in self._members.items()})
             check_measurable(sampler, {name: member.module for name, member in self._members.items()})
             keys = [member.key for member in self._members.values()]
-            self.sampled = SampledCohorts(sampler, self._plan.population(), keys, self._plan.seed)
+            self.sampled = SampledCohorts(sampler, self._plan.population(), keys, self._seed())
         if limit and not self._most_units:
             raise ValueError(f"limit_train_batches={limit} of {self.usual_size} clients trains none; raise it.")
         if self._most_units > (most := MOST_TERMS * len(self._members)):
@@ -209,6 +218,13 @@ class Cohorts:
                 f"A round must have at most {most} turns, so that its updates can be summed exactly, got "
                 f"{self._most_units}; lower the sampler's `active`."
             )
+
+    def _seed(self) -> int:
+        """The seed of the draws: the run's, unless privacy depends on nobody else knowing who takes part."""
+        private = [member.privacy for member in self._members.values() if member.privacy is not None]
+        if not private or private[0].noise_seed is not None:
+            return int(self._plan.seed)
+        return self._runtime.processes.gather(secrets.randbits(256))[0]
 
     @property
     def usual_size(self) -> int:
@@ -260,7 +276,7 @@ class Cohorts:
 
     def note(self, index: int, summary: RoundSummary) -> RoundSummary:
         """Let the sampler learn from a round of one model, and add its diagnostics to the round's summary."""
-        if self.sampled is None:
+        if self.sampled is None or summary.is_private:
             return summary
         own = self.sampled.diagnostics(index, summary.clients)
         measured = self.sampled.measured(index)

@@ -34,7 +34,7 @@ from lightning_spectral.plugin.host import Host, NoOutputs, Share
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, log_options, processes_of
-from lightning_spectral.plugin.rounds import Runtime, with_boundaries
+from lightning_spectral.plugin.rounds import Runtime, check_private, with_boundaries
 from lightning_spectral.plugin.settings import (
     TRAINER_SETTINGS,
     FixedArguments,
@@ -232,6 +232,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             )
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
+        if self.trainer.state.fn == "fit" and any(owner.privacy is not None for owner in self.members.values()):
+            check_private([*self.trainer.callbacks, *own])  # type: ignore[attr-defined]
         return with_boundaries(self.trainer, own)
 
     def prepare_data(self) -> None:
@@ -340,7 +342,8 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if isinstance(strategy, ClientParallelStrategy):
             strategy.share_sigterm()
             strategy.note_shares(batch.round_idx)
-        self.trainer.should_stop = strategy.reduce_boolean_decision(self.trainer.should_stop, all=False)
+        should_stop = self.trainer.should_stop or self.federation.is_spent
+        self.trainer.should_stop = strategy.reduce_boolean_decision(should_stop, all=False)
 
     def on_train_epoch_end(self) -> None:
         """Step the schedules that wait for a metric, which is available now, and let loggers have the round.
@@ -407,6 +410,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             return found
         data = {name: self.data_or_none(name) for name in self.members}
         configs = {name: config_of(one, one.settings) for name, one in data.items() if one is not None}
+        for name in configs:
+            if self.members[name].privacy is not None:
+                configs[name].pop("num_examples", None)
         return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
     def full_configuration(self) -> dict[str, str | int]:

@@ -42,6 +42,7 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import UpdateBound
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
+from lightning_spectral.server.privacy import ClientPrivacy, PrivateFit
 from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.simulation import Conditions
@@ -60,6 +61,7 @@ class Member(pl.LightningModule, Trained):
         frozen_base: Which clients have which frozen tensors.
         decisions: What the algorithm has decided from the initial weights.
         usual_update: `Engine.usual_update` of its last round.
+        adapted_clip: The bound on clients' changes in the next private round, if it is adapted.
         first_rounds: Watches the first rounds for mistakes.
         unreached: The layers that no client had reached when a resumed run was saved; ``None`` if that is settled.
         engine_or_none: The engine, if there is a fit.
@@ -71,6 +73,7 @@ class Member(pl.LightningModule, Trained):
     local_hooks: tuple[LocalHook, ...]
     update_bound: UpdateBound | None
     secure_sums: SecureSums | None
+    privacy: ClientPrivacy | None
     conditions: Conditions
 
     def __init__(self) -> None:
@@ -81,6 +84,7 @@ class Member(pl.LightningModule, Trained):
         self.store, self.client_states, self.frozen_base = ClientStore(), ClientStore(), FrozenBase()
         self.decisions: Mapping[str, Any] = {}
         self.usual_update = math.nan
+        self.adapted_clip: float | None = None
         self.first_rounds = FirstRounds()
         self.unreached: list[str] | None = None
         self.engine_or_none: Engine | None = None
@@ -154,7 +158,7 @@ class Member(pl.LightningModule, Trained):
         decided = self.decisions if resumed else None
         half = self.algorithm.bind(self.module, self.state, untrained=untrained, decisions=decided)
         if not resumed:
-            self.frozen_base, self.usual_update = FrozenBase(), math.nan
+            self.frozen_base, self.usual_update, self.adapted_clip = FrozenBase(), math.nan, None
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
@@ -173,6 +177,11 @@ class Member(pl.LightningModule, Trained):
             self.algorithm, half, self.conditions, (self.store, self.client_states), self.frozen_base
         )
         self.engine.usual_update = self.usual_update
+        if self.privacy is not None:
+            self.privacy.check_buffers(half.buffers)
+            active, num_clients = self.part_of.plan.participation.active, int(self.engine.clients.sizes.count_nonzero())
+            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip)
+            self._report([str(self.engine.privacy)])
 
     def _remarks(self) -> Iterator[str]:
         """What is allowed, and may still not be meant."""
@@ -277,6 +286,8 @@ class Member(pl.LightningModule, Trained):
         """Turn the round's sums into pseudo-gradients."""
         summary = self.engine.apply_round()
         self.usual_update = self.engine.usual_update
+        if self.engine.privacy is not None:
+            self.adapted_clip = self.engine.privacy.clip
         self.first_rounds.end(self.engine.half, summary)
         return summary
 
@@ -326,7 +337,7 @@ class RoundSchedules:
         logged = round_metrics(summary).keys() | logged_by_clients(summary).keys()
         self._logged |= logged
         self._outdated = self._logged - logged
-        self._rests = not summary.averaged
+        self._rests = not (summary.averaged or summary.is_private)
 
     def state_dict(self) -> dict[str, Any]:
         """Which training metrics there are, for the checkpoint; Lightning saves the schedulers themselves."""

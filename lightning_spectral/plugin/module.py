@@ -31,11 +31,12 @@ from lightning_spectral.plugin.user_hooks import (
 )
 from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
+from lightning_spectral.server.privacy import ClientPrivacy
 from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
-CHOSEN = ("update_bound", "secure_sums", "participation")  # shown only if they are
+CHOSEN = ("update_bound", "secure_sums", "privacy", "participation")  # shown only if they are
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
@@ -59,6 +60,8 @@ class FederatedModule(FederatedHooks, Member):
         faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
         update_bound: Bound on each client's update: `MaxUpdateNorm` or `UsualUpdateNorm`; ``None`` for none.
         secure_sums: Lets the server have the sum of a round's updates alone; ``None`` for each update.
+        privacy: Differential privacy of clients, `ClientPrivacy`, with ``participation=Uniform(...)``; ``None`` for
+            none.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
@@ -98,6 +101,7 @@ class FederatedModule(FederatedHooks, Member):
         faults: Faults | None = None,
         update_bound: UpdateBound | None = None,
         secure_sums: SecureSums | None = None,
+        privacy: ClientPrivacy | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
@@ -130,10 +134,18 @@ class FederatedModule(FederatedHooks, Member):
         if update_bound is not None:
             check_is("update_bound", update_bound, UpdateBound)
             update_bound.check(self.algorithm)
-        self.secure_sums = secure_sums
+        self.secure_sums, self.privacy = secure_sums, privacy
         if secure_sums is not None:
             check_is("secure_sums", secure_sums, SecureSums)
             check_summable(self.algorithm, update_bound)
+        if privacy is not None:
+            check_is("privacy", privacy, ClientPrivacy)
+            privacy.check(self.algorithm, self.participation)
+            if update_bound is not None or secure_sums is not None:
+                raise ValueError(
+                    "`privacy` lets the server shorten each update to its `clip`: give it without `update_bound` and "
+                    "`secure_sums`."
+                )
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
@@ -163,6 +175,8 @@ class FederatedModule(FederatedHooks, Member):
 
     def population(self) -> Population:
         sizes = self.clients_of("", self.algorithm).sizes
+        if self.privacy is not None:
+            sizes = sizes.sign()  # all weigh the same
         return Population(sizes[:, None], torch.ones_like(sizes))
 
     def settings(self) -> dict[str, Any]:
@@ -183,7 +197,7 @@ class FederatedModule(FederatedHooks, Member):
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
-            **{name: repr(one) for name in CHOSEN[:2] if (one := getattr(self, name)) is not None},
+            **{name: repr(one) for name in CHOSEN[:-1] if (one := getattr(self, name)) is not None},
         }
 
     predict_step = passed_on("predict_step", 2)

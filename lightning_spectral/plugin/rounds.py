@@ -115,6 +115,16 @@ class Runtime:
         log_round(self.trainer, summaries)
 
 
+def check_private(callbacks: Iterable[pl.Callback]) -> None:
+    """Refuse, by name, callbacks that would show without noise what privacy hides."""
+    for callback in callbacks:
+        if getattr(callback, "reads_clients", False) or isinstance(callback, RoundDashboard):
+            raise ValueError(
+                f"{type(callback).__name__} shows or uses clients' data without noise; leave it out where there is "
+                "`privacy`."
+            )
+
+
 def with_boundaries(trainer: pl.Trainer, own: Iterable[pl.Callback]) -> list[pl.Callback]:
     """The callbacks of the user's modules, then those boundaries of a round that the Trainer does not have yet."""
     own = list(own)

@@ -210,6 +210,8 @@ def _check_models(models: Any) -> None:
             raise ValueError(f"A model's name must be an identifier, as it begins those of its metrics, got {name!r}.")
         if name in taken:
             raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
+        if model.privacy is not None:
+            raise ValueError(f"`privacy` is for one model, but {name!r} is one of several; leave it out.")
         if model.participation is not None:
             raise ValueError(
                 f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "

@@ -261,6 +261,11 @@ class Upload:
         """Largest absolute value of each tensor, NaN if it holds one; one read from the device for all."""
         return largest_magnitudes(self.tensors)
 
+    def without_figures(self) -> Upload:
+        """The same upload without what it says besides its tensors, and besides what a server must know."""
+        left_out, failure, missing, state = self.left_out, self.failure, self.missing, self.client_state
+        return Upload(self.unit, self.tensors, left_out=left_out, failure=failure, missing=missing, client_state=state)
+
     def can_be_averaged(self) -> bool:
         """Whether every value is finite, and small enough for an exact sum."""
         return all(can_be_summed(magnitude) for magnitude in self.largest.values())
@@ -339,6 +344,7 @@ class RoundSummary:
         left_out: For each reason that this run allows, the number of clients left out.
         model: The model's name; empty if there is only one.
         measured: Outcomes of the clients measured for the sampler before the round; their updates were discarded.
+        is_private: Whether all that would say something of clients is left out.
     """
 
     round_idx: int
@@ -349,6 +355,7 @@ class RoundSummary:
     left_out: Mapping[ExclusionReason, int] = field(default_factory=dict)
     model: str = ""
     measured: tuple[ClientOutcome, ...] = ()
+    is_private: bool = False
 
     @property
     def averaged(self) -> tuple[ClientOutcome, ...]:

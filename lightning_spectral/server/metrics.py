@@ -31,6 +31,9 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
           the round.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
+        A private round has only its index, and what follows from what has noise: ``fl/epsilon``, ``fl/clip``, and the
+        algorithm's own metrics.
+
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
         for a round whose clients were all left out or masked their updates, nor for a model that no client was asked
         to train.
@@ -52,6 +55,8 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         own["bytes_measuring"] = float(sum(client.downlink_bytes + client.uplink_bytes for client in measured))
     if count := sum(not math.isfinite(value) for client in kept for value in _said(client)):
         own["values_not_finite"] = float(count)
+    if summary.is_private:
+        own = {}
     own |= summary.diagnostics
     return {"fl/round": float(summary.round_idx), **{summary.metric(f"fl/{n}"): value for n, value in own.items()}}
 

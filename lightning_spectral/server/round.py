@@ -44,10 +44,11 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults, UpdateBound, clients_by_reason, update_norm
 from lightning_spectral.server.metrics import round_means
+from lightning_spectral.server.privacy import PrivateFit
 from lightning_spectral.server.processes import Processes, raise_everywhere
 from lightning_spectral.server.secure_sums import MaskedSum, SecureSums
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
-from lightning_spectral.sums import Extremes, MeanChange, add_up
+from lightning_spectral.sums import Extremes, MeanChange, PrivateSums, add_up
 from lightning_spectral.sums.exact_mean import Peers, can_be_summed
 
 RecordT = TypeVar("RecordT", Download, Upload)
@@ -85,6 +86,7 @@ class Engine:
             if no norms are taken.
         profile: Maps the name of a stage to a context manager that is entered around it.
         make_measuring: Creates the executor that measures clients before a round; ``None`` to use the same one.
+        privacy: What hides clients; ``None`` if they need not be hidden.
         round_is_open: Whether a round is open.
         server_is_stepping: Whether the server's step has begun and not ended.
     """
@@ -110,6 +112,7 @@ class Engine:
     usual_update: float = math.nan
     profile: Profile = nullcontext
     make_measuring: Callable[[Engine], Executor] | None = None
+    privacy: PrivateFit | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
     _sizes: dict[float, tuple[int, int, int]] = field(default_factory=dict, init=False)
@@ -145,6 +148,13 @@ class Engine:
         if self._executor is None:
             self._executor = self.make_executor(self)
         return self._executor
+
+    @cached_property
+    def possible_units(self) -> Sequence[WorkUnit]:
+        """The units of all clients that may take part in a private round."""
+        assert self.privacy is not None
+        clients = self.clients.sizes.nonzero().squeeze(1).tolist()
+        return [WorkUnit(client, coefficient=self.privacy.weight) for client in clients]
 
     def size_of(self, opened: Round, unit: WorkUnit, capacity: float) -> tuple[int, int, int]:
         """The number of parameters of a unit's sub-model, and the bytes that it is sent and sends back.
@@ -291,6 +301,7 @@ class OpenRound:
         num_examples: Number of examples of each, by its key.
         opened: The round as the algorithm opened it.
         extremes: The clients' smallest or largest values of the buffers that follow them.
+        private: What keeps the sums of a private round; ``None`` for other rounds.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
@@ -316,18 +327,30 @@ class OpenRound:
             self.cohort = self._cohort()
             engine.frozen_base.refresh(engine.half.frozen_tensors())
             self.opened: Round = engine.half.open(self.cohort)
+            self.private = None if engine.privacy is None else self._private_sums(engine.privacy)
             limits = engine.half.buffers.limits
             self.extremes = Extremes(select_tensors(engine.server, limits), limits)
             tasks = {unit: self._simulated_task(unit) for unit in self.units}
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
+        """Who takes part; in a private round whoever may, so that nobody's download or weight depends on others."""
         engine, groups = self.engine, defaultdict[float, list[WorkUnit]](list)
-        for unit in sorted(self.units, key=lambda unit: unit.key):
+        for unit in sorted(self.units if engine.privacy is None else engine.possible_units, key=lambda unit: unit.key):
             groups[engine.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         shares = {key: size / max(engine.clients.num_examples, 1) for key, size in self.num_examples.items()}
         return Cohort(engine.seed, self.round_idx, units, engine.processes, engine.store, engine.absolute, shares)
+
+    def _private_sums(self, privacy: PrivateFit) -> PrivateSums:
+        """The sums, whose divisors are those of one client with the weight of a whole round, which did not train."""
+        unit, side = self.engine.possible_units[0], self.engine.half.device_half
+        download, receipt = self.opened.send(unit._replace(coefficient=min(1.0, self.cohort.total)))
+        with Forms(self.engine.server, side.take_form).client(download.capacity) as client:
+            download = replace(download, round_idx=self.round_idx)
+            side.load(client, download)
+            self.opened.add(receipt, side.collect(client, download))
+        return privacy.open(self.opened, self.round_idx)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
         """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
@@ -496,7 +519,9 @@ class OpenRound:
             )
         else:
             with self.clock.measure("aggregate"):
-                if self.engine.processes.size > 1:  # a round without `sums` is played in a single process
+                if self.private is not None and self.engine.privacy is not None:
+                    self.engine.privacy.release(self.private, self.engine.processes, self.round_idx)
+                elif self.engine.processes.size > 1:  # a round without `sums` is played in a single process
                     self.add_up(self.engine.processes)
 
     def add_up(self, processes: Peers) -> None:
@@ -528,8 +553,9 @@ class OpenRound:
         return tuple(by_key[unit.key] for unit in self.units)
 
     def _moves_server(self) -> bool:
-        """Whether the round changes the server: some client is left, or none is needed."""
-        return self.engine.algorithm.steps_without_clients or not all(outcome.left_out for outcome in self.gathered)
+        """Whether the round changes the server: some client is left, or none is needed; noise hides whether."""
+        needs_none = self.private is not None or self.engine.algorithm.steps_without_clients
+        return needs_none or not all(outcome.left_out for outcome in self.gathered)
 
     def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
@@ -551,6 +577,10 @@ class OpenRound:
                 engine.usual_update = median(norms)
         if len(engine.store):
             diagnostics["store_bytes"] = float(engine.store.num_bytes)
+        if self.private is not None and engine.privacy is not None:
+            own = engine.privacy.end_round(self.private, self.round_idx)
+            released = {**self.opened.metrics(), **own}
+            return RoundSummary(self.round_idx, (), {}, released, {}, model=engine.model, is_private=True)
         left_out = clients_by_reason(outcomes)
         reasons = engine.faults.exclusion_reasons(engine.conditions, self.executor.exclusion_reasons)
         counts = {reason: len(left_out.get(reason, ())) for reason in reasons}
@@ -637,7 +667,7 @@ class Turn:
                 SpectralWarning,
                 stacklevel=4,
             )
-        self.upload = upload
+        self.upload = upload if self.round.private is None else upload.without_figures()
 
     def receive(self) -> ClientOutcome:
         """Add the client's update to the round's sums; an update that cannot be used is left out, with a warning.
@@ -684,6 +714,8 @@ class Turn:
             bounded = engine.update_bound.applied(sent, averaged, engine.usual_update, self._norm)
             self._is_bounded, averaged = bounded is not averaged, bounded
         opened.add(self.receipt, averaged)
+        if self.round.private is not None:
+            self.round.private.take()
         if has_limits:
             extremes.add(upload.tensors, opened.positions(self.receipt))
         return None, ""

@@ -2,5 +2,6 @@
 
 from lightning_spectral.sums.exact_mean import MeanBits, MeanChange, RunningMean, add_up
 from lightning_spectral.sums.extremes import Extremes
+from lightning_spectral.sums.private import PrivateSums, SecretNormals
 
-__all__ = ["Extremes", "MeanBits", "MeanChange", "RunningMean", "add_up"]
+__all__ = ["Extremes", "MeanBits", "MeanChange", "PrivateSums", "RunningMean", "SecretNormals", "add_up"]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-_MESSAGE = 2**22  # values that processes add up at a time
+MESSAGE = 2**22  # values that processes add up at a time
 
 MOST_TERMS = 2**20  # clients in one round
 ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
@@ -102,24 +102,25 @@ class Weights:
         """
         if not 0 <= weight <= self.total:
             raise ValueError(f"A client's weight must be between 0 and the total of {self.total:g}, got {weight}.")
-        steps = self._steps(weight)
+        steps = self.in_steps(weight)
         self.count(steps, 1)
         return steps
+
+    def in_steps(self, weight: float) -> int:
+        """A weight in steps, which is not counted."""
+        return round(math.ldexp(weight, -self._exponent) * ONE)
 
     def count(self, steps: int, num_terms: int) -> None:
         """Count weights that were rounded elsewhere; errors as for `add`."""
         if self.num_terms + num_terms > MOST_TERMS:
             raise OverflowError(f"An exact sum has room for {MOST_TERMS} terms; ask fewer clients in a round.")
         # one step of slack for each term: the rounding of the weights and of their total
-        if self.sum + steps > self._steps(self.total) + MOST_TERMS:
+        if self.sum + steps > self.in_steps(self.total) + MOST_TERMS:
             raise ValueError(
                 f"The weights sum to more than `total_weight`={self.total:g}; give the sum of all of them."
             )
         self.sum += steps
         self.num_terms += num_terms
-
-    def _steps(self, weight: float) -> int:
-        return round(math.ldexp(weight, -self._exponent) * ONE)
 
 
 def cut(steps: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
         steps, num_terms, coarse = zip(*gathered, strict=True)
         mean.weights.count(sum(steps) - mean.weights.sum, sum(num_terms) - mean.weights.num_terms)
         totals += mean.totals(set().union(*coarse))
-    processes.add_up([message for total in totals for message in torch.split(total.view(-1), _MESSAGE)])
+    processes.add_up([message for total in totals for message in torch.split(total.view(-1), MESSAGE)])
 
 
 class MeanBits(RunningMean):
@@ -254,10 +255,13 @@ class MeanChange(RunningMean):
         always_divided: Names of tensors whose weights are divided by their sum even if ``absolute`` is true.
         by_index: For each tensor of which clients may hold a part, the dimension of its slices; ``None`` for single
             entries of the flattened tensor.
+        counts: Names of tensors that say which part of the model a client holds, and nothing of what it has learnt.
 
     Attributes:
         before: As given.
         names: Names of the tensors.
+        counts: As given.
+        is_fixed: Whether the weights, the slices' holders and the counts stay as they are; see `fix`.
         held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, int64.
 
     Note:
@@ -290,9 +294,11 @@ class MeanChange(RunningMean):
         absolute: bool = False,
         always_divided: Collection[str] = (),
         by_index: Mapping[str, int | None] | None = None,
+        counts: Collection[str] = (),
     ) -> None:
         super().__init__(total_weight)
-        self.before, self.names = dict(before), tuple(before)
+        self.before, self.names, self.counts = dict(before), tuple(before), frozenset(counts)
+        self.is_fixed = False
         self._absolute = frozenset(before).difference(always_divided) if absolute else frozenset()
         by_index = by_index or {}
         self._dims = {name: dim or 0 for name, dim in by_index.items()}
@@ -365,8 +371,10 @@ class MeanChange(RunningMean):
                         f"To be averaged exactly, values must be finite and at most {LARGEST:g} in magnitude; "
                         f"{name!r} has {magnitude:g} {when} local training."
                     )
-        weight_in_steps = self.weights.add(weight)
+        weight_in_steps = self.weights.in_steps(weight) if self.is_fixed else self.weights.add(weight)
         for name, before in self._rows.items():
+            if self.is_fixed and name in self.counts:
+                continue
             given = tensors[name].reshape(-1) if before.ndim == 1 else tensors[name]
             indices = where[name].reshape(-1).to(before.device) if name in self.held and name in where else None
             farthest, dim = self._largest[name] + magnitudes[name], self._dims.get(name, 0)
@@ -386,6 +394,8 @@ class MeanChange(RunningMean):
                         total.add_(part.long())
                     else:
                         total.index_add_(dim, own, part.long())
+            if self.is_fixed:
+                continue
             if indices is not None:
                 self.held[name].index_add_(0, indices, torch.ones_like(indices), alpha=weight_in_steps)
             elif name in self.held:
@@ -419,6 +429,27 @@ class MeanChange(RunningMean):
         holders = held.clamp(min=1).double().mul_(self._factor(name, 1.0))
         mean = total.div_(holders.view(-1, *[1] * (total.ndim - dim - 1)))
         return mean.mul_(self.weights.value) if name in self._absolute else mean
+
+    def fix(self) -> None:
+        """Fix all divisors, and the counts, at what they are: from now on only changes are summed."""
+        self.is_fixed = True
+
+    def step(self, name: str) -> float:
+        """A step of a tensor's sum, in units of a change times its weight."""
+        return 1.0 / self._factor(name, self.weights.one)
+
+    def take(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the sums of changes by name, in steps, float64, and start them anew from zero."""
+        for name in self.names:
+            if name not in self.counts:
+                yield name, join(self._sums[name], self.coarse.pop(name, None))
+                self._sums[name].zero_()
+
+    def put(self, name: str, steps: Tensor) -> None:
+        """Add steps, int64, to a tensor's sum, but to none of the slices that no client holds."""
+        if (dim := self._dims.get(name)) is not None:
+            steps = steps * (self.held[name] > 0).view(-1, *[1] * (steps.ndim - dim - 1))
+        self._sums[name].add_(steps)
 
     def visited(self, name: str) -> Tensor:
         """Indices of the slices that a client of positive weight held, ascending."""

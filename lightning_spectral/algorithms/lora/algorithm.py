@@ -17,8 +17,13 @@ from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
     AdapterAggregation,
+    AlternatingFactors,
+    FrozenA,
     OpenAdapter,
+    OrthonormalA,
+    PaddedFactors,
     SampledTerms,
+    StackedProducts,
     drawn_rows,
 )
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each, first_match
@@ -47,6 +52,7 @@ from lightning_spectral.sums import RunningMean
 from lightning_spectral.sums.exact_mean import rows_in_a_block
 
 ALPHA = 8.0
+SUMMED = (SampledTerms, PaddedFactors, FrozenA, AlternatingFactors, OrthonormalA, StackedProducts)
 PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
 
@@ -229,6 +235,14 @@ class LoRA(Algorithm):
             raise ValueError(
                 f"{type(self.aggregation).__name__} factorises its product anew in each round, and {gone}; leave "
                 "`server_optimizer` out, or use PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
+            )
+
+    def check_privacy(self) -> None:
+        """Raise ``ValueError`` unless all clients hold the same factors, and these or their products are summed."""
+        if self.is_mixed or type(self.aggregation) not in SUMMED:
+            raise ValueError(
+                "`privacy` needs adapters of one rank, whose factors or products are summed: "
+                f"LoRA(8, aggregation=SampledTerms()); got rank={self.rank} and {self.aggregation}."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> LoRAState:

@@ -143,7 +143,8 @@ class MeanOfMatrices(LayerMean):
         super().__init__(u, v, held_rows)
         of_terms, zero = v[:, 0], u.new_zeros(())
         matrix = zero.expand(len(u[:held_rows]), v.shape[1])
-        self.running = sum_of({"holders": of_terms, "multiples": of_terms, "matrix": matrix}, cohort)
+        like = {"holders": of_terms, "multiples": of_terms, "matrix": matrix}
+        self.running = sum_of(like, cohort, counts=("holders", "multiples"))
 
     @property
     def visited(self) -> Tensor:

@@ -19,6 +19,7 @@ from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.algorithms.personal import NOTHING, Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
+    MatrixMeans,
     MeanWithinReach,
     TermAggregation,
     TermMeans,
@@ -339,6 +340,18 @@ class SpectralSharding(ByKeepRatio):
                 SpectralWarning,
                 stacklevel=2,
             )
+
+    def check_privacy(self) -> None:
+        """Raise ``ValueError`` unless all clients hold the same terms, whoever takes part."""
+        ratios, strategies = set(entries_of(self.keep_ratio)), values_of(self.strategy)
+        if len(ratios) > 1 or (ratios != {1.0} and not all(type(each) is TopN for each in strategies)):
+            raise ValueError(
+                "`privacy` needs clients that hold the same terms, whoever else takes part: "
+                f"SpectralSharding(TopN(), keep_ratio=0.2), with one keep ratio for all; got {self.strategy} and "
+                f"keep_ratio={self.keep_ratio}."
+            )
+        if type(self) is not SpectralSharding or type(self.aggregation) not in (type(None), TermMeans, MatrixMeans):
+            super().check_privacy()
 
     def bind(
         self,

@@ -194,7 +194,8 @@ class RoundLines(RoundCallback):
         values = [f"{name} {value:.3g}" for name, value in {**self._losses, **self._validated}.items()]
         yield f"Round {round_idx + 1}" + ("" if total is None else f"/{total}") + (f": {values[0]}" if values else "")
         yield from values[1:]
-        yield f"{megabytes(self._bytes)} so far"
+        if self._bytes:
+            yield f"{megabytes(self._bytes)} so far"
         seconds = elapsed / (round_idx + 1 - self._first_round)
         yield f"{seconds:.3g} s a round"
         if total is not None:

@@ -1,0 +1,257 @@
+"""Differential privacy of clients: how much each contributes, how much noise hides it, and what that amounts to."""
+
+# Annotations are evaluated eagerly here, as in `base.py`.
+
+import math
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from lightning_spectral.algorithms.base import Algorithm, Round
+from lightning_spectral.arguments import Number, Whole, check_fields, first_of
+from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
+from lightning_spectral.participation import Participation, Sampler, Uniform
+from lightning_spectral.protocol.buffer_rules import BufferRules
+from lightning_spectral.server.processes import Processes
+from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
+
+LARGEST_CLIP = 1024.0  # what exact sums have room for
+LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
+GRID = 1e-3  # of privacy losses, by which they are rounded up
+VOTERS = 20.0  # expected clients for each standard deviation of the noise of votes, as published
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPrivacy:
+    r"""Differential privacy of clients: whoever sees the model cannot tell whether any one client has taken part.
+
+    In each round every client takes part with the same probability q, independently. Its change is shortened to the
+    norm ``clip``, over all that the server sums, and weighs the same as any other client's. The sum gets Gaussian noise
+    of standard deviation ``noise_multiplier * clip`` in every coordinate, and is divided by the number of clients that
+    is expected. After each round, `fl/epsilon` is what all rounds so far amount to.
+
+    Args:
+        clip: Bound on the norm of a client's change, in units of the weights, at most 1024.
+        delta: The probability that is left, well below one over the number of clients.
+        noise_multiplier: Standard deviation of the noise, in units of ``clip``, at least 0.05.
+        target_epsilon: The budget. The fit ends before a round that would exceed it.
+        num_rounds: In place of ``noise_multiplier``: the rounds in which ``target_epsilon`` is spent.
+        clip_quantile: The share of clients whose change is to be within the bound, which is then adapted after each
+            round, from ``clip`` on; ``None`` to keep it.
+        clip_rate: How fast it adapts: the factor is at most ``exp(clip_rate)`` a round.
+        noise_seed: For tests, a seed from which the noise follows, and cohorts from the run's ``seed``: whoever knows
+            it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
+
+    Note:
+        Two data sets are neighbours if they differ by one client, whose data may be anything or nothing; which clients
+        there are is no secret. `docs/privacy.md` says what is promised, against whom, and what is not.
+
+    Reference:
+        McMahan et al. (2018), "Learning differentially private recurrent language models"; Andrew et al. (2021),
+        "Differentially private learning with adaptive clipping".
+
+    Example:
+        >>> ClientPrivacy(clip=1.0, noise_multiplier=1.1, delta=1e-5).target_epsilon is None
+        True
+    """
+
+    clip: float
+    delta: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    num_rounds: int | None = None
+    clip_quantile: float | None = None
+    clip_rate: float = 0.2
+    noise_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(
+            self,
+            clip=Number(above=0, at_most=LARGEST_CLIP),
+            delta=Number(above=0, below=1),
+            noise_multiplier=Number(at_least=LEAST_NOISE, optional=True),
+            target_epsilon=Number(above=0, optional=True),
+            num_rounds=Whole(at_least=1, optional=True),
+            clip_quantile=Number(above=0, below=1, optional=True),
+            clip_rate=Number(above=0),
+            noise_seed=Whole(at_least=0, optional=True),
+        )
+        if (self.noise_multiplier is None) == (self.num_rounds is None):
+            raise ValueError(
+                "ClientPrivacy needs `noise_multiplier`, or `num_rounds` with `target_epsilon`, and not both; got "
+                f"noise_multiplier={self.noise_multiplier}, num_rounds={self.num_rounds}."
+            )
+        if self.num_rounds is not None and self.target_epsilon is None:
+            raise ValueError(
+                f"`num_rounds={self.num_rounds}` says in how many rounds to spend a budget; give `target_epsilon`."
+            )
+
+    def check(self, algorithm: Algorithm, participation: Participation | Sampler | None) -> None:
+        """Raise ``ValueError`` if clients do not take part independently, or not all that is summed can get noise."""
+        is_poisson = type(participation) is Uniform and participation.design is None and not participation.normalize
+        if not is_poisson:
+            raise ValueError(
+                "ClientPrivacy needs clients that take part independently of each other and of their data: "
+                f"participation=Uniform(active=10), without `design` and `normalize`; got {participation}."
+            )
+        algorithm.check_privacy()
+
+    def check_buffers(self, rules: BufferRules) -> None:
+        """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
+        if names := sorted(rules.returned):
+            raise ValueError(
+                f"`privacy` adds noise to parameters, and clients would send back the buffers {first_of(names, 3)}. "
+                'Leave them at the server, with the algorithm\'s `buffers={"*": "server"}` (for SpectralSharding, '
+                "`layers=LayerChoices(buffers=...)`), or use GroupNorm, which has none."
+            )
+
+
+@lru_cache(maxsize=4096)
+def epsilon(rate: float, noise_multiplier: float, num_rounds: int, delta: float) -> float:
+    """Epsilon of some rounds of the Gaussian mechanism, in which each client takes part independently.
+
+    It is computed from privacy loss distributions, rounded up, by Google's ``dp-accounting`` (extra ``privacy``).
+
+    Args:
+        rate: Probability to take part, in (0, 1].
+        noise_multiplier: Standard deviation of the noise, in units of the largest contribution.
+        num_rounds: Number of rounds.
+        delta: The probability that is left.
+
+    Example:
+        >>> round(epsilon(rate=0.1, noise_multiplier=1.1, num_rounds=60, delta=1e-5), 2)
+        4.66
+    """
+    with from_extra("privacy"):
+        import dp_accounting as dp
+    event: Any = dp.GaussianDpEvent(noise_multiplier)
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID)
+    accountant.compose(event if rate == 1 else dp.PoissonSampledDpEvent(rate, event), num_rounds)
+    return float(accountant.get_epsilon(delta))
+
+
+def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float) -> float:
+    """The least noise multiplier, up to a thousandth of it, with which some rounds do not exceed an epsilon.
+
+    Example:
+        >>> z = calibrated(rate=0.1, target_epsilon=4.7, num_rounds=60, delta=1e-5)
+        >>> round(z, 2), epsilon(0.1, z, 60, 1e-5) <= 4.7
+        (1.1, True)
+    """
+
+    def suffices(noise_multiplier: float) -> bool:
+        return epsilon(rate, noise_multiplier, num_rounds, delta) <= target_epsilon
+
+    high = 1.0
+    while not suffices(high):
+        high *= 2
+    low = high / 2
+    while low > LEAST_NOISE and suffices(low):
+        low, high = low / 2, low
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if suffices(middle) else (middle, high)
+    return high
+
+
+class PrivateFit:
+    """What a choice of privacy means for the clients of one fit.
+
+    Args:
+        choice: The choice.
+        active: Number of clients that is expected in a round.
+        num_clients: Number of clients that can take part.
+        clip: The bound, if earlier rounds have adapted it.
+
+    Attributes:
+        rate: Probability of each client to take part.
+        weight: Weight of each client in a sum.
+        multiplier: Standard deviation of the noise on all that a round releases, in units of a client's contribution.
+        clip: The bound in the next round.
+
+    Raises:
+        ValueError: If votes on the bound would have less noise than the sums need.
+    """
+
+    def __init__(self, choice: ClientPrivacy, active: float, num_clients: int, clip: float | None = None) -> None:
+        self.choice, self.rate, self.weight = choice, min(1.0, active / num_clients), 1 / active
+        self.clip = choice.clip if clip is None else clip
+        if choice.noise_multiplier is not None:
+            self.multiplier = choice.noise_multiplier
+            self.epsilon(1)  # here, if the accountant is missing
+        else:
+            assert choice.target_epsilon is not None, "checked with `num_rounds`"
+            self.multiplier = calibrated(self.rate, choice.target_epsilon, choice.num_rounds or 1, choice.delta)
+        self._vote_noise = active / VOTERS if choice.clip_quantile is not None else 0.0
+        if choice.clip_quantile is not None and self.multiplier >= 2 * self._vote_noise:
+            raise ValueError(
+                f"`clip_quantile={choice.clip_quantile}` needs more than {VOTERS / 2:g} clients a round for each unit "
+                f"of the noise multiplier of {self.multiplier:.3g}, got {active:g}; raise `active`, or leave it out."
+            )
+        if choice.delta * num_clients >= 1:
+            warnings.warn(
+                f"`delta={choice.delta:g}` is at least one over the {num_clients} clients, which would allow to "
+                "publish all data of one of them. Make it smaller by a factor of ten or more.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"privacy: noise of {self.multiplier:.4g} times the clip, clients take part with probability "
+            f"{self.rate:.4g}; epsilon is {self.epsilon(1):.3g} after one round. Left out, because it has no noise: "
+            "losses, what clients log, how many take part and fail, their bytes and seconds, and the ledger's rows."
+        )
+
+    def epsilon(self, num_rounds: int) -> float:
+        """What some rounds amount to."""
+        return epsilon(self.rate, self.multiplier, num_rounds, self.choice.delta)
+
+    def is_spent(self, num_rounds: int) -> bool:
+        """Whether another round after some would exceed the budget."""
+        target = self.choice.target_epsilon
+        return target is not None and self.epsilon(num_rounds + 1) > target
+
+    def secret(self) -> bytes:
+        """A key that nobody can know, new in every call; or, for tests, the one that follows from the seed."""
+        return secrets.token_bytes(32) if self.choice.noise_seed is None else str(self.choice.noise_seed).encode()
+
+    def open(self, opened: Round, round_idx: int) -> PrivateSums:
+        """The sums of an open round, whose divisors are fixed.
+
+        Raises:
+            RoundError: If the round would exceed the budget.
+            TypeError: If there are sums to which noise cannot be added.
+        """
+        if self.is_spent(round_idx):
+            raise RoundError(
+                f"Round {round_idx} would exceed target_epsilon={self.choice.target_epsilon:g}: epsilon would be "
+                f"{self.epsilon(round_idx + 1):.4g}. Lower the Trainer's `max_epochs` or `min_epochs`."
+            )
+        sums = [mean for mean in opened.sums if isinstance(mean, MeanChange)]
+        if len(sums) < len(opened.sums):
+            raise TypeError(f"{type(opened).__name__} has sums of other kinds than MeanChange, which get no noise.")
+        for mean in sums:
+            mean.fix()
+        # of a release of both, with less noise than either: see Andrew et al., Theorem 1
+        votes = 0.0 if not self._vote_noise else (2 * self._vote_noise) ** -2
+        return PrivateSums(sums, self.weight, self.clip, (self.multiplier**-2 - votes) ** -0.5)
+
+    def release(self, sums: PrivateSums, processes: Processes, round_idx: int) -> None:
+        """Add up the sums of all processes, with noise from the first of them."""
+        normals = None
+        if processes.rank == 0:
+            normals = SecretNormals(round_idx.to_bytes(8, "big") + self.secret())
+        sums.release(processes, normals, self._vote_noise)
+
+    def end_round(self, sums: PrivateSums, round_idx: int) -> Mapping[str, float]:
+        """Adapt the bound, once a round has been released; return what is logged of it, by name."""
+        figures = {"epsilon": self.epsilon(round_idx + 1), "clip": self.clip}
+        if self.choice.clip_quantile is not None:
+            share = min(max(sums.votes * self.weight + 0.5, 0.0), 1.0)
+            factor = math.exp(self.choice.clip_rate * (self.choice.clip_quantile - share))
+            self.clip = min(self.clip * factor, LARGEST_CLIP)
+        return figures

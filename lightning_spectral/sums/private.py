@@ -1,0 +1,134 @@
+"""Sums to which a client contributes at most so much, with noise: the Gaussian mechanism on exact sums."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_spectral.sums.exact_mean import FINE, MESSAGE, NEAR, MeanChange, Peers
+
+Normals = Callable[[int], Tensor]  # so many numbers from a standard normal distribution, float64
+FARTHEST = 8.7  # standard deviations: no number of `SecretNormals` is larger
+SLACK = 1 - 2.0**-40  # more than rounding adds to a norm
+VOTE = 2**31  # a half, in steps of a vote
+
+
+class SecretNormals:
+    """Numbers from a standard normal distribution that only the holder of a key can know.
+
+    torch's and NumPy's generators can be predicted from some of their numbers, and torch's on the CPU has 2^32 seeds.
+    Here uniform numbers are the bytes of SHAKE256, which become normal by the method of Box and Muller.
+
+    Args:
+        key: The key, of 32 bytes to be secret.
+
+    Example:
+        >>> SecretNormals(b"no secret")(3)
+        tensor([-1.7143,  0.7563,  0.5244], dtype=torch.float64)
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._calls = key, 0
+
+    def __call__(self, size: int) -> Tensor:
+        """The next numbers, shape ``(size,)``, float64, on the CPU."""
+        pairs, call = (size + 1) // 2, self._calls.to_bytes(8, "big")
+        self._calls += 1
+        words = np.frombuffer(hashlib.shake_256(call + self._key).digest(16 * pairs), dtype="<u8")
+        radius, angle = (((words >> 11) + 0.5) * 2.0**-53).reshape(2, pairs)
+        radius, angle = np.sqrt(-2 * np.log(radius)), 2 * np.pi * angle
+        return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])
+
+
+class PrivateSums:
+    r"""The sums of a round, of which noise hides what any one client has contributed to all of them together.
+
+    What client c adds to all sums is one vector, :math:`w \Delta_c`. The sums become
+
+    .. math::
+        \sum_c w \Delta_c \min(1, C / \|\Delta_c\|_2) + \mathcal{N}(0, (z w C)^2 I) ,
+
+    so a client moves them by at most w C before noise, whatever it sends. Nothing else in them depends on clients:
+    divisors and counts are fixed beforehand (`MeanChange.fix`).
+
+    Args:
+        sums: The round's sums, fixed, with nothing in them yet.
+        weight: Weight w of every client.
+        clip: Bound C on a client's change.
+        multiplier: Standard deviation z of the noise, in units of w C.
+
+    Attributes:
+        votes: After `release`: a half for each client within the bound, minus a half for each that was shortened.
+
+    Raises:
+        OverflowError: If the noise could be too large for an exact sum.
+
+    Note:
+        A contribution is shortened after it was rounded to whole steps, and towards zero, so rounding cannot make it
+        longer than the bound. The noise is a whole number of steps too.
+
+    Reference:
+        McMahan et al. (2018), Algorithm 1, with flat clipping and a fixed denominator.
+
+    Example:
+        >>> mean = MeanChange({"b": torch.zeros(2)}, total_weight=4)
+        >>> mean.add({"b": torch.zeros(2)}, weight=1)
+        >>> mean.fix()
+        >>> private = PrivateSums([mean], weight=0.5, clip=1.0, multiplier=0.0)
+        >>> for change in [3.0, 4.0], [0.5, 0.0]:
+        ...     mean.add({"b": torch.tensor(change)}, weight=0.5)
+        ...     private.take()
+        >>> private.release(normals=SecretNormals(b"no secret"))
+        >>> dict(mean.finish()), private.votes
+        ({'b': tensor([0.5500, 0.4000], dtype=torch.float64)}, 0.0)
+    """
+
+    def __init__(self, sums: Sequence[MeanChange], weight: float, clip: float, multiplier: float) -> None:
+        self.sums, self.weight, self.clip, self.multiplier = tuple(sums), weight, clip, multiplier
+        self.votes = 0.0
+        self._votes = torch.zeros(1, dtype=torch.int64)
+        self._totals = [(mean, name, steps.long()) for mean in self.sums for name, steps in mean.take()]
+        room = min((NEAR * FINE * mean.step(name) for mean, name, _ in self._totals), default=math.inf)
+        if FARTHEST * multiplier * clip * weight > room:
+            raise OverflowError(
+                f"Noise of {multiplier:g} times a clip of {clip:g} is too large for an exact sum; lower one of them."
+            )
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take what one client has added out of the sums, shortened to the bound."""
+        added = [steps for mean in self.sums for _, steps in mean.take()]
+        norms = [steps.norm() * mean.step(name) for steps, (mean, name, _) in zip(added, self._totals, strict=True)]
+        norm, limit = float(torch.stack(norms).norm()) if norms else 0.0, self.clip * self.weight * SLACK
+        self._votes += VOTE if norm <= limit else -VOTE
+        for steps, (_, _, total) in zip(added, self._totals, strict=True):
+            total.add_(steps.mul_(limit / norm).trunc_().long() if norm > limit else steps.long())
+
+    @torch.no_grad()
+    def release(self, processes: Peers | None = None, normals: Normals | None = None, vote_noise: float = 0.0) -> None:
+        """Put what was taken back into the sums, of all processes together, and with noise.
+
+        Args:
+            processes: All of them call this together; ``None`` for this one alone.
+            normals: Where noise comes from, in one of the processes; ``None`` in all others.
+            vote_noise: Standard deviation of the noise of `votes`.
+        """
+        parts = [
+            (mean.step(n), part) for mean, n, total in self._totals for part in torch.split(total.view(-1), MESSAGE)
+        ]
+        if normals is not None:
+            for step, part in parts:
+                noise = normals(len(part)).mul_(self.multiplier * self.clip * self.weight / step)
+                part.add_(noise.round_().long().to(part.device))
+            self._votes += round(float(normals(1)) * vote_noise * 2 * VOTE)
+        if processes is not None:
+            self._votes = self._votes.to(parts[0][1].device) if parts else self._votes
+            processes.add_up([self._votes, *(part for _, part in parts)])
+        for mean, name, total in self._totals:
+            mean.put(name, total)
+        self.votes = int(self._votes) / (2 * VOTE)

@@ -171,7 +171,7 @@ class FedAvg(Algorithm):
             for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         personal: Patterns of the names of parameters and buffers that stay with each client: a head (FedPer), or
-            normalisation layers with their running averages (FedBN). They are never sent to the server, whose own values
+            normalisation layers with their running averages (FedBN). The server never gets them; its own values
             stay as they are and are where new clients begin. `ClientEvaluation` evaluates every client with its own.
         personal_epochs: Passes over a client's data that train the personal parameters alone, before the
             ``local_epochs`` that train the others (FedRep); 0 to train all of them together.

@@ -33,11 +33,14 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import FIARSE as FIARSE
     from lightning_spectral.algorithms import Algorithm as Algorithm
     from lightning_spectral.algorithms import AlternatingFactors as AlternatingFactors
+    from lightning_spectral.algorithms import Ditto as Ditto
     from lightning_spectral.algorithms import FedAvg as FedAvg
+    from lightning_spectral.algorithms import FedDyn as FedDyn
     from lightning_spectral.algorithms import FrozenA as FrozenA
     from lightning_spectral.algorithms import Int8 as Int8
     from lightning_spectral.algorithms import LoRA as LoRA
     from lightning_spectral.algorithms import PaddedFactors as PaddedFactors
+    from lightning_spectral.algorithms import QFedAvg as QFedAvg
     from lightning_spectral.algorithms import SampledTerms as SampledTerms
     from lightning_spectral.algorithms import Scaffold as Scaffold
     from lightning_spectral.algorithms import SpectralSharding as SpectralSharding

@@ -11,8 +11,8 @@ from types import MappingProxyType, ModuleType
 
 _NAMES = {
     "algorithms": """
-        Algorithm AlternatingFactors FIARSE FedAvg FrozenA Int8 LoRA PaddedFactors SampledTerms Scaffold
-        SpectralSharding StackedProducts StaleUpdates TopK TruncatedProducts WidthSharding Zampling cost_table
+        Algorithm AlternatingFactors Ditto FIARSE FedAvg FedDyn FrozenA Int8 LoRA PaddedFactors QFedAvg SampledTerms
+        Scaffold SpectralSharding StackedProducts StaleUpdates TopK TruncatedProducts WidthSharding Zampling cost_table
         largest_that_fits
     """,
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",

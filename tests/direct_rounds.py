@@ -30,6 +30,7 @@ class DirectRounds:
         server: The server's module, which steps by plain SGD with learning rate 1.
         shares: Each client's share of all examples.
         absolute: Whether coefficients are those of an unbiased sampler.
+        states: What the device of each client keeps.
     """
 
     algorithm: ls.Algorithm
@@ -38,6 +39,7 @@ class DirectRounds:
     absolute: bool = True
     round_idx: int = 0
     store: ClientStore = field(default_factory=ClientStore)
+    states: dict[int, Tensors] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.state: Any = self.algorithm.new_state(self.server, 0)
@@ -59,8 +61,11 @@ class DirectRounds:
         opened, units = self.open(coefficients)
         for unit in units:
             download, receipt = opened.send(unit)
-            if unit.client_id not in left_out:
-                opened.add(receipt, train(replace(download, round_idx=self.round_idx)))
+            if (client := unit.client_id) not in left_out:
+                download = replace(download, round_idx=self.round_idx, client_state=self.states.get(client, {}))
+                upload = train(download)
+                opened.add(receipt, upload)
+                self.states[client] = upload.client_state
         opened.close()
         self.store.commit()
         self.round_idx += 1

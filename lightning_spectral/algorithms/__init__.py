@@ -20,8 +20,11 @@ from lightning_spectral.algorithms.lora.aggregation import (
 )
 from lightning_spectral.algorithms.lora.algorithm import LoRA
 from lightning_spectral.algorithms.lora.peft_export import save_peft_adapter
+from lightning_spectral.algorithms.memory.ditto import Ditto
+from lightning_spectral.algorithms.memory.fed_dyn import FedDyn
 from lightning_spectral.algorithms.memory.scaffold import Scaffold
 from lightning_spectral.algorithms.memory.stale_updates import StaleUpdates
+from lightning_spectral.algorithms.q_fed_avg import QFedAvg
 from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans
 from lightning_spectral.algorithms.spectral.algorithm import SpectralSharding
 from lightning_spectral.algorithms.spectral.start import SpectralStart, spectral_start
@@ -35,7 +38,9 @@ __all__ = [
     "AlternatingFactors",
     "Compression",
     "DenseRound",
+    "Ditto",
     "FedAvg",
+    "FedDyn",
     "FoldedTerms",
     "FrozenA",
     "Int8",
@@ -44,6 +49,7 @@ __all__ = [
     "OrthonormalA",
     "PaddedFactors",
     "ParallelTerms",
+    "QFedAvg",
     "RankedProducts",
     "SampledTerms",
     "Scaffold",

@@ -56,7 +56,7 @@ class DenseSide(ClientSide):
     """The device half of federated averaging.
 
     Attributes:
-        returned: Names of the tensors that are sent back.
+        returned: Names of the tensors that travel back.
         personal: What stays with each client.
         feedback: What is packed.
     """
@@ -84,7 +84,7 @@ class DenseSide(ClientSide):
 
     @property
     def keeps_state(self) -> bool:
-        return bool(self.personal.names or self.feedback.names)
+        return bool(self.personal.names or self.feedback.names) or type(self).keep is not DenseSide.keep
 
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         residuals = self.feedback.residuals(select_tensors(client, self.returned), download, upload.tensors)
@@ -95,7 +95,7 @@ class DenseSide(ClientSide):
 
 
 class DenseRound(Round):
-    """One open round in which tensors are sent whole.
+    """One open round in which tensors travel whole.
 
     Attributes:
         tensors: Parameters and buffers of the server's module, by name.
@@ -149,12 +149,17 @@ class DenseHalf(ServerHalf):
     def averages_may_rest(self) -> bool:
         return self.personal.has_buffers(self.server)
 
+    @property
+    def device_options(self) -> Mapping[str, Any]:
+        """Arguments of the device half besides the names of what travels back."""
+        return {"personal": self.personal}
+
     @cached_property
     def device_half(self) -> ClientSide:
         returned = returned_tensors(self.server, self.personal.names, self.buffers)
         trained = {n: returned[n] for n, p in self.server.named_parameters() if n in returned and p.requires_grad}
         feedback = error_feedback(self.algorithm.compression, trained)
-        return self.algorithm.side(tuple(returned), personal=self.personal, feedback=feedback)
+        return self.algorithm.side(tuple(returned), feedback=feedback, **self.device_options)
 
     def open(self, cohort: Cohort) -> Round:
         return self.algorithm.round(self, cohort)
@@ -171,14 +176,14 @@ class FedAvg(Algorithm):
             for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         personal: Patterns of the names of parameters and buffers that stay with each client: a head (FedPer), or
-            normalisation layers with their running averages (FedBN). The server never gets them; its own values
+            normalisation layers with their running averages (FedBN). They never travel to the server, whose own values
             stay as they are and are where new clients begin. `ClientEvaluation` evaluates every client with its own.
         personal_epochs: Passes over a client's data that train the personal parameters alone, before the
             ``local_epochs`` that train the others (FedRep); 0 to train all of them together.
         compression: How clients pack the changes of their parameters for the upload, `TopK` or `Int8`; ``None`` for new
             values, whole. What packing loses, a device keeps and adds to its next upload (error feedback), so each
             client keeps one number per parameter. Downloads, buffers, and parameters that it would not make smaller
-            are sent whole.
+            travel whole.
 
     Note:
         Error feedback makes up for what was not sent when the client takes part again. If that is seldom, residuals

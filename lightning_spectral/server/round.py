@@ -678,8 +678,6 @@ class Turn:
         """
         assert self.upload is not None, "an upload is accepted before it is received"
         left_out, message = self.upload.left_out, ""
-        if left_out is None and self.round.engine.half.device_half.keeps_state:
-            note_state(self.upload, self.round_idx, self.round.engine.client_states)
         if self.upload.failure is not None:
             message = self.upload.failure.message
         if left_out is None:
@@ -687,6 +685,8 @@ class Turn:
                 left_out, message = self._add(self.upload)
         if left_out is not None:
             self._leave_out(left_out, message)
+        elif self.round.engine.half.device_half.keeps_state:  # what is not in the sums does not count there either
+            note_state(self.upload, self.round_idx, self.round.engine.client_states)
         outcome = self.outcome(self.upload, left_out)
         self.round.outcomes.append(outcome)
         return outcome
@@ -855,7 +855,7 @@ def named(unit: WorkUnit) -> str:
 
 
 def listed(units: Sequence[WorkUnit]) -> str:
-    """Name several candidates, in a message.
+    """Name those of whom it may be one, in a message.
 
     Example:
         >>> listed([WorkUnit(3), WorkUnit(5), WorkUnit(4)]), listed([])

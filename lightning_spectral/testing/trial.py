@@ -109,12 +109,14 @@ class TrialExecutor(SequentialExecutor):
     Attributes:
         travelled: For each client of the round, by id: how many bytes of tensors arrived at the device elsewhere, and
             came back.
+        states: What the device elsewhere keeps for each client, by id.
     """
 
     def __init__(self, device: Device, lost: Collection[int], elsewhere: bool) -> None:
         super().__init__(device)
         self.lost, self.elsewhere = lost, elsewhere
         self.travelled: dict[int, tuple[int, int]] = {}
+        self.states: dict[int, dict[str, Tensor]] = {}
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         """Train one client after another."""
@@ -122,9 +124,12 @@ class TrialExecutor(SequentialExecutor):
             if download.unit.client_id in self.lost:
                 yield Upload(download.unit, {}, left_out="late")
             elif self.elsewhere:
-                arrived = _sent(download)
-                upload = _sent(self.device.run(arrived))
-                self.travelled[upload.unit.client_id] = arrived.num_bytes, upload.num_bytes
+                client = download.unit.client_id
+                arrived = replace(_sent(download), client_state=self.states.get(client, {}))
+                trained = self.device.run(arrived)
+                self.states[client] = {name: tensor.clone() for name, tensor in trained.client_state.items()}
+                upload = _sent(replace(trained, client_state={}))
+                self.travelled[client] = arrived.num_bytes, upload.num_bytes
                 yield upload
             else:
                 yield self.device.run(download)
@@ -260,6 +265,8 @@ class Trial:
             for key in store
             for name, tensor in store.kept(WorkUnit(*key)).items()
         }
+        for client, kept in self.executor.states.items():
+            stored |= {f"device of client {client}: {name}": tensor.clone() for name, tensor in kept.items()}
         return {**self.weights(), **{f"state.{name}": t for name, t in tensors_of(self.state).items()}, **stored}
 
     def save(self) -> dict[str, Any]:

@@ -61,20 +61,23 @@ ALGORITHMS: dict[str, tuple[Any, float, float]] = {  # with a capacity, and the 
 def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, example: Tensor) -> int:
     """The most bytes that torch's allocator has handed out at once, while a device works off a download it is sent."""
     half = algorithm.bind(lit, algorithm.new_state(lit, 0))
+    kept: dict[str, Tensor] = {}
     unit = WorkUnit(0, coefficient=1.0)
     opened = half.open(Cohort(0, 0, {keep_ratio: (unit,)}, shares={unit.key: 1.0}))
     packed = encode(replace(opened.send(unit)[0], options=(options_of(optimizer),), local_epochs=1))
     examples = TensorDataset(example.repeat(3, *[1] * (example.dim() - 1)), torch.zeros(3 * BATCH, dtype=torch.long))
 
     def turn() -> None:
-        received = decode(*packed, Download)
+        received = replace(decode(*packed, Download), client_state={n: tensor.clone() for n, tensor in kept.items()})
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
         device = Device(
             lit, half.device_half, [optimizer], lambda _: data, LocalSettings(Placement(moves_batches=False))
         )
         upload = device.run(received)
         assert upload.num_steps == 3, upload.failure
+        kept.update(upload.client_state)
 
+    turn()  # as in later ones, the device then has a state, if it keeps any
     return most_at_once(turn)
 
 
@@ -112,10 +115,11 @@ def test_the_memory_of_training_is_what_the_allocator_hands_out(network: str, na
     lit.example_input_array = example
     optimizer = OPTIMIZERS["sgd" if name == "scaffold" else "adam"](lit.parameters())
     cost = ls.cost_table(lit, algorithm, [capacity], optimizer=optimizer).at[capacity]
-    counted = cost.memory_bytes - cost.held_bytes  # Q is numpy's
+    counted = cost.memory_bytes - (cost.held_bytes if name == "zampling" else 0)  # Q is numpy's
     measured = peak_of_a_turn(lit, algorithm, keep_ratio, optimizer, example)
     print(f"{network}, {name}: {counted} counted, {measured} measured, {measured / counted - 1:+.1%}")
-    assert counted <= measured <= counted + 2 * largest_tensor(lit, example)
+    next_state = 0 if name == "zampling" else cost.held_bytes  # made when activations are gone
+    assert counted <= measured <= counted + 2 * largest_tensor(lit, example) + next_state
 
 
 @pytest.mark.parametrize(("optimizer", "values"), [("sgd", 0), ("momentum", 1), ("adam", 2)])

@@ -1,4 +1,4 @@
-"""Personal parameters against bare loops, and in runs: resumed, evaluated with each client's own."""
+"""Personal parameters, and Ditto, against bare loops and in runs: resumed, evaluated with each client's own."""
 
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,71 @@ def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, f
             assert not torch.equal(kept[name], fitted.state[name])
 
 
+def train(net: nn.Module, optimizer: Any, batches: Any, pull: float = 0.0, towards: Any = None) -> None:
+    """Steps of a new optimizer on the loss and, for Ditto's second model, on the distance from other weights."""
+    steps = optimizer(net.parameters(), lr=LR)
+    for x, y in batches:
+        loss = nn.functional.cross_entropy(net(x), y)
+        if pull:
+            loss = loss + pull / 2 * sum((p - towards[name]).square().sum() for name, p in net.named_parameters())
+        net.zero_grad()
+        loss.backward()
+        steps.step()
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad])
+@pytest.mark.filterwarnings("ignore:.*rescales gradients")
+def test_ditto_trains_two_models_as_two_bare_loops(optimizer: Any, fit: Fit) -> None:
+    """Algorithm 1 of Ditto: w_k from w, which is averaged; v_k from where it was, pulled towards w."""
+    data, pull = toy_data(), 0.5
+    fitted = fit(seeded(LitPlainMLP, optimizer), data, algorithm=ls.Ditto(pull=pull), max_epochs=ROUNDS, seed=3)
+    net = seeded(LitPlainMLP, optimizer)
+    shared = {name: p.detach().clone() for name, p in net.named_parameters()}
+    own: dict[int, dict[str, Tensor]] = {}
+    for round_idx in range(ROUNDS):
+        cohort = [row.client_id for row in fitted.ledger.rows if row.round_idx == round_idx]
+        total, mean = 0, {name: torch.zeros_like(p, dtype=torch.float64) for name, p in shared.items()}
+        for client in cohort:
+            net.load_state_dict(own.get(client, shared), strict=False)
+            train(net, optimizer, batches_of(data, client, round_idx, range(1)), pull, shared)
+            own[client] = {name: p.detach().clone() for name, p in net.named_parameters()}
+            net.load_state_dict(shared, strict=False)
+            train(net, optimizer, batches_of(data, client, round_idx, range(1, 2)))
+            size = len(data.partition[client])
+            total += size
+            for name, p in net.named_parameters():
+                mean[name] += size * (p.detach().double() - shared[name])
+        shared = {name: (before + mean[name] / total).float() for name, before in shared.items()}
+    for name, expected in shared.items():
+        torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+    assert len(own) > 4
+    for client, expected_own in own.items():
+        for name, tensor in fitted.model.own_model(client).items():
+            torch.testing.assert_close(tensor, expected_own[name], rtol=1e-5, atol=1e-6)
+            assert not torch.equal(tensor, shared[name])
+
+
+def test_dittos_own_model_has_its_own_running_averages_and_the_shared_one_does_not_see_it(fit: Fit) -> None:
+    """Whatever pulls the clients' own models, the shared one is the same: neither weights nor averages leak."""
+    weak, strong = (
+        fit(seeded(LitNorm), toy_data(), algorithm=ls.Ditto(pull=pull), max_epochs=3, seed=3) for pull in (0.0, 5.0)
+    )
+    assert same_state(weak.state, strong.state)
+    client = weak.ledger.rows[0].client_id
+    loose, tight = (fitted.model.own_model(client) for fitted in (weak, strong))
+    assert loose.keys() == seeded(LitNorm).state_dict().keys()
+    assert not torch.equal(loose["net.1.running_mean"], weak.state["net.1.running_mean"])
+
+    def distance(own: Any) -> float:
+        return sum(float((own[name] - weak.state[name]).square().sum()) for name, _ in weak.module.named_parameters())
+
+    assert distance(tight) < distance(loose)
+    plain = fit(seeded(LitNorm), toy_data(), max_epochs=3, seed=3).ledger.rows
+    assert [(r.downlink_bytes, r.uplink_bytes) for r in weak.ledger.rows] == [
+        (r.downlink_bytes, r.uplink_bytes) for r in plain
+    ]
+
+
 def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: Fit) -> None:
     algorithm = ls.SpectralSharding(
         keep_ratio=0.5, personal=HEAD, layers=ls.LayerChoices(keep_first_and_last_dense=False)
@@ -108,13 +173,20 @@ def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: 
     assert fitted.model.own_model(next(iter({*range(12)} - clients))) == {}
 
 
-@pytest.mark.parametrize("algorithm", [ls.FedAvg, ls.SpectralSharding, ls.StaleUpdates])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(kind(personal=HEAD) for kind in (ls.FedAvg, ls.SpectralSharding, ls.StaleUpdates, ls.QFedAvg, ls.FedDyn)),
+        ls.Ditto(),
+    ],
+    ids=repr,
+)
 def test_a_resumed_run_has_the_same_own_models(algorithm: Any, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm(personal=HEAD), seed=3)
-    whole = fit(seeded(LitMLP), toy_data(), algorithm=algorithm(personal=HEAD), max_epochs=4, seed=3)
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm, seed=3)
+    whole = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, max_epochs=4, seed=3)
     whole.trainer.save_checkpoint(tmp_path / "4.ckpt")
     loaded = ls.FederatedModule.load_from_checkpoint(
-        tmp_path / "4.ckpt", module=LitMLP(), algorithm=algorithm(personal=HEAD), clients_per_round=4
+        tmp_path / "4.ckpt", module=LitMLP(), algorithm=algorithm, clients_per_round=4
     )
     clients = {row.client_id for row in whole.ledger.rows}
     assert len(clients) > 4
@@ -178,6 +250,13 @@ def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(fit:
         is_same = row.metrics["own/val_loss"] == row.metrics["val_loss"]
         assert is_same == (row.client_id not in trained)
     assert "fl/clients/own/val_acc/mean" in fitted.trainer.callback_metrics
+
+
+def test_what_keeps_a_whole_model_or_counts_steps_refuses_parts_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"a whole model of their own; leave out `personal=\['net.5.\*'\]`, or use"):
+        ls.Ditto(personal=HEAD)
+    with pytest.raises(ValueError, match=r"divides by the number of a client's steps, .*`personal_epochs=2`"):
+        ls.Scaffold(personal=HEAD, personal_epochs=2)
 
 
 @pytest.mark.parametrize("algorithm", [ls.FedAvg, ls.SpectralSharding])

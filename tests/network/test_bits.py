@@ -90,9 +90,9 @@ def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> No
 def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": ALGORITHMS["SCAFFOLD"], **SETTINGS}
     theirs = fit(seeded(LitPlain), toy_data(), max_epochs=4, **options)
-    first = fit(seeded(LitPlain), remote(toy_line(LitPlain)), max_epochs=2, **options)
+    first = fit(seeded(LitPlain), remote(toy_line(LitPlain, folder=tmp_path / "states")), max_epochs=2, **options)
     first.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
-    line = toy_line(LitPlain)  # other processes, which have lost everything
+    line = toy_line(LitPlain, folder=tmp_path / "states")  # other processes, which have lost all that is not on disk
     ours = fit(seeded(LitPlain), remote(line), max_epochs=4, ckpt_path=path, **options)
     assert same_state(ours.tensors, theirs.tensors)
     assert ours.ledger.rows == theirs.ledger.rows

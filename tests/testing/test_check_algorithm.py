@@ -46,6 +46,9 @@ RESTING = {
     "stale updates, largest changes": ls.StaleUpdates(compression=ls.TopK(0.1)),
     "MIFA": ls.StaleUpdates.mifa(),
     "SCAFFOLD": ls.Scaffold(),
+    "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
+    "Ditto": ls.Ditto(pull=0.5),
+    "q-FedAvg": ls.QFedAvg(q=2.0),
     "LoRA with restarts": ls.LoRA(2, merge_every=2),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio=WIDTHS, scaler=True, plan=PLAN),
     "width, first channels": ls.WidthSharding(ls.PrefixChannels(), keep_ratio=WIDTHS, plan=PLAN),
@@ -65,6 +68,7 @@ DRAWING = {
     "Zampling, continuous": ls.Zampling(4, degree=3, sampled=False),
     "supermask": ls.Zampling.supermask(),
     "FedPM": ls.Zampling.fed_pm(),
+    "FedDyn": ls.FedDyn(alpha=0.1),
     "LoRA, padded": RESTING.pop("LoRA with PaddedFactors"),
     "LoRA, truncated": RESTING.pop("LoRA with TruncatedProducts"),
 }
@@ -374,7 +378,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "forgets": (
         variant(round=scaled(forgets)),
-        r"resumed after 1 of 3 rounds: not the uninterrupted run: 6 of 6 tensors, first 'module.net.0.w",
+        r"resumed after 1 of 3 rounds: not the uninterrupted run; what lasts .*: 6 of 6 tensors, first 'module.net.0.w",
     ),
     "decays": (
         variant(round=scaled(decays)),
@@ -432,6 +436,110 @@ BROKEN: dict[str, tuple[Any, str]] = {
         "BatchNorm were from 0.1 to 0.271 at the clients, and the server's became 0; average buffers too",
     ),
 }
+
+
+# A residual: what of its last update a client has not sent yet, because it sends entries of one sign
+
+
+@dataclass(frozen=True)
+class ResidualSide(DenseSide):
+    """Error feedback as it should be: what is left of an update stays on the device."""
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        return Upload(download.unit, {n: whole.clamp(min=0) for n, whole in self.whole(client, download).items()})
+
+    def whole(self, client: Any, download: Any) -> dict[str, Tensor]:
+        after, left = super().collect(client, download).tensors, self.left(download)
+        return {n: after[n] - download.tensors[n] + left.get(n, 0) for n in after}
+
+    def left(self, download: Any) -> Any:
+        return download.client_state
+
+    def keep(self, client: Any, download: Any, upload: Any) -> Any:
+        return {n: whole - upload.tensors[n] for n, whole in self.whole(client, download).items()}
+
+
+class TravellingSide(ResidualSide):
+    """Sends it to the server, which sends it back."""
+
+    keeps_state = False
+
+    def load(self, client: Any, download: Any) -> None:
+        super().load(client, replace(download, tensors={n: t for n, t in download.tensors.items() if ":" not in n}))
+
+    def left(self, download: Any) -> Any:
+        return {n.removeprefix("left:"): t for n, t in download.tensors.items() if n.startswith("left:")}
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        upload = super().collect(client, download)
+        left = {f"left:{n}": whole - upload.tensors[n] for n, whole in self.whole(client, download).items()}
+        return Upload(upload.unit, {**upload.tensors, **left})
+
+
+@dataclass(frozen=True)
+class RememberingSide(ResidualSide):
+    """Remembers it itself."""
+
+    residuals: dict[int, Any] = field(default_factory=dict)
+    keeps_state = False
+
+    def left(self, download: Any) -> Any:
+        return self.residuals.get(download.unit.client_id, {})
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        upload = super().collect(client, download)
+        self.residuals[download.unit.client_id] = self.keep(client, download, upload)
+        return upload
+
+
+class RunningSide(RememberingSide):
+    """Remembers that of whoever trained last."""
+
+    def left(self, download: Any) -> Any:
+        return self.residuals.get(0, {})
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        upload = super().collect(client, download)
+        self.residuals[0] = self.residuals[download.unit.client_id]
+        return upload
+
+
+class TravellingRound(HalfRound):
+    def send(self, unit: Any) -> Any:
+        download, receipt = super().send(unit)
+        zeros = {f"left:{name}": torch.zeros_like(self.tensors[name]) for name in self.mean.names}
+        if unit in self.cohort.store:
+            zeros |= self.cohort.store[unit]
+        return replace(download, tensors={**download.tensors, **zeros}), receipt
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        super().add(receipt, upload)
+        self.cohort.store[receipt.unit] = {n: t for n, t in upload.tensors.items() if n.startswith("left:")}
+
+
+def feeding_back(side: Any, round: Any = HalfRound) -> Any:
+    return variant(side=side, round=round, updates_have_norms=False)
+
+
+def test_a_residual_that_stays_on_the_device_passes(module: LitMLP, batch: Any) -> None:
+    check_algorithm(feeding_back(ResidualSide), module, batch, rests=False)
+
+
+WRONG_RESIDUALS = {
+    "travels": (
+        feeding_back(TravellingSide, TravellingRound),
+        r"client 0 is sent back left:net\.0\.weight, .* nobody else is; let it stay on the device, with",
+    ),
+    "in the device half": (feeding_back(RememberingSide), "not the uninterrupted run; what lasts belongs in"),
+    "of the last client": (feeding_back(RunningSide), "not the uninterrupted run; what lasts belongs in"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_RESIDUALS)
+def test_a_residual_elsewhere_is_found(name: str, module: LitMLP, batch: Any) -> None:
+    algorithm, rule = WRONG_RESIDUALS[name]
+    with pytest.raises(AssertionError, match=rule):
+        check_algorithm(algorithm, module, batch, rests=False)
 
 
 @pytest.mark.parametrize("name", BROKEN)

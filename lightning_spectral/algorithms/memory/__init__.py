@@ -1,1 +1,1 @@
-"""Algorithms whose server remembers something of each client: stale updates, and SCAFFOLD's control variates."""
+"""Algorithms that remember something of each client: at the server, stale updates; on devices, controls and models."""

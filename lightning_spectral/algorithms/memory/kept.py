@@ -18,11 +18,11 @@ from lightning_spectral.sums import MeanChange
 
 
 class ClientSum(nn.Module):
-    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of the tensors v that the server's store holds for each.
+    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of tensors v that the server or a device keeps of each.
 
-    Here d is a client's share of all examples, which must be the same in every round. Clients without an entry count as
-    zeros. A round replaces only the entries of its own clients, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over
-    these, and the entries of the others are not read. Each round's change is an exact sum (`MeanChange`); adding it
+    Here d is a client's share of all examples, which must be the same in every round. Clients without any count as
+    zeros. A round replaces only those of its own clients, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over
+    these, and those of the others are not read. Each round's change is an exact sum (`MeanChange`); adding it
     rounds V to float64.
 
     Attributes:

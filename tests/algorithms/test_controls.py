@@ -1,12 +1,15 @@
-"""SCAFFOLD against loops over all clients, and in runs."""
+"""SCAFFOLD and FedDyn against loops over all clients, and in runs."""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from direct_rounds import DirectRounds, assert_close
-from federation import Fit, same_state, seeded
+from federation import Fit, check_resumes, same_state, seeded
 from other_process import LitPlain
 from torch import Tensor, nn
 from toy_models import LitMLP
@@ -49,9 +52,14 @@ def train_with(side: ClientSide, download: Download) -> Upload:
         loss_of(download.unit.client_id, *client.parameters()).backward()
         actions.before_step(optimizer)
         optimizer.step()
-    options = (({"lr": LEARNING_RATE},),)
-    upload = side.collect(client, Download(download.unit, 1.0, download.tensors, options=options))
-    return Upload(upload.unit, upload.tensors, num_steps=STEPS[download.unit.client_id])
+    download = replace(download, options=(({"lr": LEARNING_RATE},),))
+    upload = replace(side.collect(client, download), num_steps=STEPS[download.unit.client_id])
+    return replace(upload, client_state=side.keep(client, download, upload))
+
+
+def rounds_of(algorithm: Any) -> tuple[DirectRounds, Any]:
+    rounds = DirectRounds(algorithm, line(), SHARES)
+    return rounds, partial(train_with, rounds.half.device_half)
 
 
 @pytest.fixture
@@ -64,6 +72,28 @@ def train(rounds: DirectRounds) -> Any:
     return partial(train_with, rounds.half.device_half)
 
 
+def local_steps(client: int, x: Sequence[Tensor], added: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
+    """Plain steps with something added to the gradient of each parameter."""
+    y = [p.clone() for p in x]
+    for _ in range(STEPS[client]):
+        y = [p.requires_grad_() for p in y]
+        gradients = torch.autograd.grad(loss_of(client, *y), y)
+        moves = [g + DECAY * y[k] + added(k, y[k]) for k, g in enumerate(gradients)]
+        y = [(p - LEARNING_RATE * move).detach() for p, move in zip(y, moves, strict=True)]
+    return y
+
+
+def assert_are(rounds: DirectRounds, x: Sequence[Tensor], controls: Mapping[int, Sequence[Tensor]]) -> None:
+    """Compare the server's weights, what each device keeps, and the server's sum of that."""
+    names = ("weight", "bias")
+    assert_close(rounds.weights(), dict(zip(names, x, strict=True)), 1e-12)
+    for client, state in rounds.states.items():
+        own = {name.removeprefix("control:"): tensor for name, tensor in state.items()}
+        assert_close(own, dict(zip(names, controls[client], strict=True)), 1e-12)
+    sums = [sum(SHARES[i] * controls[i][k] for i in SHARES) for k in range(2)]
+    assert_close(rounds.state.pieces(), dict(zip(names, sums, strict=True)), 1e-12)
+
+
 def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train: Any) -> None:
     """Algorithm 1 with option II, and shares d in place of 1/N; the server's control is a sum over all clients."""
     x = [p.detach().clone() for p in rounds.server.parameters()]
@@ -73,14 +103,8 @@ def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train
         server = [sum(SHARES[i] * controls[i][k] for i in SHARES) for k in range(2)]
         moved = [torch.zeros_like(p) for p in x]
         for client in cohort:
-            y = [p.clone() for p in x]
-            for _ in range(STEPS[client]):
-                y = [p.requires_grad_() for p in y]
-                gradients = torch.autograd.grad(loss_of(client, *y), y)
-                y = [
-                    (p - LEARNING_RATE * (g + DECAY * p - own + c)).detach()
-                    for p, g, own, c in zip(y, gradients, controls[client], server, strict=True)
-                ]
+            own = controls[client]
+            y = local_steps(client, x, lambda k, p: server[k] - own[k])  # noqa: B023
             controls[client] = [
                 own - c + (before - after) / (STEPS[client] * LEARNING_RATE)
                 for own, c, before, after in zip(controls[client], server, x, y, strict=True)
@@ -88,13 +112,32 @@ def test_rounds_are_those_of_the_published_algorithm(rounds: DirectRounds, train
             moved = [m + coefficients[client] * (after - before) for m, after, before in zip(moved, y, x, strict=True)]
         x = [p + m for p, m in zip(x, moved, strict=True)]
         rounds.play(coefficients, train)
-        assert_close(rounds.weights(), dict(zip(("weight", "bias"), x, strict=True)), 1e-12)
-        sums = [sum(SHARES[i] * controls[i][k] for i in SHARES) for k in range(2)]
-        assert_close(rounds.state.pieces(), dict(zip(("weight", "bias"), sums, strict=True)), 1e-12)
+        assert_are(rounds, x, controls)
+
+
+def test_rounds_are_those_of_fed_dyn() -> None:
+    """Algorithm 1, with shares d in place of 1/m; h_i is minus the dual variable, h their sum over all clients."""
+    alpha = 0.3
+    rounds, train = rounds_of(ls.FedDyn(alpha=alpha))
+    x = [p.detach().clone() for p in rounds.server.parameters()]
+    h_of, h = {client: [torch.zeros_like(p) for p in x] for client in SHARES}, [torch.zeros_like(p) for p in x]
+    for cohort in COHORTS:
+        after = {}
+        for client in cohort:
+            own = h_of[client]
+            y = after[client] = local_steps(client, x, lambda k, p: -own[k] + alpha * (p - x[k]))  # noqa: B023
+            h_of[client] = [g - alpha * (new - old) for g, new, old in zip(own, y, x, strict=True)]
+        h = [h[k] - alpha * sum(SHARES[i] * (after[i][k] - x[k]) for i in cohort) for k in range(2)]
+        size = sum(SHARES[i] for i in cohort)
+        x = [sum(SHARES[i] * after[i][k] for i in cohort) / size - h[k] / alpha for k in range(2)]
+        rounds.absolute = False
+        rounds.play({client: SHARES[client] for client in cohort}, train)
+        assert_are(rounds, x, h_of)
 
 
 @pytest.mark.slow
-def test_at_the_optimum_of_all_data_no_client_drifts(rounds: DirectRounds, train: Any) -> None:
+@pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn(alpha=2.0)], ids=repr)
+def test_at_the_optimum_of_all_data_no_client_drifts(algorithm: Any) -> None:
     """Federated averaging converges to another point, because clients take different numbers of steps."""
     weight, bias = torch.zeros(1, 3).double().requires_grad_(), torch.zeros(1).double().requires_grad_()
     optimizer = torch.optim.LBFGS([weight, bias], max_iter=500, tolerance_grad=1e-14, tolerance_change=0)
@@ -108,49 +151,56 @@ def test_at_the_optimum_of_all_data_no_client_drifts(rounds: DirectRounds, train
 
     optimizer.step(closure)
     optimum = {"weight": weight.detach(), "bias": bias.detach()}
-    averaging = DirectRounds(ls.FedAvg(), line(), SHARES)
+    (rounds, train), averaging = rounds_of(algorithm), DirectRounds(ls.FedAvg(), line(), SHARES)
+    without = partial(train_with, ls.Scaffold().bind(line()).device_half)
     for _ in range(400):
         rounds.play(SHARES, train)
-        averaging.play(SHARES, lambda download: train_without_correction(train, download))
+        averaging.play(SHARES, lambda download: without(uncorrected(download)))
     assert_close(rounds.weights(), optimum, 1e-6)
     assert float((averaging.weights()["bias"] - optimum["bias"]).abs()) > 1e-2
 
 
-def train_without_correction(train: Any, download: Download) -> Upload:
-    zeros = {f"correction:{name}": torch.zeros_like(tensor) for name, tensor in download.tensors.items()}
-    return train(Download(download.unit, 1.0, {**download.tensors, **zeros}))
-
-
-def test_a_client_left_out_keeps_its_control(rounds: DirectRounds, train: Any) -> None:
-    rounds.play(SHARES, train)
-    ours, theirs = rounds.copy(), rounds.copy()
-    ours.play(SHARES, train, left_out=(0, 2))
-    theirs.play({client: SHARES[client] for client in (1, 3)}, train)
-    assert_close(ours.state.pieces(), theirs.state.pieces(), 1e-14)
-    assert list(ours.store) == list(theirs.store)
-    for key in ours.store:
-        assert same_state(ours.store[WorkUnit(*key)], theirs.store[WorkUnit(*key)])
+def uncorrected(download: Download) -> Download:
+    zeros = {f"control:{name}": torch.zeros_like(tensor) for name, tensor in download.tensors.items()}
+    return replace(download, tensors={**download.tensors, **zeros}, client_state={})
 
 
 def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds: DirectRounds, train: Any) -> None:
+    side = rounds.half.device_half
+
     def idle(download: Download) -> Upload:
-        return Upload(download.unit, train(download).tensors, num_steps=0)
+        upload = replace(train(download), num_steps=0)
+        return replace(upload, client_state=side.keep(line(), download, upload))
 
     rounds.play(SHARES, idle)
-    assert len(rounds.store) == 0
+    assert not any(rounds.states.values())
     assert not bool(rounds.state.values.any())
+    rounds.play(SHARES, train)
+    before, total = dict(rounds.states), rounds.state.values.clone()
+    rounds.play(SHARES, idle)
+    assert all(same_state(rounds.states[client], before[client]) for client in SHARES)
+    assert torch.equal(rounds.state.values, total)
 
 
 def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: DirectRounds) -> None:
     side = rounds.half.device_half
     opened, (unit,) = rounds.open({0: 0.1})
-    download, _ = opened.send(unit)
-    download.tensors["correction:bias"].fill_(3.0)
+    download = replace(opened.send(unit)[0], client_state={"control:bias": torch.ones(1)})
+    download.tensors["control:bias"].fill_(3.0)
     client: Any = line()
     client.weight.requires_grad_(False)  # as a user's hook might do
     side.start(client, download).before_step(torch.optim.SGD(client.parameters(), lr=1.0))
-    assert client.bias.grad.tolist() == [3.0]
+    assert client.bias.grad.tolist() == [2.0]
     assert client.weight.grad is None
+
+
+class LitOnceFar(LitPlain):
+    """In the third round, some clients end up so far away that their updates cannot be summed."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.current_epoch == 2 and float(batch[0][0, 0]) > 1.0:
+            with torch.no_grad():
+                self.net[0].bias.fill_(1e13)
 
 
 class TestInARun:
@@ -164,6 +214,25 @@ class TestInARun:
         assert same_state(ours.state, theirs.state)
         two = fit(seeded(LitPlain), data, max_epochs=2)
         assert not same_state(two.state, fit(seeded(LitPlain), data, max_epochs=2, algorithm=None).state)
+
+    @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn(), ls.Ditto()], ids=repr)
+    def test_a_resumed_run_has_the_same_states_on_devices(
+        self, algorithm: Any, data: Any, fit: Fit, tmp_path: Path
+    ) -> None:
+        check_resumes(fit, LitPlain, data, tmp_path, algorithm=algorithm, seed=3)
+
+    @pytest.mark.filterwarnings("ignore:Round 2. client .* is left out")
+    @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn()], ids=repr)
+    def test_the_servers_control_is_the_sum_of_what_devices_keep(self, algorithm: Any, data: Any, fit: Fit) -> None:
+        """Also where an update was left out: the device then has what it had, or the sum would be another one."""
+        faults = ls.server.Faults(on_not_finite=ls.server.LeaveOut(max_share=1.0))
+        fitted = fit(seeded(LitOnceFar), data, algorithm=algorithm, max_epochs=4, seed=3, faults=faults)
+        assert 0 < fitted.rows[2]["fl/left_out_not_finite"] < 5
+        sizes, states = [len(indices) for indices in data.partition], fitted.model.client_states
+        for name, total in fitted.model.state.pieces().items():
+            own = {client: states.kept(WorkUnit(client))[f"control:{name}"].double() for client, _ in states}
+            expected = sum(sizes[client] / sum(sizes) * control for client, control in own.items())
+            torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
 
     def test_controls_are_means_of_gradients(self, data: Any, fit: Fit) -> None:
         fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.client.GradientClip(1.0)])

@@ -54,6 +54,7 @@ def examples(seed: int, number: int = 60) -> TensorDataset:
 def algorithm(name: str) -> Any:
     return {
         "fedavg": ls.FedAvg(),
+        "secure sums": ls.FedAvg(),
         "spectral": ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6, 0.3]),
         "scaffold": ls.Scaffold(),
         "lora": ls.LoRA(2),
@@ -76,7 +77,9 @@ def federation(config: Any) -> ls.FederatedModule | ls.MultiModelModule:
         return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=2, measure="last"), seed=3)
     chosen = algorithm(config["algorithm"])
     clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
-    return ls.FederatedModule(LitNet(), algorithm=chosen, clients_per_round=clients_per_round, seed=1)
+    secure = ls.SecureSums() if config["algorithm"] == "secure sums" else None
+    options: dict[str, Any] = {"algorithm": chosen, "clients_per_round": clients_per_round, "secure_sums": secure}
+    return ls.FederatedModule(LitNet(), **options, seed=1)
 
 
 def trainer(config: Any) -> pl.Trainer:

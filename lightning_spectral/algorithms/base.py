@@ -27,6 +27,8 @@ PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its o
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "watched")
 
+UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
+
 
 class Moment(Enum):
     """When an algorithm may have something to say to the user: asked of a round, or of a server half.
@@ -351,6 +353,15 @@ class Algorithm(_AtServer, ABC):
                 stay as they are.
             decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
         """
+
+
+def is_said(kind: type[Algorithm], attribute: str) -> bool:
+    """Whether what a class says of uploads is of its own, and not inherited from a class with other ones."""
+
+    def place(name: str) -> int:  # of the class that defines an attribute, among a class and its bases
+        return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
+
+    return place(attribute) <= min(map(place, UPLOADING))
 
 
 class ByKeepRatio(Algorithm):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import is_said
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
@@ -185,14 +186,11 @@ def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> N
         )
 
 
-UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
-
-
 def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None:
     """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
-        if "update" in sampler.figure and _is_unknown(type(algorithm), "updates_have_norms"):
+        if "update" in sampler.figure and not is_said(type(algorithm), "updates_have_norms"):
             raise ValueError(
                 f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what "
                 "is uploaded or added without saying whether uploads are new values of the tensors sent: set "
@@ -213,8 +211,8 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
 
 def check_summable(algorithm: Algorithm, update_bound: object) -> None:
     """Raise ``ValueError`` if an algorithm, or a bound, needs single clients' updates, which secure sums hide."""
-    name, kind = type(algorithm).__name__, type(algorithm)
-    if not algorithm.sums_are_all or _is_unknown(kind, "sums_are_all"):
+    name = type(algorithm).__name__
+    if not algorithm.sums_are_all or not is_said(type(algorithm), "sums_are_all"):
         own = f", or set `sums_are_all` in {name}" if algorithm.sums_are_all else ""
         raise ValueError(
             f"`secure_sums` hides single clients' updates, and {name} may need them: it does more than sum the changes "
@@ -241,15 +239,6 @@ def check_secure_sums(participation: UniformParticipation | Sampler | None, call
                 f"`secure_sums` hides single clients, and {type(callback).__name__} reads their data, figures or "
                 "updates; leave one out."
             )
-
-
-def _is_unknown(kind: type[Algorithm], attribute: str) -> bool:
-    """Whether a class inherits what it says of uploads from a class with other uploads, of which alone it is known."""
-
-    def place(name: str) -> int:  # of the class that defines an attribute, among a class and its bases
-        return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
-
-    return place(attribute) > min(map(place, UPLOADING))
 
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:

@@ -391,8 +391,10 @@ class OpenRound:
             return
         asked = [unit for unit in units if self.simulated.outcomes[unit.key].left_out != "no_data"]
         with self.containing_failures(None), self.clock.measure("sample"):
-            (mean,) = self.opened.sums
-            assert isinstance(mean, MeanChange), "algorithms whose sums are others are refused"
+            mean, *others = self.opened.sums
+            if others or not isinstance(mean, MeanChange):
+                name = type(self.engine.algorithm).__name__
+                raise TypeError(f"{name} has other sums than one `MeanChange`; set its `sums_are_all` to False.")
             self.masked = MaskedSum(choice, self.executor, self.round_idx, asked, self.cohort.total, mean)
             self.masked.agree()
 

@@ -8,12 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import is_said
 from lightning_spectral.algorithms.costs import turn_costs
 from lightning_spectral.arguments import first_match
 from lightning_spectral.client.local_hooks import LocalHook
@@ -69,6 +71,7 @@ def check_algorithm(
     - absolute coefficients, of an unbiased sampler, are not divided by their sum; tried if the server rests;
     - running statistics of a BatchNorm are averaged, unless the algorithm says that they are frozen;
     - norms of updates, if the algorithm says that it has them, are those of the clients' changes;
+    - clients may mask their updates, if the algorithm says that `sums_are_all`, and cryptography is installed;
     - on another device than the CPU, a run that is resumed after every round ends with the CPU's weights, up to
       rounding. Everything else is checked on the CPU.
 
@@ -120,6 +123,8 @@ def check_algorithm(
     if algorithm.updates_have_norms:
         _check_norms(case)
     _check_buffers(case)
+    if algorithm.sums_are_all and is_said(type(algorithm), "sums_are_all") and find_spec("cryptography"):
+        _check_secure_sums(case, expected)
     if torch.device(device).type != "cpu":
         _check_device(replace(case, device=torch.device(device)), expected)
 
@@ -363,6 +368,16 @@ def _check_norms(case: Case) -> None:
         assert math.isclose(found, expected, rel_tol=TOLERANCE), (
             f"{where}: client {outcome.client_id} moved by {expected}, and the norm of its update is {found}, {rule}."
         )
+
+
+def _check_secure_sums(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+    trial = Trial(case, secure=True)
+    if trial.half.buffers.limits:  # which secure sums refuse
+        return
+    for round_idx in range(ROUNDS):
+        trial.play()
+        where = f"{case.algorithm!r}, whose clients mask their updates: not the same run; set `sums_are_all` to False"
+        assert_same_bits(trial.everything(), expected[round_idx + 1], where)
 
 
 def _check_device(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:

@@ -38,6 +38,7 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise, update_norm
 from lightning_spectral.server.round import Engine
+from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
@@ -148,6 +149,7 @@ class Trial:
         absolute: For absolute coefficients, what the ``sizes`` are multiplied by; ``None`` for those that are divided
             by their sum.
         sizes: Coefficients of the clients.
+        secure: Whether clients mask their updates.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Trial:
         lost: Collection[int] = (),
         absolute: float | None = None,
         sizes: Sequence[int] = SIZES,
+        secure: bool = False,
     ) -> None:
         self.case, self.round_idx = case, 0
         scale = 1.0 if absolute is None else absolute
@@ -201,6 +204,7 @@ class Trial:
             client_states=self.client_states,
             frozen_base=base,
             faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
+            secure_sums=SecureSums() if secure else None,
         )
         self.executor = TrialExecutor(self.device(elsewhere), lost, elsewhere)
 
@@ -228,6 +232,7 @@ class Trial:
         """Play a round of some clients, by default all, who train in the given order."""
         units = self.units if units is None else units
         self.engine.open_round(self.round_idx, sorted(units))
+        self.engine.round.agree(units)
         self.engine.round.play(units)
         return self.close()
 

@@ -55,6 +55,11 @@ def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, a
     assert same(weights(tmp_path), expected(tmp_path, rounds=3, algorithm=algorithm))
 
 
+def test_secure_sums_give_the_weights_of_plain_ones(network: Any, tmp_path: Path) -> None:
+    run(network, tmp_path, rounds=3, algorithm="secure sums")
+    assert same(weights(tmp_path), expected(tmp_path, rounds=3, algorithm="fedavg"))
+
+
 def test_demo_runs_an_app_of_ones_own_as_the_simulation_does(tmp_path: Path) -> None:
     write_app(tmp_path, "loopback_app")
     settings = run_config({"folder": str(tmp_path), "rounds": 2, "algorithm": "spectral"})

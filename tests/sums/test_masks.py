@@ -198,6 +198,7 @@ def test_shares_that_were_changed_replayed_or_swapped_are_refused() -> None:
         lambda run: run.sealed[0].update({1: spoilt(run.sealed[0][1])}),
         lambda run: run.sealed[0].update({1: run.sealed[0][2]}),
         lambda run: run.sealed[0].update({1: run.sealed[2][1]}),  # meant for another
+        lambda run: run.sealed[0].update({1: run.sealed[1][0]}),  # sent back to its sender
         lambda run: run.sealed[0].update({1: Sum(3, threshold=2).sealed[0][1]}),  # of another round
     ):
         run = Sum(3, threshold=2)

@@ -365,6 +365,14 @@ class HalfRound(DenseRound):
         self.mean.add_change(upload.tensors, receipt.unit.coefficient, upload.largest)
 
 
+class OddRound(DenseRound):
+    """Odd clients weigh half, which a device that masks its update does not know."""
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        unit = receipt.unit
+        self.mean.add(upload.tensors, unit.coefficient / (1 + unit.client_id % 2), upload.largest)
+
+
 NO_NORM = "set `updates_have_norms` to False"
 BROKEN: dict[str, tuple[Any, str]] = {
     "is not equal to its copy": (NotComparable(), "a copy is not equal to it"),
@@ -430,6 +438,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "exaggerates": (
         uploads(lambda after, before: {n: torch.lerp(before[n], after[n], 2.0) for n in after}),
         f"client 0 moved by .*, and the norm of its update is .*{NO_NORM}",
+    ),
+    "weighs otherwise": (
+        variant(round=OddRound, updates_have_norms=True, sums_are_all=True),
+        "whose clients mask their updates: not the same run; set `sums_are_all` to False: 6 of 6 tensors",
     ),
     "forgets statistics": (
         variant(round=ParametersRound),

@@ -30,6 +30,12 @@ def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int) 
     assert found["refresh"] == pytest.approx(2 + sums, abs=0.1)  # nothing is left of the round before
 
 
+def test_secure_sums_double_what_clients_send() -> None:
+    rows = [line.split()[-6:] for line in run("secure_sums.py", "--clients", "3", "--rounds", "2").splitlines()[1:]]
+    assert [row[-1] for row in rows] == ["1.00", "2.00", "1.00", "2.00"]
+    assert [row[3] for row in rows] == ["1.00", "1.00", "1.00", "1.00"]
+
+
 @pytest.mark.slow
 def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path) -> None:
     """All but the tests on the device and the doctor, which have their own tests."""

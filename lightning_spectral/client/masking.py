@@ -40,7 +40,7 @@ class Parties:
         self._parties: dict[Key, Party] = {}
 
     def answer(self, asked: Handshake) -> Handshake:
-        """Answer a question of the server's.
+        """Answer a question of the server's, with nothing if the client's secrets are gone or were used.
 
         Raises:
             RecordError: If the client, by what it knows, must not answer.
@@ -48,13 +48,13 @@ class Parties:
         unit = asked.unit
         try:
             if asked.step == "keys":
-                from lightning_spectral.sums.masks import Party
-
-                context = context_of(unit, asked.round_idx)
-                party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
-                return replace(asked, said={unit.client_id: party.keys()})
-            party = self._party(unit, asked.round_idx)
-            return replace(asked, said=party.shares(asked.said) if asked.step == "shares" else party.reveal(asked.said))
+                return replace(asked, said={unit.client_id: self._new_party(asked).keys()})
+            if (party := self._party(unit, asked.round_idx)) is None:
+                return replace(asked, said={})
+            if asked.step == "shares":
+                return replace(asked, said=party.shares(asked.said))
+            del self._parties[unit.key]
+            return replace(asked, said=party.reveal(asked.said))
         except ValueError as error:
             raise RecordError(str(error)) from error
 
@@ -66,7 +66,7 @@ class Parties:
         be masked: the client is left out.
 
         Raises:
-            RecordError: If the client does not have the secrets of this round, or must not use them.
+            RecordError: If the client must not use its secrets.
         """
         assert download.masking is not None, "a device masks if it is asked to"
         # all that may leave the device; what records gain is withheld until it is listed here
@@ -74,20 +74,31 @@ class Parties:
         said = Upload(tensors={}, **{name: getattr(upload, name) for name in names})
         if upload.left_out is not None:
             return said
+        if (party := self._party(download.unit, download.round_idx)) is None:  # restarted since they agreed
+            return replace(said, left_out="dropped_out")
+        mean = MeanChange({name: download.tensors[name] for name in upload.tensors}, download.masking.total)
         try:
-            mean = MeanChange({name: download.tensors[name] for name in upload.tensors}, download.masking.total)
             mean.add(upload.tensors, download.unit.coefficient, upload.largest)
             values = flat(mean)
             if not mean.coarse:
-                self._party(download.unit, download.round_idx).mask(values, download.masking.sealed)
+                party.mask(values, download.masking.sealed)
         except OverflowError:
             return replace(said, left_out="not_finite")
         except ValueError as error:
             raise RecordError(str(error)) from error
         return replace(said, left_out="not_finite") if mean.coarse else replace(said, tensors=unflat(mean, values))
 
-    def _party(self, unit: WorkUnit, round_idx: int) -> Party:
-        party = self._parties.get(unit.key)
-        if party is None or party.context != context_of(unit, round_idx):
-            raise RecordError(f"Client {unit.client_id} has no secrets for round {round_idx}: it was restarted since.")
+    def _new_party(self, asked: Handshake) -> Party:
+        """A client with new secrets; those of the model's earlier rounds are forgotten."""
+        from lightning_spectral.sums.masks import Party
+
+        unit, context = asked.unit, context_of(asked.unit, asked.round_idx)
+        for key in [key for key, party in self._parties.items() if key[1] == unit.model and party.context != context]:
+            del self._parties[key]
+        party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
         return party
+
+    def _party(self, unit: WorkUnit, round_idx: int) -> Party | None:
+        """A client that has secrets for a round."""
+        party = self._parties.get(unit.key)
+        return None if party is None or party.context != context_of(unit, round_idx) else party

@@ -175,6 +175,8 @@ class MaskedSum:
                 self.fallen[answer.unit.key] = answer
             elif answer.said.keys() == set(expected[client]) and {*map(len, answer.said.values())} <= {SIZES[step]}:
                 found[client] = answer.said
+            elif not answer.said:  # it was restarted since
+                self.fallen[answer.unit.key] = Upload(answer.unit, {}, left_out="dropped_out")
             else:
                 failure = Failure("network", f"The device's {step} for secure sums are not what was asked for.")
                 self.fallen[answer.unit.key] = Upload(answer.unit, {}, left_out="error", failure=failure)

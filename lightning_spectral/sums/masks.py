@@ -77,12 +77,12 @@ class Party:
         self._own = os.urandom(KEY_BYTES)  # from which its own mask follows
         self._keys: Said = {}
         self._shares: dict[int, tuple[bytes, bytes]] = {}  # by party: of its own mask's key and its masking key
-        self._steps = iter(("keys", "shares", "mask", "reveal"))
+        self._due = ["reveal", "mask", "shares", "keys"]  # the last is next
 
     def _take(self, step: str) -> None:
-        due = next(self._steps, "nothing")
-        if due != step:
+        if (due := self._due[-1] if self._due else "nothing") != step:
             raise ValueError(f"A party of a secure sum takes each step once; {due!r} is due, not {step!r}.")
+        self._due.pop()
 
     def keys(self) -> bytes:
         """What others, and the server, must know of it: two public keys and the digest of a secret."""

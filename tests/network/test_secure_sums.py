@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_line import FakeLine, remote, toy_line
+from fake_line import FakeLine, Node, remote, toy_line
 from federation import Fit, Fitted, said_during, same_state, seeded
 from other_process import toy_data
 from toy_models import LitMLP, LitSmall
@@ -142,7 +142,7 @@ def test_surplus_clients_are_recovered(fit: Fit) -> None:
 
 
 def test_devices_that_forget_between_messages_cannot_take_part(fit: Fit) -> None:
-    with pytest.raises(ls.errors.RoundError, match=r"0 of 12 .*has no secrets for round 0: it was restarted"):
+    with pytest.raises(ls.errors.RoundError, match=r"0 of 12 .* sent shares, .* need 8 \(12 dropped out\)"):
         secure_fit(fit, toy_line(LitMLP, forgets=True))
 
 
@@ -179,7 +179,7 @@ def said(said: Any) -> Callable[[Parts], Parts]:
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "tampered shares": ("train", {"before": other_boxes}, "shares for party .* were changed on their way"),
-    "another round": ("train", {"before": earlier_round}, "has no secrets for round 7"),
+    "another round": ("train", {"before": earlier_round}, "11 of 12 clients have reported, .*1 dropped out"),
     "keys of others only": (
         "shares",
         {"before": said(lambda keys: dict(list(keys.items())[:2]))},
@@ -215,14 +215,43 @@ def test_an_update_in_the_clear_is_refused(fit: Fit) -> None:
         secure_fit(fit, meddling(at="train", after=unmasked))
 
 
-def test_a_device_masks_and_reveals_once(fit: Fit) -> None:
-    """A server that asks again for either, with all that it may know, gets nothing."""
-    line = meddling()
-    secure_fit(fit, line)
-    for step in ("train", "reveal", "shares"):
-        last = [question for question in line.asked if step_of(question) == step][-1]
-        answer = line.there[last.node].answer(last)
-        assert b"takes each step once" in answer[REFUSED]
+class Repeating(Meddling):
+    """Asks everything twice of the devices behind the server's back, and keeps the second answers, by the step."""
+
+    def _ask(self, question: Question) -> str | None:
+        ticket = super()._ask(question)
+        if step_of(question) in ("shares", "train", "reveal"):
+            self.heard.append((f"{step_of(question)} again", self.there[question.node].answer(question)))
+        return ticket
+
+
+def test_a_device_takes_each_step_once(fit: Fit) -> None:
+    line = Repeating(toy_line(LitMLP).there)
+    secure = secure_fit(fit, line)
+    assert same_state(secure.tensors, fit(seeded(LitMLP), toy_data(), **SETTINGS).tensors)
+    again = {step: [parts for one, parts in line.heard if one == f"{step} again"] for step in STEPS}
+    assert [len(again[step]) for step in STEPS] == [0, 24, 24, 24]
+    for parts in again["shares"] + again["train"]:
+        assert b"takes each step once" in parts[REFUSED]
+    assert {len(handshake_of(parts).said) for parts in again["reveal"]} == {0}  # the secrets are gone
+    last = [question for question in line.asked if question.kind == "train"][-1]
+    upload = record_of(line.there[last.node].answer(last), Upload)
+    assert (upload.left_out, dict(upload.tensors)) == ("dropped_out", {})
+
+
+def test_a_device_that_is_restarted_in_a_round_has_dropped_out(fit: Fit) -> None:
+    """Its update cannot be masked; the others' masks with it are removed."""
+
+    class Restarting(Meddling):
+        def _ask(self, question: Question) -> str | None:
+            if question.node == FIRST and step_of(question) == "train":
+                self.there[FIRST] = Node(self.there[FIRST].make)
+            return super()._ask(question)
+
+    secure = secure_fit(fit, Restarting(toy_line(LitMLP).there))
+    assert [row["fl/left_out_dropped_out"] for row in secure.rows] == [1, 1]
+    plain = fit(seeded(LitMLP), remote(meddling(at="train", after=lost)), **SETTINGS)
+    assert same_state(secure.tensors, plain.tensors)
 
 
 def test_wrong_shares_of_one_device_end_the_round_and_change_nothing(fit: Fit) -> None:

@@ -319,7 +319,7 @@ class Algorithm(_AtServer, ABC):
         hold the same terms, and a client is sent the same whoever else takes part.
         """
         raise ValueError(
-            f"{type(self).__name__} does not say that noise on its sums would hide clients, so it has no `privacy`; "
+            f"{type(self).__name__} does not say that noise on its sums hides clients, so it cannot have `privacy`; "
             "use FedAvg, SpectralSharding or LoRA, or define `check_privacy`."
         )
 

@@ -112,7 +112,7 @@ class Federation:
 
     @property
     def is_spent(self) -> bool:
-        """Whether another round after the last one would exceed a budget of privacy."""
+        """Whether another round after the last one would exceed a privacy budget."""
         fits = [member.engine.privacy for member in self.members.values()]
         return any(fit.is_spent(self.last_stepped + 1) for fit in fits if fit is not None)
 

@@ -262,7 +262,7 @@ class Upload:
         return largest_magnitudes(self.tensors)
 
     def without_figures(self) -> Upload:
-        """The same upload without what it says besides its tensors, and besides what a server must know."""
+        """The same upload with its tensors and what a server must know, and nothing else."""
         left_out, failure, missing, state = self.left_out, self.failure, self.missing, self.client_state
         return Upload(self.unit, self.tensors, left_out=left_out, failure=failure, missing=missing, client_state=state)
 
@@ -344,7 +344,7 @@ class RoundSummary:
         left_out: For each reason that this run allows, the number of clients left out.
         model: The model's name; empty if there is only one.
         measured: Outcomes of the clients measured for the sampler before the round; their updates were discarded.
-        is_private: Whether all that would say something of clients is left out.
+        is_private: Whether everything that would reveal something about clients is left out.
     """
 
     round_idx: int

@@ -31,7 +31,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
           the round.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
-        A private round has only its index, and what follows from what has noise: ``fl/epsilon``, ``fl/clip``, and the
+        A private round has only its index and what depends on noisy sums alone: ``fl/epsilon``, ``fl/clip``, and the
         algorithm's own metrics.
 
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss

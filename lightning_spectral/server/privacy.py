@@ -42,12 +42,12 @@ class ClientPrivacy:
         clip_quantile: The share of clients whose change is to be within the bound, which is then adapted after each
             round, from ``clip`` on; ``None`` to keep it.
         clip_rate: How fast it adapts: the factor is at most ``exp(clip_rate)`` a round.
-        noise_seed: For tests, a seed from which the noise follows, and cohorts from the run's ``seed``: whoever knows
-            it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
+        noise_seed: For tests, a seed that decides the noise; cohorts are then drawn from the run's ``seed``. Whoever
+            knows it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
 
     Note:
-        Two data sets are neighbours if they differ by one client, whose data may be anything or nothing; which clients
-        there are is no secret. `docs/privacy.md` says what is promised, against whom, and what is not.
+        Two data sets are neighbours if they differ by one client, whose data may be anything or nothing; the list of
+        clients is not secret. `docs/privacy.md` says what is promised, against whom, and what is not.
 
     Reference:
         McMahan et al. (2018), "Learning differentially private recurrent language models"; Andrew et al. (2021),
@@ -119,7 +119,7 @@ def epsilon(rate: float, noise_multiplier: float, num_rounds: int, delta: float)
         rate: Probability to take part, in (0, 1].
         noise_multiplier: Standard deviation of the noise, in units of the largest contribution.
         num_rounds: Number of rounds.
-        delta: The probability that is left.
+        delta: The probability that the guarantee fails.
 
     Example:
         >>> round(epsilon(rate=0.1, noise_multiplier=1.1, num_rounds=60, delta=1e-5), 2)
@@ -193,8 +193,8 @@ class PrivateFit:
             )
         if choice.delta * num_clients >= 1:
             warnings.warn(
-                f"`delta={choice.delta:g}` is at least one over the {num_clients} clients, which would allow to "
-                "publish all data of one of them. Make it smaller by a factor of ten or more.",
+                f"`delta={choice.delta:g}` is at least one over the {num_clients} clients, which would allow "
+                "publishing all data of one of them. Make it smaller by a factor of ten or more.",
                 SpectralWarning,
                 stacklevel=2,
             )
@@ -207,7 +207,7 @@ class PrivateFit:
         )
 
     def epsilon(self, num_rounds: int) -> float:
-        """What some rounds amount to."""
+        """The epsilon of some rounds."""
         return epsilon(self.rate, self.multiplier, num_rounds, self.choice.delta)
 
     def is_spent(self, num_rounds: int) -> bool:
@@ -220,7 +220,7 @@ class PrivateFit:
         return secrets.token_bytes(32) if self.choice.noise_seed is None else str(self.choice.noise_seed).encode()
 
     def open(self, opened: Round, round_idx: int) -> PrivateSums:
-        """The sums of an open round, whose divisors are fixed.
+        """The sums of an open round, with fixed divisors.
 
         Raises:
             RoundError: If the round would exceed the budget.
@@ -248,7 +248,7 @@ class PrivateFit:
         sums.release(processes, normals, self._vote_noise)
 
     def end_round(self, sums: PrivateSums, round_idx: int) -> Mapping[str, float]:
-        """Adapt the bound, once a round has been released; return what is logged of it, by name."""
+        """Adapt the bound, once a round has been released; return what is logged about it, by name."""
         figures = {"epsilon": self.epsilon(round_idx + 1), "clip": self.clip}
         if self.choice.clip_quantile is not None:
             share = min(max(sums.votes * self.weight + 0.5, 0.0), 1.0)

@@ -301,7 +301,7 @@ class OpenRound:
         num_examples: Number of examples of each, by its key.
         opened: The round as the algorithm opened it.
         extremes: The clients' smallest or largest values of the buffers that follow them.
-        private: What keeps the sums of a private round; ``None`` for other rounds.
+        private: The sums of a private round; ``None`` for other rounds.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
@@ -334,7 +334,7 @@ class OpenRound:
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
-        """Who takes part; in a private round whoever may, so that nobody's download or weight depends on others."""
+        """Who takes part; in a private round all who may, so that nobody's download or weight depends on others."""
         engine, groups = self.engine, defaultdict[float, list[WorkUnit]](list)
         for unit in sorted(self.units if engine.privacy is None else engine.possible_units, key=lambda unit: unit.key):
             groups[engine.clients.capacity_of(unit.client_id)].append(unit)
@@ -555,7 +555,7 @@ class OpenRound:
         return tuple(by_key[unit.key] for unit in self.units)
 
     def _moves_server(self) -> bool:
-        """Whether the round changes the server: some client is left, or none is needed; noise hides whether."""
+        """Whether the round changes the server: some client is left, none is needed, or it is private."""
         needs_none = self.private is not None or self.engine.algorithm.steps_without_clients
         return needs_none or not all(outcome.left_out for outcome in self.gathered)
 

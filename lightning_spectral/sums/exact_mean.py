@@ -107,7 +107,7 @@ class Weights:
         return steps
 
     def in_steps(self, weight: float) -> int:
-        """A weight in steps, which is not counted."""
+        """A weight in steps, without counting it."""
         return round(math.ldexp(weight, -self._exponent) * ONE)
 
     def count(self, steps: int, num_terms: int) -> None:
@@ -255,7 +255,7 @@ class MeanChange(RunningMean):
         always_divided: Names of tensors whose weights are divided by their sum even if ``absolute`` is true.
         by_index: For each tensor of which clients may hold a part, the dimension of its slices; ``None`` for single
             entries of the flattened tensor.
-        counts: Names of tensors that say which part of the model a client holds, and nothing of what it has learnt.
+        counts: Names of tensors that say which part of the model a client holds, and nothing about what it has learnt.
 
     Attributes:
         before: As given.
@@ -446,7 +446,7 @@ class MeanChange(RunningMean):
                 self._sums[name].zero_()
 
     def put(self, name: str, steps: Tensor) -> None:
-        """Add steps, int64, to a tensor's sum, but to none of the slices that no client holds."""
+        """Add steps, int64, to a tensor's sum, except to slices that no client holds."""
         if (dim := self._dims.get(name)) is not None:
             steps = steps * (self.held[name] > 0).view(-1, *[1] * (steps.ndim - dim - 1))
         self._sums[name].add_(steps)

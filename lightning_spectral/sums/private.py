@@ -1,4 +1,4 @@
-"""Sums to which a client contributes at most so much, with noise: the Gaussian mechanism on exact sums."""
+"""Sums with noise, to which each client contributes a bounded amount: the Gaussian mechanism on exact sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.sums.exact_mean import FINE, MESSAGE, NEAR, MeanChange, Peers
 
-Normals = Callable[[int], Tensor]  # so many numbers from a standard normal distribution, float64
+Normals = Callable[[int], Tensor]  # that many numbers from a standard normal distribution, float64
 FARTHEST = 8.7  # standard deviations: no number of `SecretNormals` is larger
 SLACK = 1 - 2.0**-40  # more than rounding adds to a norm
 VOTE = 2**31  # a half, in steps of a vote
@@ -46,7 +46,7 @@ class SecretNormals:
 
 
 class PrivateSums:
-    r"""The sums of a round, of which noise hides what any one client has contributed to all of them together.
+    r"""The sums of a round, with noise that hides what any one client has contributed to all of them together.
 
     What client c adds to all sums is one vector, :math:`w \Delta_c`. The sums become
 

@@ -46,7 +46,7 @@ class ClientPrivacy:
             knows it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
 
     Note:
-        Two data sets are neighbours if they differ by one client, whose data may be anything or nothing; the list of
+        Neighbours are data sets with and without the data of one client, which then contributes nothing; the list of
         clients is not secret. `docs/privacy.md` says what is promised, against whom, and what is not.
 
     Reference:

@@ -349,7 +349,7 @@ class OpenRound:
         with Forms(self.engine.server, side.take_form).client(download.capacity) as client:
             download = replace(download, round_idx=self.round_idx)
             side.load(client, download)
-            self.opened.add(receipt, side.collect(client, download))
+            self.opened.add(receipt, side.unpack(download, side.collect(client, download)))
         return privacy.open(self.opened, self.round_idx)
 
     def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:

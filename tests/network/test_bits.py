@@ -87,6 +87,19 @@ def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> No
     assert {row.frozen_bytes > 0 for row in theirs.ledger.rows} == {True, False}
 
 
+@pytest.mark.parametrize(
+    "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
+)
+def test_a_private_round_is_that_of_the_simulation(algorithm: Any, fit: Fit) -> None:
+    """Clipped and noised at the server, which shortens nothing else and says nothing of clients."""
+    pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
+    privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=0.5, delta=1e-3, noise_seed=1)
+    options: dict[str, Any] = {"algorithm": algorithm, "privacy": privacy, "participation": ls.Uniform(active=4)}
+    settings = {**SETTINGS, "clients_per_round": None, "max_epochs": 3, **options}
+    theirs = fit(seeded(LitMLP), toy_data(), **settings)
+    assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **settings), theirs)
+
+
 def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, tmp_path: Path) -> None:
     options: dict[str, Any] = {"algorithm": ALGORITHMS["SCAFFOLD"], **SETTINGS}
     theirs = fit(seeded(LitPlain), toy_data(), max_epochs=4, **options)

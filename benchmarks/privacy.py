@@ -78,9 +78,7 @@ def trained(system, epsilon, clip, lr, seed):
     train, test = random_split(examples, [1500, 297], torch.Generator().manual_seed(seed))
     privacy = None
     if epsilon is not None:
-        privacy = ls.ClientPrivacy(
-            clip=clip, delta=DELTA, target_epsilon=epsilon, num_rounds=ROUNDS, noise_seed=seed
-        )
+        privacy = ls.ClientPrivacy(clip=clip, delta=DELTA, target_epsilon=epsilon, num_rounds=ROUNDS, noise_seed=seed)
     model = ls.FederatedModule(
         LitMLP(lr),
         algorithm=SYSTEMS[system],

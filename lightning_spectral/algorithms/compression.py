@@ -119,7 +119,7 @@ class ErrorFeedback:
 
     Attributes:
         compression: How changes are packed; ``None`` for not at all.
-        names: The parameters that are packed. All other tensors travel as they are.
+        names: The parameters that are packed. All other tensors are sent as they are.
 
     Reference:
         Karimireddy et al. (2019), Error feedback fixes SignSGD, Algorithm 2.

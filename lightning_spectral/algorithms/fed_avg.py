@@ -56,7 +56,7 @@ class DenseSide(ClientSide):
     """The device half of federated averaging.
 
     Attributes:
-        returned: Names of the tensors that travel back.
+        returned: Names of the tensors that are sent back.
         personal: What stays with each client.
         feedback: What is packed.
     """
@@ -95,7 +95,7 @@ class DenseSide(ClientSide):
 
 
 class DenseRound(Round):
-    """One open round in which tensors travel whole.
+    """One open round in which tensors are sent whole.
 
     Attributes:
         tensors: Parameters and buffers of the server's module, by name.
@@ -176,14 +176,14 @@ class FedAvg(Algorithm):
             for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         personal: Patterns of the names of parameters and buffers that stay with each client: a head (FedPer), or
-            normalisation layers with their running averages (FedBN). They never travel to the server, whose own values
+            normalisation layers with their running averages (FedBN). The server never gets them; its own values
             stay as they are and are where new clients begin. `ClientEvaluation` evaluates every client with its own.
         personal_epochs: Passes over a client's data that train the personal parameters alone, before the
             ``local_epochs`` that train the others (FedRep); 0 to train all of them together.
         compression: How clients pack the changes of their parameters for the upload, `TopK` or `Int8`; ``None`` for new
             values, whole. What packing loses, a device keeps and adds to its next upload (error feedback), so each
             client keeps one number per parameter. Downloads, buffers, and parameters that it would not make smaller
-            travel whole.
+            are sent whole.
 
     Note:
         Error feedback makes up for what was not sent when the client takes part again. If that is seldom, residuals

@@ -126,8 +126,8 @@ class ClientSide(ABC):
     def take_form(self, module: nn.Module, capacity: float) -> None:
         """Turn the user's module into a client of a capacity, in place; `load` sets its values later.
 
-        The device undoes all of it when the client is done. Tensors that a client has as well stay the same objects,
-        and get memory of their own. By default a client has the whole module.
+        The device undoes all of it when the client is done. Tensors that a client also has stay the same objects,
+        with memory of their own. By default a client has the whole module.
 
         Args:
             module: The user's module.
@@ -140,7 +140,7 @@ class ClientSide(ABC):
         """Overwrite a client's values with the downloaded ones."""
 
     def origin(self, name: str) -> str:
-        """The server's parameter that one of a client's stands for: the user's optimizer steps it in its place.
+        """The server's parameter that a client's parameter replaces in the user's optimizer.
 
         By default itself; empty for a parameter that is not trained.
         """
@@ -450,7 +450,7 @@ class GradientWatch:
 
 
 def check_not_reached(replaced: Mapping[str, Tensor]) -> None:
-    """Check that no gradient reached the server's parameters in whose place a client holds others."""
+    """Check that no gradient reached server parameters that the client holds in another form."""
     if reached := [name for name, parameter in replaced.items() if parameter.grad is not None]:
         raise ValueError(
             f"A client's `training_step` uses parameters that it does not hold ({', '.join(reached)}), by a variable "

@@ -1,4 +1,4 @@
-"""Differential privacy of clients: how much each contributes, how much noise hides it, and what that amounts to."""
+"""Differential privacy of clients: how much each contributes, how much noise hides it, and the epsilon that results."""
 
 # Annotations are evaluated eagerly here, as in `base.py`.
 
@@ -29,16 +29,16 @@ class ClientPrivacy:
     r"""Differential privacy of clients: whoever sees the model cannot tell whether any one client has taken part.
 
     In each round every client takes part with the same probability q, independently. Its change is shortened to the
-    norm ``clip``, over all that the server sums, and weighs the same as any other client's. The sum gets Gaussian noise
-    of standard deviation ``noise_multiplier * clip`` in every coordinate, and is divided by the number of clients that
-    is expected. After each round, `fl/epsilon` is what all rounds so far amount to.
+    norm ``clip``, over all that the server sums, and has the same weight as any other client's. The sum gets Gaussian
+    noise of standard deviation ``noise_multiplier * clip`` in every coordinate, and is divided by the expected number
+    of clients. After each round, `fl/epsilon` is the epsilon of all rounds so far.
 
     Args:
         clip: Bound on the norm of a client's change, in units of the weights, at most 1024.
-        delta: The probability that is left, well below one over the number of clients.
+        delta: The probability that the guarantee fails, well below one over the number of clients.
         noise_multiplier: Standard deviation of the noise, in units of ``clip``, at least 0.05.
         target_epsilon: The budget. The fit ends before a round that would exceed it.
-        num_rounds: In place of ``noise_multiplier``: the rounds in which ``target_epsilon`` is spent.
+        num_rounds: Instead of ``noise_multiplier``: the rounds in which ``target_epsilon`` is spent.
         clip_quantile: The share of clients whose change is to be within the bound, which is then adapted after each
             round, from ``clip`` on; ``None`` to keep it.
         clip_rate: How fast it adapts: the factor is at most ``exp(clip_rate)`` a round.

@@ -857,7 +857,7 @@ def named(unit: WorkUnit) -> str:
 
 
 def listed(units: Sequence[WorkUnit]) -> str:
-    """Name those of whom it may be one, in a message.
+    """Name several candidates, in a message.
 
     Example:
         >>> listed([WorkUnit(3), WorkUnit(5), WorkUnit(4)]), listed([])

@@ -140,7 +140,7 @@ class StaleUpdates(FedAvg):
 
     ``StaleUpdates()`` is FedVARP and the rule of GVR*, ``StaleUpdates(beta=0.5)`` is FedStale, ``beta=0`` moves the
     server as `FedAvg` does, and `mifa` is MIFA. A client that is left out of a round does not change the table. Buffers
-    follow their rules and tensors travel as in `FedAvg`.
+    follow their rules and tensors are sent as in `FedAvg`.
 
     Args:
         beta: Weight of the stale updates, in [0, 1].

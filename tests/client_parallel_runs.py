@@ -262,6 +262,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
         "rounds": 3,
     },
+    "Ditto": {"algorithm": ls.Ditto(), "module": WithBatchNorm, "clients_per_round": 7, "rounds": 3},
+    "q-FedAvg": {"algorithm": ls.QFedAvg(q=2.0), "module": WithBatchNorm, "clients_per_round": 7, "rounds": 3},
     "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
     "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "clients_per_round": 7, "rounds": 3},
     "LoRA, truncated": {

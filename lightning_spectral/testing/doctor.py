@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms import (
     FIARSE,
     Algorithm,
+    Ditto,
     FedAvg,
+    FedDyn,
     LoRA,
+    QFedAvg,
     Scaffold,
     SpectralSharding,
     StaleUpdates,
@@ -45,6 +48,9 @@ ALGORITHMS: Mapping[str, tuple[Algorithm, bool]] = MappingProxyType(
         "FIARSE": (FIARSE(), True),
         "LoRA": (LoRA(2), True),
         "Scaffold": (Scaffold(), True),
+        "FedDyn": (FedDyn(), False),
+        "Ditto": (Ditto(), True),
+        "QFedAvg": (QFedAvg(), True),
         "StaleUpdates": (StaleUpdates(), True),
     }
 )

@@ -182,6 +182,20 @@ def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds:
     assert torch.equal(rounds.state.values, total)
 
 
+@pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn(alpha=0.3)], ids=repr)
+def test_what_a_device_loses_stays_in_the_servers_sum(algorithm: Any) -> None:
+    """As the documentation says: the sum is then that of what devices keep, and of what was lost."""
+    rounds, train = rounds_of(algorithm)
+    rounds.play(SHARES, train)
+    lost = rounds.states.pop(2)
+    for _ in range(3):
+        rounds.play(SHARES, train)
+    for name, total in rounds.state.pieces().items():
+        kept = sum(SHARES[client] * state[f"control:{name}"] for client, state in rounds.states.items())
+        torch.testing.assert_close(total, kept + SHARES[2] * lost[f"control:{name}"])
+        assert not torch.allclose(total, kept)
+
+
 def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: DirectRounds) -> None:
     side = rounds.half.device_half
     opened, (unit,) = rounds.open({0: 0.1})

@@ -222,7 +222,8 @@ def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
     assert not torch.equal(own["net.1.running_mean"], before["net.1.running_mean"])
 
 
-def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(fit: Fit) -> None:
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(personal=HEAD), ls.Ditto()], ids=repr)
+def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(algorithm: Any, fit: Fit) -> None:
     whole = toy_data()
     data = ls.FederatedDataModule(
         whole.train, ls.IIDPartitioner(num_clients=12), val=whole.val, batch_size=4, client_val_fraction=0.3
@@ -231,7 +232,7 @@ def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(fit:
     fitted = fit(
         seeded(LitMLP),
         data,
-        algorithm=ls.FedAvg(personal=HEAD),
+        algorithm=algorithm,
         max_epochs=2,
         callbacks=[evaluation],
         seed=3,
@@ -250,6 +251,20 @@ def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(fit:
         is_same = row.metrics["own/val_loss"] == row.metrics["val_loss"]
         assert is_same == (row.client_id not in trained)
     assert "fl/clients/own/val_acc/mean" in fitted.trainer.callback_metrics
+
+
+def test_dittos_shared_model_may_be_summed_in_secret_or_with_noise(fit: Fit) -> None:
+    """Only it leaves the devices, as in federated averaging."""
+    options = {"algorithm": ls.Ditto(), "max_epochs": 2, "seed": 3}
+    plain, secret = (
+        fit(seeded(LitMLP), toy_data(), secure_sums=sums, **options) for sums in (None, ls.SecureSums(0.6))
+    )
+    assert same_state(plain.state, secret.state)
+    noise = ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, noise_seed=1)
+    sampled = {"clients_per_round": None, "participation": ls.Uniform(active=5)}
+    private = fit(seeded(LitMLP), toy_data(), privacy=noise, **options, **sampled)
+    assert private.rows[-1]["fl/epsilon"] > 0
+    assert any(private.model.own_model(client) for client in range(12))
 
 
 def test_what_keeps_a_whole_model_or_counts_steps_refuses_parts_of_their_own() -> None:

@@ -200,10 +200,12 @@ class PrivateFit:
             )
 
     def __str__(self) -> str:
+        known = "" if self.choice.noise_seed is None else " The noise follows from `noise_seed`, so it hides nothing."
         return (
             f"privacy: noise of {self.multiplier:.4g} times the clip, clients take part with probability "
             f"{self.rate:.4g}; epsilon is {self.epsilon(1):.3g} after one round. Left out, because it has no noise: "
             "losses, what clients log, how many take part and fail, their bytes and seconds, and the ledger's rows."
+            f"{known}"
         )
 
     def epsilon(self, num_rounds: int) -> float:

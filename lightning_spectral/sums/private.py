@@ -14,7 +14,7 @@ from lightning_spectral.sums.exact_mean import FINE, MESSAGE, NEAR, MeanChange, 
 
 Normals = Callable[[int], Tensor]  # that many numbers from a standard normal distribution, float64
 FARTHEST = 8.7  # standard deviations: no number of `SecretNormals` is larger
-SLACK = 1 - 2.0**-40  # more than rounding adds to a norm
+SLACK = 1 - 2.0**-30  # more than rounding adds to a norm
 VOTE = 2**31  # a half, in steps of a vote
 
 

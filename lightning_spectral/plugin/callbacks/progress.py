@@ -98,8 +98,9 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
             self._progress.pop(name, None)  # the clients that trained were left out afterwards
-        down, up = map(megabytes, self._bytes)
-        self._progress.update({"down": down, "up": up, "s/round": time.perf_counter() - self._start})
+        if not summary.is_private:
+            self._progress.update(zip(("down", "up"), map(megabytes, self._bytes), strict=True))
+        self._progress["s/round"] = time.perf_counter() - self._start
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if self.is_enabled:

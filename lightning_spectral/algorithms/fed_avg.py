@@ -151,7 +151,7 @@ class DenseHalf(ServerHalf):
 
     @property
     def device_options(self) -> Mapping[str, Any]:
-        """Arguments of the device half besides the names of what travels back."""
+        """Arguments of the device half besides the names of what is sent back."""
         return {"personal": self.personal}
 
     @cached_property

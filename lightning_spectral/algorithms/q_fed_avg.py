@@ -25,7 +25,7 @@ LEAST_LOSS = 1e-10  # added to losses, whose powers may be negative, as the auth
 
 @dataclass(frozen=True)
 class QFedAvgSide(DenseSide):
-    """Whole models; uploads say the loss at the downloaded weights."""
+    """Whole models; uploads also have the loss at the downloaded weights."""
 
     reads_loss: ClassVar[bool] = True
 
@@ -36,7 +36,7 @@ class QFedAvgRound(DenseRound):
     Attributes:
         mean: Running mean of the changes of what is not trained, such as buffers.
         trained: The trained parameters, as they were sent.
-        steps: Running mean of what the round's clients would subtract from them, and of what that is divided by.
+        steps: Running mean of what the round's clients would subtract from them, and of its divisor.
     """
 
     def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
@@ -55,10 +55,7 @@ class QFedAvgRound(DenseRound):
         r"""A client's :math:`F^q (x - y)` and :math:`F^q + q F^{q-1} L \|x - y\|^2`, both `FINER`, float64."""
         moved = {name: tensor.double() - upload.tensors[name].double() for name, tensor in self.trained.items()}
         squares = sum((tensor.square().sum() for tensor in moved.values()), self.steps.before[STEP])
-        q, loss = (
-            self.choice.q,
-            torch.full_like(squares, upload.loss_before + LEAST_LOSS),
-        )  # as floats, powers may raise
+        q, loss = self.choice.q, torch.full_like(squares, upload.loss_before + LEAST_LOSS)  # powers of floats may raise
         power = FINER * loss**q
         step = power + FINER * q * loss ** (q - 1) * self.choice.lipschitz * squares
         return {**{name: tensor.mul_(power) for name, tensor in moved.items()}, STEP: step}
@@ -69,7 +66,7 @@ class QFedAvgRound(DenseRound):
             self.steps.add(self.summands(upload), receipt.unit.coefficient)
 
     def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude in what is summed for a client; not a number if it has not said a loss.
+        """Largest magnitude in what is summed for a client; not a number if it has sent no loss.
 
         Raises:
             ValueError: If its loss is negative.
@@ -97,10 +94,10 @@ class QFedAvgRound(DenseRound):
 
 @dataclass(frozen=True)
 class QFedAvg(FedAvg):
-    r"""Federated averaging that cares most for the clients with the largest losses.
+    r"""Federated averaging that gives clients with larger losses more weight.
 
     It minimises :math:`\sum_i \frac{d_i}{q + 1} F_i^{q + 1}`, where d is a client's share of the data and F its mean
-    loss. Each client of a round says its loss at the weights x that it was sent, and trains to :math:`y_i` as in
+    loss. Each client of a round sends its loss at the weights x that it was sent, and trains to :math:`y_i` as in
     `FedAvg`. With the clients' coefficients c, the server takes the step
 
     .. math:: x \leftarrow x - \frac{\sum_i c_i F_i^q \, (x - y_i)}{\sum_i c_i h_i}, \qquad
@@ -110,7 +107,7 @@ class QFedAvg(FedAvg):
     are averaged as in `FedAvg`. Reading the loss takes a third of a local epoch, with dropout as in training.
 
     Args:
-        q: How much fairness weighs, at least 0. The paper uses 0.001 to 5.
+        q: Strength of fairness, at least 0. The paper uses 0.001 to 5.
         lipschitz: L, the Lipschitz constant of the gradient of the losses, positive. Estimate it, as the paper does, by
             1 / learning rate, with the best rate of the clients' SGD for `FedAvg`.
 
@@ -119,12 +116,13 @@ class QFedAvg(FedAvg):
 
     Note:
         The paper draws clients by their shares and gives all of them the same c; here c are those of the sampler, by
-        default numbers of examples. Coefficients of an unbiased sampler are not divided by their sum above the
-        fraction bar, and are below. A client that says too large a loss gets too large a weight: over a network, use
-        it among clients that can be trusted.
+        default numbers of examples. Coefficients of an unbiased sampler are divided by their sum in the denominator
+        only. A client that reports too large a loss gets too large a weight: over a network, use this algorithm only
+        among trusted clients.
 
     Reference:
-        Li et al. (2020), Fair resource allocation in federated learning, Algorithm 2, divided by L above and below.
+        Li et al. (2020), Fair resource allocation in federated learning, Algorithm 2, with numerator and denominator
+        divided by L.
 
     Example:
         >>> QFedAvg(q=1.0, lipschitz=10.0)

@@ -1,1 +1,1 @@
-"""Algorithms that remember something of each client: at the server, stale updates; on devices, controls and models."""
+"""Algorithms that remember something about each client: at the server, stale updates; on devices, controls, models."""

@@ -1,4 +1,4 @@
-"""A control variate for each client, which stays on its device while the server follows the sum over all clients."""
+"""A control variate for each client, which stays on its device, while the server keeps the sum over all clients."""
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
@@ -21,13 +21,12 @@ from lightning_spectral.protocol.records import Download, Receipt, Tensors, Uplo
 from lightning_spectral.sums import RunningMean
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
-CONTROL = (
-    "control:"  # before the name of a parameter: the server's control in downloads, the client's own on its device
-)
+# before the name of a parameter: the server's control in downloads, the client's own on its device
+CONTROL = "control:"
 
 
 def adding(addends: Mapping[nn.Parameter, Callable[[], Tensor]]) -> Callable[[Optimizer], None]:
-    """What adds to the gradients of some parameters before an optimizer steps them, after the user's local hooks.
+    """An action before each step that adds to the gradients of some parameters, after the user's local hooks.
 
     A parameter that is not in the loss of a step has gradient zero.
     """
@@ -47,10 +46,10 @@ def adding(addends: Mapping[nn.Parameter, Callable[[], Tensor]]) -> Callable[[Op
 
 @dataclass(frozen=True)
 class ControlSide(DenseSide):
-    r"""Whole models, and a control :math:`c_i` for each parameter that the client keeps and the server never sees.
+    r"""Whole models, and a control :math:`c_i` for each parameter, which the client keeps and the server never sees.
 
-    Both sides compute the same change of it, :math:`\delta c_i = a (x - y) - c`, from what the client was sent, x and
-    the control c if there is one, and from what it sends back, y.
+    Both sides compute the same change of it, :math:`\delta c_i = a (x - y) - c`, from what the client was sent, which
+    is x and perhaps a control c, and from what it sends back, y.
 
     Attributes:
         trained: Names of the parameters that have a control.

@@ -77,16 +77,16 @@ class DittoHalf(DenseHalf):
 
 @dataclass(frozen=True)
 class Ditto(FedAvg):
-    r"""Federated averaging beside which each client trains a model of its own, close to the shared one.
+    r"""Federated averaging in which each client also trains a model of its own, close to the shared one.
 
     In its turn, a client takes as many local epochs for its own model v as for the shared one. v is trained by
 
     .. math:: \min_v L_i(v) + \frac{\lambda}{2} \|v - x\|^2
 
-    from where it was after the client's last turn, with the client's own optimizer, where x are the weights that the
-    client was sent. The shared model is that of `FedAvg`, bit for bit unless dropout or augmentations draw numbers in
-    between. v stays on the device, with its buffers, such as running averages. `ClientEvaluation` evaluates it as
-    ``own/...``, and `FederatedModule.own_model` returns it. Turns take twice the time; what travels is the same.
+    from where it was after the client's last turn, with the user's optimizer; x are the weights that the client was
+    sent. The shared model is that of `FedAvg`, bit for bit unless dropout or augmentations draw numbers in between. v
+    stays on the device, with its buffers, such as running averages. `ClientEvaluation` evaluates it as ``own/...``, and
+    `FederatedModule.own_model` returns it. Turns take twice the time; what is sent is the same.
 
     Args:
         pull: :math:`\lambda`, in units of loss per squared parameter, at least 0: with 0, v is trained alone.

@@ -77,18 +77,18 @@ class FedDyn(WithControls):
     .. math:: h \leftarrow h - \alpha \sum_{i \in A} d_i (w_i - x), \qquad
         x \leftarrow \frac{\sum_{i \in A} n_i w_i}{\sum_{i \in A} n_i} - \frac{h}{\alpha}.
 
-    All of them start at zero. :math:`h_i` stays on the client's device (`ClientSide.keep`), and nothing travels but
-    models, as in `FedAvg`. A client needs the memory of its trainable parameters once more.
+    All of them start at zero. :math:`h_i` stays on the client's device (`ClientSide.keep`), and only models are
+    sent, as in `FedAvg`. A client needs the memory of its trainable parameters once more.
 
-    The step goes on along h in a round that teaches nothing, as with momentum. Many local steps make h exact; a small
-    alpha makes :math:`h / \alpha` large, so increase it if the loss explodes.
+    The server steps along h even if no client learns anything in a round, as with momentum. Many local steps make h
+    exact; a small alpha makes :math:`h / \alpha` large, so increase it if the loss explodes.
 
     Args:
         alpha: Strength of both terms, in units of loss per squared parameter, positive. The paper uses 0.001 to 0.1.
 
     Note:
-        The paper gives all clients the same share. Here shares follow numbers of examples, as `Scaffold` has them.
-        What a device loses, or an `UpdateBound` takes from an update, stays in h, as in `Scaffold`.
+        The paper gives all clients the same share. Here shares follow numbers of examples, as in `Scaffold`. What a
+        device loses, or an `UpdateBound` takes from an update, stays in h, as in `Scaffold`.
 
     Reference:
         Acar et al. (2021), Federated learning based on dynamic regularization, Algorithm 1.

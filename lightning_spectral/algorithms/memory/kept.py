@@ -18,7 +18,7 @@ from lightning_spectral.sums import MeanChange
 
 
 class ClientSum(nn.Module):
-    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of tensors v that the server or a device keeps of each.
+    r"""The sum over all clients, :math:`V = \sum_i d_i v_i`, of tensors v that the server or a device keeps for each.
 
     Here d is a client's share of all examples, which must be the same in every round. Clients without any count as
     zeros. A round replaces only those of its own clients, so V changes by :math:`\sum_i d_i (v_i' - v_i)` over

@@ -55,7 +55,7 @@ def check_one_rate(rates: set[float]) -> None:
 
 
 class ScaffoldRound(ControlRound):
-    """One open round of SCAFFOLD: everybody is sent the server's control as well."""
+    """One open round of SCAFFOLD: all clients are sent the server's control as well."""
 
     def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
@@ -84,8 +84,8 @@ class Scaffold(WithControls):
 
     Note:
         c is the sum of the clients' controls as long as no device loses one. A device that does begins again at zero,
-        and c keeps what the lost control had added, for the rest of the run; so does c what an `UpdateBound` takes
-        from an update, because the server learns only the shortened one. Keep states on disk:
+        and c keeps what the lost control had added, for the rest of the run. It differs as well if an `UpdateBound`
+        shortens an update, because the server computes with the shortened one. Keep states on disk:
         ``ClientData(..., state_folder=...)``.
 
         The new control is the paper's option II. K counts steps, whereas some implementations count epochs. With
@@ -109,8 +109,8 @@ class Scaffold(WithControls):
         super().__post_init__()
         if self.personal_epochs:
             raise ValueError(
-                f"SCAFFOLD divides by the number of a client's steps, in all of which it trains what is shared; leave "
-                f"out `personal_epochs={self.personal_epochs}`."
+                "SCAFFOLD divides by the number of a client's steps, so all of them must train the shared parameters; "
+                f"leave out `personal_epochs={self.personal_epochs}`."
             )
 
     def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:

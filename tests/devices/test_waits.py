@@ -32,6 +32,9 @@ PER_ROUND: dict[str, tuple[Any, int]] = {
     "LoRA": (ls.LoRA(2, train=["net.1.*"]), 33),
     "Scaffold": (ls.Scaffold(), 86),
     "StaleUpdates": (ls.StaleUpdates(), 84),
+    "FedDyn": (ls.FedDyn(), 70),
+    "Ditto": (ls.Ditto(), 82),
+    "QFedAvg": (ls.QFedAvg(), 32),
 }
 
 
@@ -73,8 +76,10 @@ def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data:
     assert one.total() == expected
 
 
-# what the server has of a client is moved only if it has taken part before; matrices need 13 or 14 waits a client
-FORGETFUL = [name for name in PER_ROUND if name not in ("Scaffold", "StaleUpdates", "SpectralSharding")]
+KEEPING = ("Scaffold", "FedDyn", "Ditto", "StaleUpdates")
+# what is kept of a client, at the server or by its simulated device, is moved only if it has taken part before;
+# matrices need 13 or 14 waits a client
+FORGETFUL = [name for name in PER_ROUND if name not in (*KEEPING, "SpectralSharding")]
 
 
 @pytest.mark.parametrize("name", slow_but(["SpectralSharding, averaged by terms"], FORGETFUL))

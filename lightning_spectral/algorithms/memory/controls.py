@@ -65,12 +65,17 @@ class ControlSide(DenseSide):
     def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:
         """What is added to the gradient of each of these parameters before a step."""
 
-    def change(self, sent: Tensors, upload: Upload, name: str) -> Tensor:
-        """The change of a client's control of one parameter in a turn that has a `scale`, at least single precision."""
-        wide = torch.promote_types(sent[name].dtype, torch.float32)
-        change = (sent[name].to(wide) - upload.tensors[name].to(wide)).mul_(self.scale(upload))
-        control = sent.get(f"{CONTROL}{name}")
-        return change if control is None else change.sub_(control)
+    @torch.no_grad()
+    def changes(self, sent: Tensors, upload: Upload) -> dict[str, Tensor]:
+        """The change of a client's control in a turn, in at least single precision; empty if it learns nothing."""
+        changes: dict[str, Tensor] = {}
+        scale = self.scale(upload)
+        for name in self.trained if scale else ():
+            wide = torch.promote_types(sent[name].dtype, torch.float32)
+            changes[name] = (sent[name].to(wide) - upload.tensors[name].to(wide)).mul_(scale)
+            if (control := sent.get(f"{CONTROL}{name}")) is not None:
+                changes[name].sub_(control)
+        return changes
 
     def load(self, client: nn.Module, download: Download) -> None:
         tensors = {name: tensor for name, tensor in download.tensors.items() if not name.startswith(CONTROL)}
@@ -82,8 +87,8 @@ class ControlSide(DenseSide):
     @torch.no_grad()
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         kept = {**download.client_state, **super().keep(client, download, upload)}
-        for name in self.trained if self.scale(upload) else ():
-            change, own = self.change(download.tensors, upload, name), download.client_state.get(f"{CONTROL}{name}")
+        for name, change in self.changes(download.tensors, upload).items():
+            own = download.client_state.get(f"{CONTROL}{name}")
             kept[f"{CONTROL}{name}"] = change if own is None else change.add_(own)
         return kept
 
@@ -124,12 +129,8 @@ class ControlRound(DenseRound):
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         super().add(receipt, upload)
-        if self.side.scale(upload):
-            self.change.add(self.changes(upload), self.cohort.shares[receipt.unit.key])
-
-    def changes(self, upload: Upload) -> dict[str, Tensor]:
-        """The changes of a client's control."""
-        return {name: self.side.change(self.tensors, upload, name) for name in self.change.names}
+        if changes := self.side.changes(self.tensors, upload):
+            self.change.add(changes, self.cohort.shares[receipt.unit.key])
 
     @cached_property
     def largest(self) -> Mapping[str, float]:
@@ -142,8 +143,11 @@ class ControlRound(DenseRound):
         """Largest magnitude in the changes of the client's control, or a bound on it."""
         scale, before, after = self.side.scale(upload), self.largest, upload.largest
         bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.change.names]
-        vector = nn.utils.parameters_to_vector
-        return largest_within(max(bounds, default=0.0), lambda: vector(self.changes(upload).values())) if scale else 0.0
+
+        def changes() -> Tensor:
+            return nn.utils.parameters_to_vector(self.side.changes(self.tensors, upload).values())
+
+        return largest_within(max(bounds, default=0.0), changes) if scale else 0.0
 
     @property
     def sums(self) -> Sequence[RunningMean]:

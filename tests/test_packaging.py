@@ -72,5 +72,5 @@ def test_the_doctor_names_what_is_required_and_the_extra_of_what_is_not() -> Non
     assert {*REQUIRED} == {PROJECT["name"], *REQUIREMENTS}
     for name, (_, extra) in OPTIONAL.items():
         assert name in {Requirement(line).name for line in PROJECT["optional-dependencies"][extra]}
-    users = {"cli", "dashboards", "examples", "peft", "privacy", "report"}
+    users = {"cli", "dashboards", "examples", "peft", "privacy", "report", "secure"}
     assert {*OPTIONAL} == {Requirement(line).name for e in users for line in PROJECT["optional-dependencies"][e]}

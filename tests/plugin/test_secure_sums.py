@@ -1,5 +1,6 @@
 """Secure sums in a simulation: the bits of plain sums, whoever drops out, and nothing else of single clients."""
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "an unbiased sampler": (LitMLP, {"clients_per_round": None, "participation": ls.Uniform(active=6)}),
     "a subclass that changes nothing": (LitMLP, {"algorithm": Renamed()}),
     "personal layers": (LitMLP, {"algorithm": ls.FedAvg(personal=["net.5.*"])}),
+    "Ditto": (LitMLP, {"algorithm": ls.Ditto()}),
     "no local epochs": (LitMLP, {"local_epochs": 0}),
 }
 
@@ -84,6 +86,7 @@ class Watched(ls.FederatedModule):
         executor: Any = super().make_executor(engine)
         watching = Watching(executor.device)
         watching.uploads = self.uploads = []
+        self.parties = executor.device.parties
         return watching
 
 
@@ -105,6 +108,26 @@ def test_uploads_hold_masked_numbers_and_nothing_of_single_examples(fit: Fit) ->
     assert len(numbers.unique()) == len(numbers)
     small = (numbers.abs() < 2**58).double().mean()  # those of changes all are; of uniform numbers one in 32
     assert abs(float(small) - 1 / 32) < 5 * (1 / 32 * 31 / 32 / len(numbers)) ** 0.5
+
+
+def test_secrets_are_forgotten_once_they_are_used_or_another_round_begins(fit: Fit) -> None:
+    """Clients that drop out reveal nothing, and keep theirs until the next round."""
+    model = Watched(
+        seeded(LitMLP), clients_per_round=6, dropout=ls.ClientDropout(0.15), secure_sums=SECURE, seed=SETTINGS["seed"]
+    )
+    rows = fit(model, toy_data(), max_epochs=3).rows
+    dropped = [int(row["fl/left_out_dropped_out"]) for row in rows]
+    assert len(model.parties._parties) == dropped[-1] < sum(dropped)
+
+
+def test_the_virtual_clock_counts_the_bytes_of_masked_uploads(fit: Fit) -> None:
+    slow = ls.simulation.DeviceProfile(downlink=math.inf, uplink=1e3, macs_per_second=math.inf)
+    options = {**SETTINGS, "max_epochs": 1, "clock": ls.VirtualClock(slow)}
+    plain, secure = (
+        fit(seeded(LitMLP), toy_data(), secure_sums=choice, **options).history.rows[0] for choice in (None, SECURE)
+    )
+    assert secure["fl/virtual_seconds"] == 2 * plain["fl/virtual_seconds"] > 0
+    assert secure["fl/bytes_up"] == 2 * plain["fl/bytes_up"]
 
 
 def test_a_client_that_moves_too_far_is_left_out(fit: Fit) -> None:

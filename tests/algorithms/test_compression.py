@@ -288,6 +288,7 @@ def test_a_device_that_packs_what_cannot_be_is_left_out(name: str, fit: Fit) -> 
         ),
         (lambda: ls.FedAvg(compression="int8"), r"got the string 'int8'"),
         (lambda: ls.Scaffold(compression=ls.Int8()), r"`compression` cannot pack the uploads of Scaffold"),
+        (lambda: ls.Ditto(compression=ls.Int8()), r"`compression` cannot pack the uploads of Ditto"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Any], message: str) -> None:

@@ -24,6 +24,8 @@ from lightning_spectral.testing import check_algorithm, doctor
 HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
 ALGORITHMS: dict[str, ls.Algorithm] = {
     "FedAvg": ls.FedAvg(),
+    "TopK": ls.FedAvg(compression=ls.TopK(0.1)),
+    "Int8": ls.FedAvg(compression=ls.Int8(), personal=["net.1.*"]),
     "store": Remembering(),
     "Scaffold": ls.Scaffold(),
     "StaleUpdates": ls.StaleUpdates(),

@@ -21,6 +21,8 @@ from lightning_spectral.functional.spectra import factorize, leading_factors
 # waits in a round of four clients, three layers and a BatchNorm, without validation
 PER_ROUND: dict[str, tuple[Any, int]] = {
     "FedAvg": (ls.FedAvg(), 18),
+    "largest changes": (ls.FedAvg(compression=ls.TopK(0.1)), 127),
+    "eight bits": (ls.FedAvg(compression=ls.Int8()), 63),
     "SpectralSharding": (ls.SpectralSharding(keep_ratio=0.5), 64),
     "SpectralSharding, averaged by terms": (
         ls.SpectralSharding(keep_ratio=0.5, aggregation=ls.algorithms.TermMeans()),
@@ -76,7 +78,7 @@ def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data:
     assert one.total() == expected
 
 
-KEEPING = ("Scaffold", "FedDyn", "Ditto", "StaleUpdates")
+KEEPING = ("Scaffold", "FedDyn", "Ditto", "StaleUpdates", "largest changes", "eight bits")
 # what is kept of a client, at the server or by its simulated device, is moved only if it has taken part before;
 # matrices need 13 or 14 waits a client
 FORGETFUL = [name for name in PER_ROUND if name not in (*KEEPING, "SpectralSharding")]

@@ -49,6 +49,7 @@ RESTING = {
     "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
     "Ditto": ls.Ditto(pull=0.5),
     "q-FedAvg": ls.QFedAvg(q=2.0),
+    "q-FedAvg, eight bits": ls.QFedAvg(compression=ls.Int8()),
     "LoRA with restarts": ls.LoRA(2, merge_every=2),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio=WIDTHS, scaler=True, plan=PLAN),
     "width, first channels": ls.WidthSharding(ls.PrefixChannels(), keep_ratio=WIDTHS, plan=PLAN),

@@ -46,7 +46,7 @@ class SecureSums:
     - Losses and what clients log stay on devices, and updates are not bounded. A client that moves a tensor by more
       than 4096 times its size is left out as not finite.
 
-    With several processes, the clients of each are a group with masks and a threshold of its own.
+    With several processes, the clients of each, two at least, are a group with masks and a threshold of its own.
 
     Args:
         threshold: Share of the round's clients that must report, in (0.5, 1]; with fewer the round fails. As many would

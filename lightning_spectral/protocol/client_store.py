@@ -86,7 +86,7 @@ class _Table:
 
 
 class ClientStore:
-    """Named tensors for each client and model: control variates, stale updates, last losses.
+    """Named tensors for each client and model: stale updates, last losses, what simulated devices keep.
 
     It is empty until an algorithm writes to it. Everything is kept on the CPU, since a thousand clients would fill a
     GPU, and is read on the device that `to` names. What is written during a round can be read immediately, but is

@@ -664,8 +664,8 @@ class Turn:
         if upload.lost_state and self.download is not None:
             warnings.warn(
                 f"Round {self.round_idx}: the device of {named(self.unit)} no longer has what it kept in round "
-                f"{self.download.last_turn}, so it begins anew: its own values are the server's again. Keep such a "
-                "device's state on its disk: ClientData(..., state_folder=...).",
+                f"{self.download.last_turn}, so it begins as in its first turn. Keep such a device's state "
+                "on its disk: ClientData(..., state_folder=...).",
                 SpectralWarning,
                 stacklevel=4,
             )

@@ -445,6 +445,9 @@ NETWORKS: dict[str, tuple[Any, Tensor]] = {
 EVERY_KIND: dict[str, tuple[Any, list[float]]] = {
     "fedavg": (ls.FedAvg(), [1]),
     "scaffold": (ls.Scaffold(), [1]),
+    "feddyn": (ls.FedDyn(), [1]),
+    "ditto": (ls.Ditto(), [1]),
+    "q-fedavg": (ls.QFedAvg(), [1]),
     "stale": (ls.StaleUpdates(), [1]),
     **{type(s).__name__: (ls.SpectralSharding(s), [0.2, 1]) for s in (ls.TopN(), ls.PriSM(), ls.Unbiased())},
     "collective": (ls.SpectralSharding(aggregation=ls.algorithms.MatrixMeans()), [0.2, 1]),

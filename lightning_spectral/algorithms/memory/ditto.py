@@ -72,7 +72,8 @@ class DittoHalf(DenseHalf):
 
     @property
     def cost_besides(self) -> Cost:
-        return Cost(held_bytes=num_bytes(select_tensors(self.server, self.device_options["own"])))
+        """The client's own model as it was before the turn, and as it is while the shared one trains."""
+        return Cost(held_bytes=2 * num_bytes(select_tensors(self.server, self.device_options["own"])))
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Ditto(FedAvg):
     .. math:: \min_v L_i(v) + \frac{\lambda}{2} \|v - x\|^2
 
     from where it was after the client's last turn, with the user's optimizer; x are the weights that the client was
-    sent. The shared model is that of `FedAvg`, bit for bit unless dropout or augmentations draw numbers in between. v
-    stays on the device, with its buffers, such as running averages. `ClientEvaluation` evaluates it as ``own/...``, and
-    `FederatedModule.own_model` returns it. Turns take twice the time; what is sent is the same.
+    sent. The shared model is trained and averaged as in `FedAvg`. v stays on the device, with its buffers, such as
+    running averages. `ClientEvaluation` evaluates it as ``own/...``, and `FederatedModule.own_model` returns it. Turns
+    take twice the time; what is sent is the same.
 
     Args:
         pull: :math:`\lambda`, in units of loss per squared parameter, at least 0: with 0, v is trained alone.

@@ -25,7 +25,7 @@ from lightning_spectral.plugin.trainer import silence, silent_trainer
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from digits import pen_digits
 
-BUT_THE_LAST = ls.LayerChoices(keep_first_and_last_dense=False, exclude=["4"])
+BUT_THE_LAST = ls.LayerChoices(keep_first_and_last_dense=False, exclude=["*4"])
 PACKED = {"whole": None, "Int8()": ls.Int8(), "TopK(0.1)": ls.TopK(0.1), "TopK(0.01)": ls.TopK(0.01)}
 
 

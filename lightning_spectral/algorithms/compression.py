@@ -45,7 +45,7 @@ class TopK(Compression):
             take as many bytes as all without places.
 
     Reference:
-        Stich et al. (2018), Sparsified SGD with memory, Definition 2.1. Lin et al. (2018), Deep gradient compression,
+        Stich et al. (2018), Sparsified SGD with memory. Lin et al. (2018), Deep gradient compression,
         who also choose within each layer.
 
     Example:

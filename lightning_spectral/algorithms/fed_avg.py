@@ -186,8 +186,8 @@ class FedAvg(Algorithm):
             are sent whole.
 
     Note:
-        Error feedback makes up for what was not sent when the client takes part again. If that is seldom, residuals
-        are old, and progress is as slow as the share that is sent.
+        Error feedback makes up for what was not sent once the client takes part again. Where that is seldom, much of it
+        comes late, or never.
 
     Reference:
         McMahan et al. (2017), Algorithm 1. Arivazhagan et al. (2019), FedPer; Collins et al. (2021), FedRep, Algorithm

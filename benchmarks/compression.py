@@ -5,8 +5,8 @@
 trains an MLP of 85,002 weights on scikit-learn's digits: 20 clients of about 75 images, dealt by Dir(1), of which 5
 take part in each of 40 rounds with 2 local epochs of SGD with momentum 0.9, in batches of 20, at a rate that falls to 0
 by a cosine; plain averaging. Every contender is tried at rates in factors of two, with three seeds, which also change
-the split; the table has its best rate, by the mean over seeds. Sharding cuts all layers but the last, at the keep
-ratios whose uploads are as small. Takes about five minutes on one CPU core.
+the split; the table has its best rate, by the mean over seeds. Sharding, which diverges at 0.8, cuts all layers but the
+last, at the keep ratios whose uploads are as small. Takes about five minutes on one CPU core.
 """
 
 import argparse

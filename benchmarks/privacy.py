@@ -34,7 +34,7 @@ SYSTEMS = {
     "sharding, noise on matrices": ls.SpectralSharding(ls.TopN(), KEEP_RATIO),
 }
 EPSILONS = (2.0, 8.0, None)  # no privacy, with the same sampling
-CLIPS, RATES = (0.1, 0.3), (0.1, 0.3)  # in units of the weights; of clients
+CLIPS, RATES = (0.1, 0.3, 1.0), (0.1, 0.3)  # in units of the weights; of clients
 
 
 class LitMLP(pl.LightningModule):

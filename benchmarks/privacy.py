@@ -1,11 +1,11 @@
 """Accuracy at equal epsilon: federated averaging beside spectral sharding, with noise on factors and on matrices.
 
-    python benchmarks/privacy.py FILE
+    python benchmarks/privacy.py
 
 The README's network, twice as wide, on scikit-learn's digits: 1,500 images dealt evenly to 250 clients, of whom 50 are
 expected in each of 40 rounds, with 3 local epochs; delta is 1e-4. Every system has the best clip and learning rate of a
 grid for each epsilon, by its test accuracy with seed 0; the search itself is not counted. Accuracies are means of the
-last five rounds, over three seeds. Runs are kept in FILE, one line each, and only those that are missing are made.
+last five rounds, over three seeds. Runs are kept in ``privacy.jsonl``, and only those that are missing are made.
 """
 
 import argparse
@@ -114,7 +114,7 @@ class Kept:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path)
+    parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = Kept(options.file)

@@ -108,8 +108,9 @@ class QFedAvg(FedAvg):
 
     Args:
         q: Strength of fairness, at least 0. The paper uses 0.001 to 5.
-        lipschitz: L, the Lipschitz constant of the gradient of the losses, positive. Estimate it, as the paper does, by
-            1 / learning rate, with the best rate of the clients' SGD for `FedAvg`.
+        lipschitz: L, the Lipschitz constant of the gradient of the losses, positive. The paper takes 1 / learning
+            rate of the clients' SGD. The more local steps a client takes, the longer its update and the shorter the
+            server's step; so divide by the number of steps as well.
 
     Raises:
         ClientError: While training, if a client's loss is negative.
@@ -138,4 +139,6 @@ class QFedAvg(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, q=Number(at_least=0), lipschitz=Number(above=0, hint="it is about 1 / learning rate"))
+        check_fields(
+            self, q=Number(at_least=0), lipschitz=Number(above=0, hint="about 1 / learning rate for one local step")
+        )

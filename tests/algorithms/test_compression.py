@@ -194,13 +194,15 @@ class LitNorm(LitMLP):
         self.net.insert(1, nn.BatchNorm1d(12))
 
 
-def test_buffers_and_frozen_parameters_are_not_packed() -> None:
+def test_what_is_averaged_or_frozen_is_not_packed() -> None:
     module = LitNorm()
     module.net[0].requires_grad_(False)
+    module.net[3].requires_grad_(False)
+    module.averaged_parameters = ["net.3.*"]  # a teacher, say
     side: Any = ls.FedAvg(compression=ls.Int8()).bind(module).device_half
     assert side.feedback.names == tuple(n for n, p in module.named_parameters() if p.requires_grad)
     packed = side.collect(module, Download(WorkUnit(0), 1.0, module.state_dict())).tensors
-    assert {"net.1.running_mean", "net.1.running_var"} < packed.keys()
+    assert {"net.1.running_mean", "net.1.running_var", "net.3.weight", "net.3.bias"} < packed.keys()
     assert not any(name.startswith("net.0") for name in packed)
 
 
@@ -216,7 +218,7 @@ def test_a_client_keeps_its_residuals_beside_its_own_head(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("compression", BOTH, ids=repr)
-def test_bounds_and_samplers_see_the_update_that_is_summed(compression: Any, fit: Fit) -> None:
+def test_bounds_see_the_update_that_is_summed(compression: Any, fit: Fit) -> None:
     before, algorithm = seeded(LitMLP), ls.FedAvg(compression=compression)
     start = nn.utils.parameters_to_vector(before.parameters()).detach().clone()
 
@@ -231,8 +233,26 @@ def test_bounds_and_samplers_see_the_update_that_is_summed(compression: Any, fit
     short, bounded = moved(free / 10)
     assert bounded.rows[-1]["fl/clients_bounded"] == 1
     assert short == pytest.approx(free / 10, rel=1e-5)
-    sampler = ls.UpdateVarianceReduced(active=3, measure=12)
-    assert fit(seeded(LitMLP), toy_data(), algorithm=algorithm, clients_per_round=None, participation=sampler).rows
+
+
+class Norms(ls.RoundCallback):
+    """The norms of clients' updates that were measured for a sampler, or that a bound used."""
+
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        self.found = {outcome.client_id: outcome.update_norm for outcome in summary.measured or summary.clients}
+
+
+@pytest.mark.parametrize("compression", BOTH, ids=repr)
+def test_samplers_measure_the_update_that_bounds_see(compression: Any, fit: Fit) -> None:
+    sampler, bound = ls.UpdateVarianceReduced(active=3, measure=12), MaxUpdateNorm(1e6)
+    measured, bounded = Norms(), Norms()
+    options: dict[str, Any] = {"algorithm": ls.FedAvg(compression=compression), "seed": 3}
+    drawn = {"clients_per_round": None, "participation": sampler}
+    fit(seeded(LitMLP), toy_data(), callbacks=[measured], **drawn, **options)
+    fit(seeded(LitMLP), toy_data(), callbacks=[bounded], clients_per_round=12, update_bound=bound, **options)
+    assert measured.found == bounded.found
+    assert len(measured.found) == 12
+    assert min(measured.found.values()) > 0.0
 
 
 def placed(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

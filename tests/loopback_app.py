@@ -94,7 +94,8 @@ def for_models(config: Any, value: Any) -> Any:
 
 
 def client(config: Any) -> Any:
-    return for_models(config, net.ClientData(examples(1 + int(config["client"])), batch_size=10))
+    kept = None if config["algorithm"] == "two models" else str(Path(config["folder"]) / f"state of {config['client']}")
+    return for_models(config, net.ClientData(examples(1 + int(config["client"])), batch_size=10, state_folder=kept))
 
 
 def held_out(config: Any) -> Any:

@@ -25,6 +25,7 @@ from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLa
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, sharded_layers
 from lightning_spectral.nn.local_zampling import unzample, zample
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
+from lightning_spectral.nn.plan.allocation import allocate_terms
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_layers, plan_of, replace_layers, validate
 from lightning_spectral.nn.torch_modules import use_batch_statistics
@@ -59,6 +60,7 @@ __all__ = [
     "SpectralShardedTransposedLinear",
     "WeightBlock",
     "WidthPlan",
+    "allocate_terms",
     "plan_layers",
     "plan_of",
     "replace_layers",

@@ -7,43 +7,30 @@ from collections.abc import Callable, Mapping
 
 import torch
 from tasks import divided
-from torch import Tensor, nn
+from torch import nn
 
 import lightning_spectral as ls
 
 NUM_IMAGES = 400  # of the clients, for a gradient
 
 
-def weights_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights as they are, by name."""
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradient on some images, by name."""
+def by_gradient(module: nn.Module, keep_ratio: float) -> Mapping[str, float]:
+    """Return the package's factors, from the gradient on some images."""
     images, labels = divided("MNIST", seed=0)[0][:NUM_IMAGES]
-    parameters = dict(module.named_parameters())
-    loss = nn.functional.cross_entropy(module(images), labels)
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    choices = ls.nn.allocate_terms(module, lambda net: nn.functional.cross_entropy(net(images), labels), keep_ratio)
+    return choices.ratio_factors
 
 
-def greedy(module: nn.Module, keep_ratio: float, tensors: Mapping[str, Tensor], relative: bool) -> dict[str, float]:
-    """Return factors on the keep ratio, by layer: terms are given to the layer that gains most energy for its bytes.
-
-    Args:
-        module: The server's module.
-        keep_ratio: All layers together cost at most what they cost at this ratio.
-        tensors: What the spectra are of, by the names of the weights.
-        relative: Whether energy is a share of the layer's own.
-    """
-    plan = ls.nn.plan_layers(module)
+def by_spectrum(module: nn.Module, keep_ratio: float) -> dict[str, float]:
+    """Return factors that are greedy in the shares of the layers' own energy, for at most the bytes of equal ratios."""
+    plan, weights = ls.nn.plan_layers(module), {name: p.detach() for name, p in module.named_parameters()}
     costs, gains = {}, {}
     for name, layer in plan.sharded.items():
         spectra = torch.stack(
-            [torch.linalg.svdvals(block.matrix(tensors[block.parameter])).square() for block in layer.blocks]
+            [torch.linalg.svdvals(block.matrix(weights[block.parameter])).square() for block in layer.blocks]
         ).sum(0)
         costs[name] = sum(sum(block.shape) for block in layer.blocks)
-        gains[name] = (spectra / spectra.sum() if relative else spectra) / costs[name]
+        gains[name] = spectra / spectra.sum() / costs[name]
     budget = sum(layer.blocks[0].num_terms(keep_ratio) * costs[name] for name, layer in plan.sharded.items())
     held = dict.fromkeys(costs, 1)
     budget -= sum(costs.values())
@@ -77,9 +64,9 @@ def by_pattern(module: nn.Module, keep_ratio: float) -> dict[str, float]:
     return {"*attn*": 3 * share, "*": share}
 
 
-ALLOCATIONS: Mapping[str, Callable[[nn.Module, float], dict[str, float]]] = {
-    "by spectrum": lambda module, ratio: greedy(module, ratio, weights_of(module), relative=True),
-    "by gradient": lambda module, ratio: greedy(module, ratio, gradients_of(module), relative=False),
+ALLOCATIONS: Mapping[str, Callable[[nn.Module, float], Mapping[str, float]]] = {
+    "by spectrum": by_spectrum,
+    "by gradient": by_gradient,
     "attention thrice": by_pattern,
 }
 

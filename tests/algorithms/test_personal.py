@@ -253,16 +253,20 @@ def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(algo
     assert "fl/clients/own/val_acc/mean" in fitted.trainer.callback_metrics
 
 
-def test_dittos_shared_model_may_be_summed_in_secret_or_with_noise(fit: Fit) -> None:
+DITTO: dict[str, Any] = {"algorithm": ls.Ditto(), "max_epochs": 2, "seed": 3}
+
+
+def test_dittos_shared_model_may_be_summed_in_secret(fit: Fit) -> None:
     """Only it leaves the devices, as in federated averaging."""
-    options = {"algorithm": ls.Ditto(), "max_epochs": 2, "seed": 3}
-    plain, secret = (
-        fit(seeded(LitMLP), toy_data(), secure_sums=sums, **options) for sums in (None, ls.SecureSums(0.6))
-    )
+    plain, secret = (fit(seeded(LitMLP), toy_data(), secure_sums=sums, **DITTO) for sums in (None, ls.SecureSums(0.6)))
     assert same_state(plain.state, secret.state)
+
+
+def test_dittos_shared_model_may_be_summed_with_noise(fit: Fit) -> None:
+    pytest.importorskip("dp_accounting")
     noise = ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, noise_seed=1)
     sampled = {"clients_per_round": None, "participation": ls.Uniform(active=5)}
-    private = fit(seeded(LitMLP), toy_data(), privacy=noise, **options, **sampled)
+    private = fit(seeded(LitMLP), toy_data(), privacy=noise, **DITTO, **sampled)
     assert private.rows[-1]["fl/epsilon"] > 0
     assert any(private.model.own_model(client) for client in range(12))
 

@@ -79,6 +79,7 @@ def test_two_models_are_the_same(pair: str, sampler: str, run: Run, device: Any,
 def test_what_is_kept_of_clients_of_every_model_is_on_the_cpu(run: Run, device: Any, tmp_path: Path) -> None:
     options = {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
     run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), ModelCheckpoint(tmp_path, "last"), **options)
-    kept = torch.load(tmp_path / "last.ckpt", weights_only=True)["federation_clients"]
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    kept = [*saved["federation_clients"], *saved["federation_client_states"]]
     assert {entries["model"] for entries in kept} == {"words", "images"}
     assert {tensor.device.type for entries in kept for tensor in entries["tensors"].values()} == {"cpu"}

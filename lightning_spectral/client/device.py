@@ -31,7 +31,7 @@ from lightning_spectral.client.masking import Parties
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
-from lightning_spectral.protocol.kept_state import KeptState, changed_attributes
+from lightning_spectral.protocol.kept_state import KeptState, changed_attributes, trying
 from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
@@ -350,13 +350,12 @@ class Device:
         return lambda: tuple(map(noted, changed()))
 
     def _loss(self, download: Download, data: ClientData) -> float:
-        """The client's mean loss at the downloaded weights, which are loaded again; buffers may have changed."""
+        """The client's mean loss at the downloaded weights; what the pass changes in the module is put back."""
         if self._measure is None:
             self._measure = LossLoop(self.module, self.optimizers, self.settings)
         self._recorder.start_client()
-        loss = self._measure(LocalTask(download, data, self._recorder)).loss
-        self.side.load(self.module, download)
-        return loss
+        with trying(self.module):
+            return self._measure(LocalTask(download, data, self._recorder)).loss
 
     def _phases(self, form: Form, download: Download, data: ClientData) -> Iterator[LocalTask]:
         """Prepare the client's tasks, most often one; each begins with the state that the server has."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from direct_rounds import DirectRounds, assert_close
 from federation import Fit, check_resumes, same_state, seeded
+from other_process import toy_data
 from torch import Tensor, nn
 from toy_models import LitMLP
 
@@ -153,3 +154,35 @@ def test_a_resumed_run_equals_the_uninterrupted_one(data: Any, fit: Fit, tmp_pat
     check_resumes(fit, LitMLP, data, tmp_path, algorithm=ls.QFedAvg(q=2.0), seed=3)
     fair, plain = (fit(seeded(LitMLP), data, algorithm=a, seed=3).state for a in (ls.QFedAvg(q=2.0), ls.FedAvg()))
     assert not same_state(fair, plain)
+
+
+COUNTS: list[int] = []  # of steps, in every local epoch
+
+
+class LitCollects(LitMLP):
+    """Keeps the losses of an epoch in a list until it ends, as many modules do."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.net.insert(1, nn.BatchNorm1d(12))
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        COUNTS.append(len(self.losses))
+        self.losses.clear()
+
+
+def test_reading_the_loss_leaves_nothing_behind_for_training(fit: Fit) -> None:
+    states = []
+    for algorithm in (ls.FedAvg(), ls.QFedAvg(q=0.0)):
+        COUNTS.clear()
+        fitted = fit(seeded(LitCollects), toy_data(), algorithm=algorithm, max_epochs=2, seed=3)
+        states.append(fitted.state)
+        assert COUNTS == 8 * [3]  # of four clients with ten examples each, in two rounds
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-6)

@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "alpha": (CONFIG, lambda net: None, {"alpha": 8.0}, r"`alpha` must be None where PEFT .* got 8\.0; .*`lora_alpha`"),
     "stacked": (CONFIG, lambda net: None, {"aggregation": ls.StackedProducts()}, "StackedProducts changes the base"),
     "merged every round": (CONFIG, lambda net: None, {"merge_every": 2}, "`merge_every=2` changes the base"),
-    "frozen": (CONFIG, freeze, {}, r"lora_A\.default\.weight is frozen, and SampledTerms trains it.*take FrozenA"),
+    "frozen": (CONFIG, freeze, {}, r"lora_A\.default\.weight is frozen, and SampledTerms trains it.*use FrozenA"),
     "train": (CONFIG, lambda net: None, {"train": ["*.lora_A"]}, r"`train`: '\*\.lora_A' matches no trainable"),
 }
 

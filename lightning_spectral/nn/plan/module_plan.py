@@ -188,6 +188,8 @@ class ModulePlan(Tabular):
 
     def keeping_dense(self, parameters: Collection[str], reason: str) -> ModulePlan:
         """This plan, but without sharding the layers that have one of the named parameters among their matrices."""
+        if not parameters:
+            return self
         return replace(
             self,
             layers=tuple(

@@ -370,7 +370,8 @@ class Device:
         self._recorder.start_client()
         phases = phases_of(self.side.start(self.module, download))
         as_at_first = [local.as_now() for local in local_optimizers] if len(phases) > 1 else []
-        needed, first_epoch = [p for p in self.module.parameters() if p.requires_grad], 0
+        needed = [p for p in self.module.parameters() if p.requires_grad] if len(phases) > 1 else []
+        first_epoch = 0
         for number, actions in enumerate(phases):
             for put_back in as_at_first if number > 0 else ():
                 put_back()
@@ -385,7 +386,7 @@ class Device:
             end = first_epoch + (download.local_epochs if actions.epochs is None else actions.epochs)
             yield LocalTask(download, data, self._recorder, *around, before_step, range(first_epoch, end))
             first_epoch = end
-        for parameter in needed if len(phases) > 1 else ():  # a phase may train only some of them
+        for parameter in needed:  # a phase may train only some of them
             parameter.requires_grad_()
 
 

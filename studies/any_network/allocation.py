@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 
 import torch
 from tasks import divided
-from torch import nn
+from torch import Tensor, nn
 
 import lightning_spectral as ls
 
@@ -21,29 +20,14 @@ def by_gradient(module: nn.Module, keep_ratio: float) -> Mapping[str, float]:
     return choices.ratio_factors
 
 
-def by_spectrum(module: nn.Module, keep_ratio: float) -> dict[str, float]:
-    """Return factors that are greedy in the shares of the layers' own energy, for at most the bytes of equal ratios."""
-    plan, weights = ls.nn.plan_layers(module), {name: p.detach() for name, p in module.named_parameters()}
-    costs, gains = {}, {}
-    for name, layer in plan.sharded.items():
-        spectra = torch.stack(
-            [torch.linalg.svdvals(block.matrix(weights[block.parameter])).square() for block in layer.blocks]
-        ).sum(0)
-        costs[name] = sum(sum(block.shape) for block in layer.blocks)
-        gains[name] = spectra / spectra.sum() / costs[name]
-    budget = sum(layer.blocks[0].num_terms(keep_ratio) * costs[name] for name, layer in plan.sharded.items())
-    held = dict.fromkeys(costs, 1)
-    budget -= sum(costs.values())
-    queue = [(-float(gain[1]), name) for name, gain in gains.items() if len(gain) > 1]
-    heapq.heapify(queue)
-    while queue:
-        _, name = heapq.heappop(queue)
-        if costs[name] > budget:
-            continue
-        held[name], budget = held[name] + 1, budget - costs[name]
-        if held[name] < len(gains[name]):
-            heapq.heappush(queue, (-float(gains[name][held[name]]), name))
-    return {name: n / (keep_ratio * len(gains[name])) for name, n in held.items()}
+def by_spectrum(module: nn.Module, keep_ratio: float) -> Mapping[str, float]:
+    """Return the package's factors, from the weights in place of a gradient, as shares of each one's own energy."""
+    names = ls.nn.plan_layers(module).sharded_weights
+
+    def norms(net: nn.Module) -> Tensor:  # the gradient of each is the weight, divided by its norm
+        return torch.stack([net.get_parameter(name).norm() for name in names]).sum()
+
+    return ls.nn.allocate_terms(module, norms, keep_ratio).ratio_factors
 
 
 def by_pattern(module: nn.Module, keep_ratio: float) -> dict[str, float]:

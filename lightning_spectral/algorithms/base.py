@@ -25,7 +25,7 @@ from lightning_spectral.sums import RunningMean
 
 PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
-DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "watched")
+DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "keep", "own_model", "watched")
 
 UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
 

@@ -152,6 +152,12 @@ def test_a_method_of_the_wrong_half_is_refused_with_its_class() -> None:
                 return None
 
 
+@pytest.mark.parametrize("name", ["keep", "own_model", "unpack"])
+def test_what_a_device_keeps_is_not_asked_of_the_server(name: str) -> None:
+    with pytest.raises(TypeError, match=f"Keeping defines {name}, which a device calls"):
+        type("Keeping", (ls.FedAvg,), {name: lambda self, *_: {}})
+
+
 def finished(absolute: bool) -> dict[str, torch.Tensor]:
     """Two clients with coefficients 1.5 and 0.5, whose sum is 2: one moves everything by 1, the other by 3."""
     server = nn.BatchNorm1d(2)

@@ -27,6 +27,7 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
+from lightning_spectral.client.local_noise import LocalNoise
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
@@ -221,6 +222,9 @@ class Device:
             Trainer; what it sets is put back.
         profile: Maps the name of a stage to a context manager that is entered around it.
         owned: Whether the module is this device's alone, and not the server's.
+
+    Attributes:
+        noise: What hides the client's updates from the server; ``None`` if they need not be hidden.
     """
 
     def __init__(
@@ -244,6 +248,7 @@ class Device:
         self.forms = Forms(module, side.take_form, self.optimizers, owned)
         self.kept = KeptTensors()
         self.parties = Parties()
+        self.noise: LocalNoise | None = None
         self._recorder = Recorder(module)
         self._local_trainer = local_trainer
         self._attach = attach
@@ -273,10 +278,13 @@ class Device:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
+        if self.noise is not None:
+            upload = self.noise.hide(download, upload, dict(self.module.named_buffers()))
         if download.masking is not None:
             with clock.measure("train"):
                 upload = self.parties.masked(download, upload)
-        return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
+        stages = ("load", "train") if self.noise is None else ()
+        return replace(upload, seconds={stage: clock.seconds[stage] for stage in stages})
 
     def _turn(self, download: Download, clock: StageClock) -> Upload:
         with clock.measure("load"), _during("loading"):

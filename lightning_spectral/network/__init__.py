@@ -8,19 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_spectral.client.local_noise import LocalNoise
     from lightning_spectral.network.device import ClientData
     from lightning_spectral.network.flower import client_app, server_app
     from lightning_spectral.network.remote_clients import RemoteClients
 
-__all__ = ["ClientData", "RemoteClients", "client_app", "server_app"]
+__all__ = ["ClientData", "LocalNoise", "RemoteClients", "client_app", "server_app"]
 
-_MODULE_OF = {"ClientData": "device", "RemoteClients": "remote_clients", "client_app": "flower", "server_app": "flower"}
+_MODULE_OF = {
+    "ClientData": "network.device",
+    "LocalNoise": "client.local_noise",
+    "RemoteClients": "network.remote_clients",
+    "client_app": "network.flower",
+    "server_app": "network.flower",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return getattr(import_module(f"lightning_spectral.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

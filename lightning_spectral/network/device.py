@@ -17,6 +17,7 @@ from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.local_noise import LocalNoise
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.network.kept_states import KeptStates
@@ -70,10 +71,13 @@ class ClientData:
         num_workers: Worker processes for data that is not in memory.
         state_folder: Where an algorithm's state of this client is kept from turn to turn, such as personal parameters:
             a folder of this client and model alone; ``None`` for memory, so that it is lost when the process ends.
+        local_noise: Noise that hides the client's updates even from the server; ``None`` for none. The server is told
+            no losses and metrics either, but the number of examples, and whether the device failed.
 
     Raises:
         TypeError: If an argument has the wrong type, or the data set has no length.
-        ValueError: If a number is out of range, or the device states both a keep ratio and a budget.
+        ValueError: If a number is out of range, the device states both a keep ratio and a budget, or its evaluations
+            would tell what noise hides.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -91,6 +95,7 @@ class ClientData:
     collate_fn: Collate | None = None
     num_workers: int = 0
     state_folder: str | None = None
+    local_noise: LocalNoise | None = None
 
     def __post_init__(self) -> None:
         if not (hasattr(self.train, "__getitem__") and hasattr(self.train, "__len__")):
@@ -108,6 +113,10 @@ class ClientData:
         flag("drop_last", self.drop_last)
         if self.state_folder is not None:
             check_is("state_folder", self.state_folder, str)
+        if self.local_noise is not None:
+            check_is("local_noise", self.local_noise, LocalNoise)
+            if self.val is not None:
+                raise ValueError("Evaluations on `val` would reach the server without `local_noise`; leave one out.")
 
     def holding(self) -> Holding:
         """What the server is told of it."""
@@ -222,6 +231,7 @@ class DeviceService:
             device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
             device.kept = self._kept.setdefault(start.model, device.kept)
             device.parties = self._parties
+            device.noise = self._noise_of(start)
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
         model, states = self._starts[known].model, self._states[self._starts[known].model]
@@ -257,6 +267,16 @@ class DeviceService:
                 evaluated = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
                 logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
         return record_parts(Upload(download.unit, {}, logged=logged))
+
+    def _noise_of(self, start: Start) -> LocalNoise | None:
+        """The noise that the device's owner asks for; `DeviceError` if the server needs losses, which have none."""
+        noise = self.data[start.model].local_noise
+        if noise is not None and (start.measures or start.side.reads_loss):
+            raise DeviceError(
+                "This device hides its loss (`local_noise`), and the server asks for it. Choose an algorithm and a "
+                "sampler without losses, such as FedAvg and Uniform."
+            )
+        return noise
 
     def _check_model(self, model: str) -> None:
         if model not in self.modules or model not in self.data:

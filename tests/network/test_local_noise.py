@@ -1,0 +1,189 @@
+"""A device that hides its updates from the server: what leaves it, and how the round goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fake_line import line_of, remote, toy_client_data
+from federation import Fit, same_state, seeded
+from other_process import toy_data
+from torch import Tensor
+from toy_models import LitMLP
+
+import lightning_spectral as ls
+from lightning_spectral.errors import DeviceError
+from lightning_spectral.network import ClientData, LocalNoise
+from lightning_spectral.network.line import Question
+from lightning_spectral.network.messages import record_of
+from lightning_spectral.protocol.records import Download, LoggedValue, Upload, WorkUnit
+from lightning_spectral.sums import SecretNormals
+
+CLIENT = WorkUnit(0)
+SHAPES = {"weight": (3, 4), "bias": (5,)}
+SETTINGS: dict[str, Any] = {"clients_per_round": 12, "local_epochs": 2, "seed": 3, "max_epochs": 2}
+BARELY = LocalNoise(clip=1e3, noise_multiplier=1e-9)  # shortens nothing, and moves nothing that a test sees
+
+
+def no_noise(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.float64)
+
+
+def drawn(scale: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int], Tensor] | None = no_noise) -> Tensor:
+    """What a device sends after a change, minus what it was sent."""
+    zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+    after = {name: value.double() for name, value in change.items()}
+    upload = noise.hide(Download(CLIENT, 1.0, zeros), Upload(CLIENT, after), normals=normals)
+    return torch.cat([upload.tensors[name].flatten() for name in sorted(SHAPES)])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-6, 0.1, 1.0, 1e6])
+def test_a_change_is_shortened_over_all_tensors_together(scale: float) -> None:
+    noise = LocalNoise(clip=0.5, noise_multiplier=2.0)
+    change = drawn(scale, seed=1)
+    vector = torch.cat([change[name].flatten() for name in sorted(SHAPES)]).double()
+    found = hidden(noise, change)
+    expected = vector * min(1.0, 0.5 / max(float(vector.norm()), 1e-300))
+    assert float(found.norm()) <= 0.5
+    assert float((found - expected).abs().max()) <= 2.0**-19  # one step of the grid, of noise with deviation 1
+
+
+def test_noise_has_its_deviation_in_every_coordinate() -> None:
+    """Five deviations of the estimates themselves."""
+    noise, count, normals = LocalNoise(clip=0.5, noise_multiplier=3.0), 4000, SecretNormals(b"key")
+    found = torch.stack([hidden(noise, drawn(0.0, 0), normals) for _ in range(count)]) / 1.5
+    assert float(found.mean(0).abs().max()) < 5 / math.sqrt(count)
+    covariance = found.T @ found / count
+    assert float((covariance.diagonal() - 1).abs().max()) < 5 * math.sqrt(2 / count)
+    assert float(covariance.fill_diagonal_(0).abs().max()) < 5 / math.sqrt(count)
+
+
+def test_values_are_on_a_grid_that_no_change_decides() -> None:
+    for scale in (0.0, 1e-9, 0.3, 100.0):
+        steps = hidden(LocalNoise(clip=0.5, noise_multiplier=2.0), drawn(scale, 2), normals=None) * 2.0**19
+        assert torch.equal(steps, steps.round())
+
+
+def test_noise_is_a_secret_that_is_drawn_anew() -> None:
+    noise = LocalNoise(clip=0.5, noise_multiplier=1.0)
+    torch.manual_seed(0)
+    first = hidden(noise, drawn(0.0, 0), normals=None)
+    torch.manual_seed(0)
+    assert not torch.equal(hidden(noise, drawn(0.0, 0), normals=None), first)
+
+
+def test_nothing_but_the_values_is_said() -> None:
+    values = {"w": torch.zeros(2)}
+    told = Upload(
+        CLIENT,
+        values,
+        num_steps=3,
+        loss=0.4,
+        logged={"acc": LoggedValue(1.0, prog_bar=False, logger=True)},
+        seconds={"train": 2.0},
+        unreached=("w",),
+        untrained_rows={"w": torch.tensor([0])},
+        discarded=("w",),
+        put_back=("w",),
+        loss_before=0.5,
+    )
+    found = LocalNoise(clip=1.0, noise_multiplier=1.0).hide(Download(CLIENT, 1.0, values), told)
+    assert repr(replace(found, tensors={})) == repr(Upload(CLIENT, {}))
+
+
+def test_a_change_that_is_not_finite_is_left_out() -> None:
+    after = Upload(CLIENT, {"w": torch.tensor([1.0, math.nan])})
+    found = LocalNoise(clip=1.0, noise_multiplier=1.0).hide(Download(CLIENT, 1.0, {"w": torch.zeros(2)}), after)
+    assert (found.left_out, dict(found.tensors)) == ("not_finite", {})
+
+
+@pytest.mark.parametrize(
+    ("tensors", "buffers", "words"),
+    [
+        ({"w:levels": torch.zeros(2)}, [], "packs its uploads"),
+        ({"w": torch.zeros(3)}, [], "no new value of what this device was sent"),
+        ({"w": torch.zeros(2, dtype=torch.int8)}, [], "no new value"),
+        ({"w": torch.zeros(2)}, ["w"], "GroupNorm"),
+    ],
+)
+def test_what_cannot_be_hidden_is_refused(tensors: Any, buffers: Any, words: str) -> None:
+    noise, download = LocalNoise(clip=1.0, noise_multiplier=1.0), Download(CLIENT, 1.0, {"w": torch.zeros(2)})
+    with pytest.raises(DeviceError, match=words):
+        noise.hide(download, Upload(CLIENT, tensors), buffers)
+
+
+@pytest.mark.parametrize("given", [{"clip": 0.0, "noise_multiplier": 1.0}, {"clip": 1.0, "noise_multiplier": 0.0}])
+def test_a_bound_or_a_noise_of_nothing_is_refused(given: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"must be positive and finite, got 0\.0"):
+        LocalNoise(**given)
+
+
+def test_a_device_that_hides_its_updates_does_not_evaluate() -> None:
+    examples = toy_client_data()[0]
+    with pytest.raises(ValueError, match="leave one out"):
+        ClientData(examples, val=examples, local_noise=BARELY)
+    with pytest.raises(TypeError, match="LocalNoise"):
+        ClientData(examples, local_noise=0.5)  # type: ignore[arg-type]
+
+
+def noisy_line(noise: LocalNoise, lit: Any = LitMLP, spoil: Any = None) -> Any:
+    datas = [ClientData(examples, batch_size=4, local_noise=noise) for examples in toy_client_data()]
+    return line_of([{"": lit}] * 12, [{"": data} for data in datas], **({} if spoil is None else {"spoil": spoil}))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4), ls.Ditto(), ls.LoRA(2)],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_a_fit_is_that_of_the_simulation_but_for_the_noise(algorithm: Any, fit: Fit) -> None:
+    theirs = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, **SETTINGS)
+    answers: list[Upload] = []
+
+    def note(question: Question, answer: dict[str, bytes]) -> dict[str, bytes]:
+        answers.append(record_of(answer, Upload))
+        return answer
+
+    ours = fit(seeded(LitMLP), remote(noisy_line(BARELY, spoil=note)), algorithm=algorithm, **SETTINGS)
+    for name, tensor in theirs.tensors.items():
+        torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-4)
+    assert not same_state(ours.tensors, theirs.tensors)
+    assert all(math.isnan(upload.loss) and not upload.logged and not upload.seconds for upload in answers)
+    louder = LocalNoise(clip=1e3, noise_multiplier=5e-5)
+    loud = fit(seeded(LitMLP), remote(noisy_line(louder)), algorithm=algorithm, **SETTINGS)
+    assert (
+        max(float((loud.tensors[n] - t).abs().max()) for n, t in theirs.tensors.items() if t.dtype.is_floating_point)
+        > 0.005
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": ls.QFedAvg(), "clients_per_round": 12},
+        {"participation": ls.LossVarianceReduced(active=5, measure="all"), "clients_per_round": None},
+    ],
+    ids=["algorithm", "sampler"],
+)
+def test_a_server_that_needs_losses_is_told_that_there_are_none(options: dict[str, Any], fit: Fit) -> None:
+    with pytest.raises(ls.ClientError, match=r"hides its loss .`local_noise`.* such as FedAvg and Uniform"):
+        fit(seeded(LitMLP), remote(noisy_line(BARELY)), **{**SETTINGS, **options})
+
+
+def test_noise_is_added_before_masks(fit: Fit) -> None:
+    pytest.importorskip("cryptography", reason="masks need the extra `secure`")
+    theirs = fit(seeded(LitMLP), toy_data(), **SETTINGS)
+    for multiplier, is_near in ((1e-9, True), (1e-3, False)):
+        line = noisy_line(LocalNoise(clip=1e3, noise_multiplier=multiplier))
+        ours = fit(seeded(LitMLP), remote(line), secure_sums=ls.SecureSums(), **SETTINGS)
+        farthest = max(float((ours.tensors[n] - t).abs().max()) for n, t in theirs.tensors.items())
+        assert (farthest < 1e-4) == is_near

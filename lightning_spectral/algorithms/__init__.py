@@ -18,11 +18,9 @@ from lightning_spectral.algorithms.lora.aggregation import (
     StackedProducts,
     TruncatedProducts,
 )
-from lightning_spectral.algorithms.lora.algorithm import LoRA
-from lightning_spectral.algorithms.lora.peft_export import save_peft_adapter
+from lightning_spectral.algorithms.lora.algorithm import LoRA, save_peft_adapter
+from lightning_spectral.algorithms.memory.controls import FedDyn, Scaffold
 from lightning_spectral.algorithms.memory.ditto import Ditto
-from lightning_spectral.algorithms.memory.fed_dyn import FedDyn
-from lightning_spectral.algorithms.memory.scaffold import Scaffold
 from lightning_spectral.algorithms.memory.stale_updates import StaleUpdates
 from lightning_spectral.algorithms.q_fed_avg import QFedAvg
 from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans

@@ -34,7 +34,7 @@ from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.sharding.channels import ChannelChoice, PrefixChannels
+from lightning_spectral.sharding import ChannelChoice, PrefixChannels
 from lightning_spectral.sums import MeanChange, RunningMean
 
 STEP_COUNTS = "steps@widths"  # sent back by a client, because averages are taken over clients that took steps

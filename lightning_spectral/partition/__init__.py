@@ -2,9 +2,15 @@
 
 from lightning_spectral.partition.dirichlet import DirichletPartitioner, PachinkoPartitioner
 from lightning_spectral.partition.labels import Labels, class_indices, dataset_labels, labels_in_examples
-from lightning_spectral.partition.partition import Partition, Partitioner, hold_out
-from lightning_spectral.partition.report import PartitionReport, report
-from lightning_spectral.partition.without_labels import IIDPartitioner, NaturalPartitioner
+from lightning_spectral.partition.partition import (
+    IIDPartitioner,
+    NaturalPartitioner,
+    Partition,
+    Partitioner,
+    PartitionReport,
+    hold_out,
+    report,
+)
 
 __all__ = [
     "DirichletPartitioner",

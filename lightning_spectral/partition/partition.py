@@ -1,14 +1,21 @@
-"""The partition of a data set's examples among clients, what is held out of it, and the contract of a partitioner."""
+"""The partition of a data set's examples among clients, its report, and the partitioners that read no labels."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from lightning_spectral.arguments import Whole, check_fields
+from lightning_spectral.errors import from_extra
+from lightning_spectral.tables import as_html
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -256,3 +263,239 @@ def check_one_per_example(argument: str, entries: Any) -> None:
     if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Iterable):
         shown = f"a {type(entries).__name__}" if isinstance(entries, Mapping | set | frozenset) else repr(entries)
         raise TypeError(f"`{argument}` must list one entry per example, in the order of the data set, got {shown}.")
+
+
+Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class IIDPartitioner(Partitioner):
+    """Equal shares of a random permutation: sizes differ by at most one and every example is used.
+
+    Labels are ignored. The clients that get an extra example are drawn at random.
+
+    Args:
+        num_clients: Number of clients, at least 1.
+
+    Example:
+        >>> partition = IIDPartitioner(num_clients=4)(10, None, torch.Generator().manual_seed(0))
+        >>> sorted(partition.sizes.tolist())
+        [2, 2, 3, 3]
+    """
+
+    num_clients: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, num_clients=Whole(at_least=1))
+
+    def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        order, sizes = equal_shares(num_examples, self.num_clients, generator)
+        client_of_example = torch.empty(num_examples, dtype=torch.int64)
+        client_of_example[torch.randperm(num_examples, generator=generator)] = order.repeat_interleave(sizes)
+        return Partition.from_assignment(client_of_example, self.num_clients)
+
+
+@dataclass(frozen=True, eq=False)
+class NaturalPartitioner(Partitioner):
+    """One client per distinct key; every example is used and nothing is drawn.
+
+    Clients are numbered in the order in which their keys first appear, which works even for keys that cannot be sorted.
+    Labels and generator are ignored.
+
+    Args:
+        keys: Key of each example, shape ``(num_examples,)``: hashable objects, a tensor or an array.
+        names: Keys of all clients, in the order of their ids, for several data sets with the same clients; a client
+            whose key does not occur has no examples. By default the keys that occur.
+
+    Attributes:
+        num_clients: Number of clients.
+        client_names: Key of each client, by client id.
+        client_of_example: Client id of each example, int64, shape ``(num_examples,)``.
+
+    Example:
+        >>> partitioner = NaturalPartitioner(["romeo", "juliet", "romeo", "nurse"])
+        >>> partitioner.client_names
+        ('romeo', 'juliet', 'nurse')
+        >>> list(partitioner(4, None, torch.Generator()))
+        [tensor([0, 2]), tensor([1]), tensor([3])]
+        >>> list(NaturalPartitioner(["nurse", "romeo"], names=["romeo", "juliet", "nurse"]).client_of_example)
+        [tensor(2), tensor(0)]
+    """
+
+    keys: InitVar[Keys]
+    names: InitVar[Sequence[Hashable] | None] = None
+    num_clients: int = field(init=False)
+    client_names: tuple[Hashable, ...] = field(init=False, repr=False)
+    client_of_example: Tensor = field(init=False, repr=False)
+
+    def __post_init__(self, keys: Keys, names: Sequence[Hashable] | None) -> None:
+        found = _as_objects(keys)
+        if isinstance(names, str | Mapping | set) or not isinstance(names, Iterable | None):
+            raise TypeError(f"`names` must list the keys of all clients, got {names!r}.")
+        client_of_key = {key: client for client, key in enumerate(dict.fromkeys(found if names is None else names))}
+        if names is not None:
+            _check_names(names, found)
+        clients = [client_of_key[key] for key in found]
+        # the way to set fields of a frozen dataclass
+        object.__setattr__(self, "num_clients", len(client_of_key))
+        object.__setattr__(self, "client_names", tuple(client_of_key))
+        object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))
+
+    def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
+        if self.client_of_example.numel() != num_examples:
+            raise ValueError(
+                f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
+            )
+        return Partition.from_assignment(self.client_of_example, self.num_clients)
+
+
+def _check_names(names: Sequence[Hashable], keys: Sequence[Hashable]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"`names` must be distinct, got {twice!r} twice.")
+    if unknown := set(keys) - set(names):
+        raise ValueError(f"{len(unknown)} keys are not among `names`, e.g. {next(iter(unknown))!r}; add them.")
+
+
+def _as_objects(keys: Keys) -> Sequence[Hashable]:
+    """Keys as Python objects that are equal when their values are."""
+    check_one_per_example("keys", keys)
+    if isinstance(keys, Tensor | np.ndarray):
+        if keys.ndim != 1:
+            raise ValueError(f"`keys` must be one-dimensional, got shape {tuple(keys.shape)}.")
+        keys = keys.tolist()
+    if not len(keys):
+        raise ValueError("`keys` must hold at least one key, got none.")
+    # tensors are hashed by identity, so a list of them would make every example a separate client; so would NaN
+    odd = next((key for key in keys if isinstance(key, Tensor) or key != key), None)
+    if odd is not None:
+        raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")
+    return keys
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+_ROWS = 10
+_BARS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class PartitionReport:
+    """Sizes and class mixtures of the clients; ``print`` it or :meth:`plot` it.
+
+    Attributes:
+        counts: Examples per client, int64, shape ``(num_clients,)``.
+        histogram: Examples per client and class, int64, shape ``(num_clients, num_classes)``; ``None`` without labels.
+        classes: Label of each column of ``histogram``, ascending, shape ``(num_classes,)``; ``None`` without labels.
+
+    Example:
+        >>> partition = Partition.from_lists([[0, 1], [2, 3, 4]])
+        >>> print(report(partition, torch.tensor([0, 1, 1, 1, 2])))
+        2 clients, 5 examples; 2 / 2.5 / 3 examples per client (min / median / max)
+        of 3 classes, a client has 2.0 on average, 2.0 above a 5 % share
+        client  examples  classes
+             0         2  0: 1, 1: 1
+             1         3  1: 2, 2: 1
+    """
+
+    counts: Tensor
+    histogram: Tensor | None
+    classes: Tensor | None
+
+    def mean_classes(self, min_share: float = 0.0) -> float:
+        """Number of classes with more than a given share of a client's examples, averaged over the clients.
+
+        By default it counts the classes that are present; a client without examples has none.
+
+        Example:
+            >>> report(Partition.from_lists([[0, 1], [2]]), torch.tensor([0, 1, 1])).mean_classes()
+            1.5
+        """
+        if self.histogram is None:
+            raise ValueError("The report was made without labels; pass labels=... to `report`.")
+        return float((self.histogram > min_share * self.counts[:, None]).sum(1).double().mean())
+
+    def plot(self, path_or_ax: "str | os.PathLike[str] | Axes") -> "Axes":
+        """Plot stacked bars, one per client (the first 100), a colour per class, to a file or on given axes."""
+        if isinstance(path_or_ax, str | os.PathLike):
+            with from_extra("examples"):
+                from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the process
+
+            figure = Figure(figsize=(8, 3), layout="constrained")
+            axes = self.plot(figure.subplots())
+            figure.savefig(path_or_ax)
+            return axes
+        axes, shown = path_or_ax, self.counts[:_BARS]
+        bottom, columns = torch.zeros_like(shown), [("examples", self.counts)]
+        if self.histogram is not None and self.classes is not None:
+            columns = list(zip(map(str, self.classes.tolist()), self.histogram.T, strict=True))
+        for label, column in columns:
+            axes.bar(range(len(shown)), column[:_BARS].numpy(), bottom=bottom.numpy(), width=1.0, label=label)
+            bottom = bottom + column[:_BARS]
+        axes.set(xlabel="client", ylabel="examples", xlim=(-0.5, len(shown) - 0.5))
+        if self.histogram is not None and self.histogram.shape[1] <= 20:
+            axes.legend(title="class", fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return axes
+
+    def __str__(self) -> str:
+        summary, rows, hidden = self._blocks()
+        lines = [f"{client:>6}  {size:>8}  {'  '.join(classes)}".rstrip() for client, size, *classes in rows]
+        return "\n".join([summary, *lines, *hidden])
+
+    def _repr_html_(self) -> str:
+        summary, rows, hidden = self._blocks()
+        return as_html([summary, rows, *hidden])
+
+    def _blocks(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
+        """A summary, a table with its head, and how many clients it does not show."""
+        sizes = self.counts.double()
+        low, middle, high = sizes.min(), sizes.quantile(0.5), sizes.max()
+        lines = [
+            f"{len(self.counts)} clients, {int(self.counts.sum())} examples; "
+            f"{low:g} / {middle:g} / {high:g} examples per client (min / median / max)"
+        ]
+        if self.histogram is not None:
+            lines.append(
+                f"of {self.histogram.shape[1]} classes, a client has {self.mean_classes():.1f} on average, "
+                f"{self.mean_classes(0.05):.1f} above a 5 % share"
+            )
+        rows: list[tuple[str, ...]] = [("client", "examples", *["classes"] * (self.histogram is not None))]
+        for client, size in enumerate(self.counts[:_ROWS].tolist()):
+            rows.append((str(client), str(size), *self._mixture(client)))
+        hidden = len(self.counts) - _ROWS
+        return "\n".join(lines), rows, [f"... and {hidden} more clients"] * (hidden > 0)
+
+    def _mixture(self, client: int) -> list[str]:
+        """The client's classes in one entry, the most frequent first; none without labels."""
+        if self.histogram is None or self.classes is None:
+            return []
+        counts, columns = self.histogram[client].sort(descending=True, stable=True)
+        present = [f"{self.classes[k]}: {n}" for n, k in zip(counts.tolist(), columns, strict=True) if n]
+        return [", ".join(present[:6]) + (", ..." if len(present) > 6 else "")]
+
+
+def report(partition: Partition, labels: Tensor | None = None) -> PartitionReport:
+    """Count each client's examples, by class if labels are given.
+
+    Args:
+        partition: The split.
+        labels: Class of each example of the whole data set, integers, shape ``(num_examples,)``.
+
+    Example:
+        >>> report(Partition.from_lists([[0, 1], [2]])).counts
+        tensor([2, 1])
+    """
+    if labels is None:
+        return PartitionReport(partition.sizes, None, None)
+    num_needed = int(partition.indices.max()) + 1 if partition.num_assigned else 0
+    if labels.ndim != 1 or len(labels) < num_needed:
+        raise ValueError(
+            f"`labels` must hold one class index per example (at least {num_needed}), got shape {tuple(labels.shape)}."
+        )
+    values, inverse = np.unique(labels.cpu().numpy(), return_inverse=True)
+    client = torch.arange(partition.num_clients).repeat_interleave(partition.sizes)
+    cell = client * len(values) + torch.from_numpy(inverse)[partition.indices]
+    histogram = cell.bincount(minlength=partition.num_clients * len(values)).view(partition.num_clients, -1)
+    return PartitionReport(partition.sizes, histogram, torch.from_numpy(values))

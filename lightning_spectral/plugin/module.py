@@ -16,8 +16,7 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
-from lightning_spectral.participation import Population, Sampler, UniformParticipation
-from lightning_spectral.participation.uniform import CLIENTS_PER_ROUND
+from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.checks import check_datamodule, check_summable
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on

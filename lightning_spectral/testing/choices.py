@@ -15,8 +15,7 @@ from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Population, Sampler
 from lightning_spectral.partition.partition import Partition, Partitioner
-from lightning_spectral.sharding.channels import ChannelChoice
-from lightning_spectral.sharding.strategies import ShardingStrategy
+from lightning_spectral.sharding import ChannelChoice, ShardingStrategy
 
 # Sums of N <= 64 probabilities, and results that must be equal, are far more accurate than this.
 TOLERANCE = 1e-9

@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import restore, train_once
 
 import lightning_spectral as ls
-from lightning_spectral.nn.local_zampling import local_weights, sampled_networks
+from lightning_spectral.nn.zampling import local_weights, sampled_networks
 
 OUTPUT = Path("outputs/zampling_local")
 BATCH_SIZE, PATIENCE, MIN_DELTA = 128, 10, 1e-4

@@ -11,7 +11,7 @@ from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.algorithms.zampling import ZamplingState
 from lightning_spectral.functional.zampling import InfluenceMatrix
 from lightning_spectral.nn import use_batch_statistics
-from lightning_spectral.nn.local_zampling import local_weights
+from lightning_spectral.nn.zampling import local_weights
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "half": nn.Module.half,

@@ -19,8 +19,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, draw_bits
-from lightning_spectral.nn.local_zampling import LocalWeights, local_weights, sampled_networks
-from lightning_spectral.nn.zampling import NAME, CompressedWeight, Compression, SampledWeights
+from lightning_spectral.nn.zampling import (
+    NAME,
+    CompressedWeight,
+    Compression,
+    LocalWeights,
+    SampledWeights,
+    local_weights,
+    sampled_networks,
+)
 from lightning_spectral.protocol.rng import derived_generator
 
 

@@ -25,9 +25,11 @@ from lightning_spectral.participation import (
     Uniform,
     UniformParticipation,
     UpdateVarianceReduced,
+    draw_choices,
     outcome_to_assignment,
+    processor_joint_probs,
+    sampling_scores,
 )
-from lightning_spectral.participation.sampler import draw_choices, processor_joint_probs, sampling_scores
 from lightning_spectral.testing import check_sampler
 
 MIXED = Population(torch.tensor([[30, 10, 5], [10, 0, 7]]), processors=torch.tensor([3, 1]))

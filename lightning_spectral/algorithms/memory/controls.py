@@ -1,19 +1,20 @@
-"""A control variate for each client, which stays on its device, while the server keeps the sum over all clients."""
+"""SCAFFOLD and FedDyn: each client's device keeps a control variate, and the server the sum over all clients."""
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.kept import ClientSum
+from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.cohort import Cohort
@@ -171,3 +172,216 @@ class WithControls(FedAvg):
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
+
+
+LEARNING_RATE = "learning_rate:"  # of the round; sent back because the server needs it
+UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make a step something else
+
+
+@dataclass(frozen=True)
+class ScaffoldSide(ControlSide):
+    """Whole models whose gradients are corrected by the server's control minus the client's own."""
+
+    def scale(self, upload: Upload) -> float:
+        distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])
+        return 1.0 / distance if distance else 0.0
+
+    def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:
+        def correction(control: str) -> Tensor:
+            server, own = download.tensors[control], download.client_state.get(control)
+            return server if own is None else server - own
+
+        parameters = dict(client.named_parameters())
+        return {parameters[name]: partial(correction, f"{CONTROL}{name}") for name in self.trained}
+
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        upload = super().collect(client, download)
+        rates = {float(group["lr"]) for groups in download.options for group in groups}
+        check_one_rate(rates)
+        device = next(iter(upload.tensors.values())).device
+        rate = torch.tensor(next(iter(rates), 0.0), dtype=torch.float64, device=device)
+        return replace(upload, tensors={**upload.tensors, LEARNING_RATE: rate})
+
+
+def check_one_rate(rates: set[float]) -> None:
+    """Raise ``ValueError`` if there are several learning rates."""
+    if len(rates) > 1:
+        raise ValueError(
+            f"SCAFFOLD needs one learning rate for all parameters, got {', '.join(map(str, sorted(rates)))}; give all "
+            "parameter groups the same, in every round."
+        )
+
+
+class ScaffoldRound(ControlRound):
+    """One open round of SCAFFOLD: all clients are sent the server's control as well."""
+
+    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+        super().__init__(half, cohort)
+        controls = {n: t.to(self.tensors[n].dtype) for n, t in self.total.pieces().items() if n in self.change.names}
+        self.tensors = {**self.tensors, **{f"{CONTROL}{name}": control for name, control in controls.items()}}
+
+
+@dataclass(frozen=True)
+class Scaffold(WithControls):
+    r"""Federated averaging in which clients add :math:`c - c_i` to their gradients, so that they do not drift apart.
+
+    A client's control :math:`c_i` is the mean gradient over the local steps of its last turn, before correction. The
+    server's control is :math:`c = \sum_i d_i c_i` over all clients, where d is a client's share of all examples, the
+    same in every round. All controls start at zero. After K local steps with learning rate :math:`\eta`, from x to y,
+
+    .. math:: c_i \leftarrow c_i - c + \frac{x - y}{K \eta}, \qquad c \leftarrow c + \sum_{i \in A} d_i \, \delta c_i,
+
+    where the sum is over the round's clients A. A client's control stays on its device (`ClientSide.keep`); the server
+    computes its change from the upload, and stores c alone. The server's weights are updated as in `FedAvg`. Clients
+    need plain SGD. Weight decay is allowed and counts as part of the gradient. So do changes that local hooks make to
+    gradients, because the correction is added after them. A parameter that is not in a step's loss has gradient zero. A
+    client that takes no step, has learning rate 0 or is left out keeps its control.
+
+    A download holds the model and the server's control, which doubles its size if all parameters are trained. An upload
+    is that of `FedAvg` plus the learning rate, 8 bytes. A device keeps as much as the trainable parameters take.
+
+    Note:
+        c is the sum of the clients' controls as long as no device loses one. A device that does begins again at zero,
+        and c keeps what the lost control had added, for the rest of the run. It differs as well if an `UpdateBound`
+        shortens an update, because the server computes with the shortened one. Keep states on disk:
+        ``ClientData(..., state_folder=...)``.
+
+        The new control is the paper's option II. K counts steps, whereas some implementations count epochs. With
+        gradient scaling (``precision="16-mixed"``) K includes steps that are skipped because a gradient overflowed, so
+        the controls of such rounds are too small.
+
+    Reference:
+        Karimireddy et al. (2020), SCAFFOLD, Algorithm 1 and equation (4), where all shares are 1/N.
+
+    Example:
+        >>> line = nn.Linear(2, 1)
+        >>> Scaffold().check_optimizer(torch.optim.SGD(line.parameters(), lr=0.1, momentum=0.9), line)
+        Traceback (most recent call last):
+        ValueError: SCAFFOLD needs plain SGD, got momentum=0.9; leave it out. A server may have momentum: FedAvgM.
+    """
+
+    side: ClassVar[type[DenseSide]] = ScaffoldSide
+    round: ClassVar[type[DenseRound]] = ScaffoldRound
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.personal_epochs:
+            raise ValueError(
+                "SCAFFOLD divides by the number of a client's steps, so all of them must train the shared parameters; "
+                f"leave out `personal_epochs={self.personal_epochs}`."
+            )
+
+    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+        """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""
+        if type(template) is not SGD:
+            raise ValueError(
+                f"SCAFFOLD needs plain SGD, got {type(template).__name__}; use torch.optim.SGD without momentum, and "
+                "an adaptive optimizer at the server, e.g. FedAdam."
+            )
+        for name, value in ((name, group[name]) for group in template.param_groups for name in UNLIKE):
+            if value:
+                raise ValueError(
+                    f"SCAFFOLD needs plain SGD, got {name}={value!r}; leave it out. A server may have momentum: "
+                    "FedAvgM."
+                )
+        check_one_rate({float(group["lr"]) for group in template.param_groups})
+        held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
+        if missing := [name for name, p in server.named_parameters() if p.requires_grad and id(p) not in held]:
+            raise ValueError(
+                "SCAFFOLD needs one optimizer for all trainable parameters, and yours does not step "
+                f"{', '.join(missing)}; give it all of them, or freeze the others with `requires_grad_(False)`."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedDynSide(ControlSide):
+    """Whole models whose gradients are those of the regularised loss.
+
+    Attributes:
+        alpha: Strength of both terms.
+    """
+
+    alpha: float
+
+    def scale(self, upload: Upload) -> float:
+        return self.alpha
+
+    def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:
+        def regularised(name: str, parameter: nn.Parameter) -> Tensor:
+            pull, own = (parameter - download.tensors[name]).mul_(self.alpha), f"{CONTROL}{name}"
+            return pull.sub_(download.client_state[own]) if own in download.client_state else pull
+
+        parameters = dict(client.named_parameters())
+        return {parameters[name]: partial(regularised, name, parameters[name]) for name in self.trained}
+
+
+class FedDynHalf(ControlHalf):
+    """FedDyn, bound to a module."""
+
+    algorithm: "FedDyn"
+
+    @property
+    def device_options(self) -> Mapping[str, Any]:
+        return {**super().device_options, "alpha": self.algorithm.alpha}
+
+
+class FedDynRound(ControlRound):
+    """One open round of FedDyn."""
+
+    half: FedDynHalf
+
+    @torch.no_grad()
+    def close(self) -> None:
+        super().close()
+        for name, control in self.total.pieces().items():
+            if (gradient := self.half.server.get_parameter(name).grad) is not None and name in self.change.names:
+                gradient.add_(control, alpha=1.0 / self.half.algorithm.alpha)
+
+
+@dataclass(frozen=True)
+class FedDyn(WithControls):
+    r"""Federated averaging in which clients minimise a loss whose optimum is that of all data.
+
+    A client minimises, with its own optimizer and from the server's weights x,
+
+    .. math:: L_i(w) - \langle h_i, w \rangle + \frac{\alpha}{2} \|w - x\|^2,
+
+    and arrives at :math:`w_i`. Then it sets :math:`h_i \leftarrow h_i - \alpha (w_i - x)`, which is the gradient of its
+    loss where it arrived, if that is a minimum. The server keeps the sum over all clients,
+    :math:`h = \sum_i d_i h_i`, where d is a client's share of all examples, and corrects the average of the round's
+    clients A by it:
+
+    .. math:: h \leftarrow h - \alpha \sum_{i \in A} d_i (w_i - x), \qquad
+        x \leftarrow \frac{\sum_{i \in A} n_i w_i}{\sum_{i \in A} n_i} - \frac{h}{\alpha}.
+
+    All of them start at zero. :math:`h_i` stays on the client's device (`ClientSide.keep`), and only models are
+    sent, as in `FedAvg`. A client needs the memory of its trainable parameters once more.
+
+    The server steps along h even if no client learns anything in a round, as with momentum. Many local steps make h
+    exact; a small alpha makes :math:`h / \alpha` large, so increase it if the loss explodes.
+
+    Args:
+        alpha: Strength of both terms, in units of loss per squared parameter, positive. The paper uses 0.001 to 0.1.
+
+    Note:
+        The paper gives all clients the same share. Here shares follow numbers of examples, as in `Scaffold`. What a
+        device loses, or an `UpdateBound` takes from an update, stays in h, as in `Scaffold`.
+
+    Reference:
+        Acar et al. (2021), Federated learning based on dynamic regularization, Algorithm 1.
+
+    Example:
+        >>> FedDyn(alpha=0.1).bind(nn.Linear(2, 1), FedDyn(alpha=0.1).new_state(nn.Linear(2, 1), seed=0)).trained
+        ('weight', 'bias')
+    """
+
+    side: ClassVar[type[DenseSide]] = FedDynSide
+    round: ClassVar[type[DenseRound]] = FedDynRound
+    half: ClassVar[type[DenseHalf]] = FedDynHalf
+    updates_have_norms: ClassVar[bool] = True
+
+    alpha: float = 0.01
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, alpha=Number(above=0))

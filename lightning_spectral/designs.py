@@ -49,25 +49,24 @@ __all__ = [
 ]
 
 
-class FittedDesign(ABC):
-    """A design prepared for one vector of inclusion probabilities; draws are cheap and can be repeated."""
+class FittedDesign:
+    """A design prepared for one vector of inclusion probabilities; draws are cheap and can be repeated.
 
-    @abstractmethod
+    Args:
+        function: Draws samples, as ``function(*prepared, num_samples, generator, **options)``.
+        prepared: What was prepared for it.
+        options: Its other arguments.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], *prepared: Any, **options: Any) -> None:
+        self._draw = partial(function, *prepared, **options)
+
     def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Draw independent samples of terms, e.g. one for each client; ``generator`` is the only source of randomness.
 
         Returns:
             Term indices, sorted and distinct in each row, int64, shape ``(num_samples, n)``, on the generator's device.
         """
-
-
-class Prepared(FittedDesign):
-    """A function that draws, ``function(*prepared, num_samples, generator)``, with what was prepared for it."""
-
-    def __init__(self, function: Callable[..., Tensor], *prepared: Any, **options: Any) -> None:
-        self._draw = partial(function, *prepared, **options)
-
-    def draw(self, num_samples: int, generator: torch.Generator) -> Tensor:
         return self._draw(num_samples, generator)
 
 
@@ -151,7 +150,7 @@ class ConditionalPoisson(JointDesign):
         fitted = fit_conditional_poissons(inclusion_probs)
         num_terms = [as_inclusion_probs(probs)[1] for probs in inclusion_probs]
         # checked and centred once: in a federation every client draws separately
-        return [Prepared(draw_rejectively, working_open_terms(*of)) for of in zip(fitted, num_terms, strict=True)]
+        return [FittedDesign(draw_rejectively, working_open_terms(*of)) for of in zip(fitted, num_terms, strict=True)]
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         _, num_terms = as_inclusion_probs(inclusion_probs)
@@ -174,7 +173,7 @@ class Brewer(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return Prepared(draw_one_by_one, open_terms(inclusion_probs))
+        return FittedDesign(draw_one_by_one, open_terms(inclusion_probs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +202,7 @@ class SuccessiveSampling(JointDesign):
             check_is("log_sizes", self.log_sizes, Tensor)
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return Prepared(draw_successive, *self._sizes(inclusion_probs))
+        return FittedDesign(draw_successive, *self._sizes(inclusion_probs))
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         return successive_joint_probs(*self._sizes(inclusion_probs))
@@ -238,7 +237,8 @@ class Systematic(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return _fit(inclusion_probs, shuffled=False)
+        parts = open_terms(inclusion_probs)
+        return FittedDesign(draw_along, parts, whole_units(parts), shuffled=False)
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         return support_joint_probs(systematic_support(inclusion_probs), len(inclusion_probs))
@@ -260,12 +260,8 @@ class RandomSystematic(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return _fit(inclusion_probs, shuffled=True)
-
-
-def _fit(inclusion_probs: Tensor, *, shuffled: bool) -> FittedDesign:
-    parts = open_terms(inclusion_probs)
-    return Prepared(draw_along, parts, whole_units(parts), shuffled=shuffled)
+        parts = open_terms(inclusion_probs)
+        return FittedDesign(draw_along, parts, whole_units(parts), shuffled=True)
 
 
 @dataclass(frozen=True)
@@ -289,7 +285,7 @@ class MinimumSupport(JointDesign):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return Prepared(draw_from_support, minimum_support(inclusion_probs))
+        return FittedDesign(draw_from_support, minimum_support(inclusion_probs))
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         return support_joint_probs(minimum_support(inclusion_probs), len(inclusion_probs))
@@ -312,7 +308,7 @@ class Coordinated(Design):
     draws_cohort = True
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return Prepared(draw_coordinated, as_inclusion_probs(inclusion_probs)[0])
+        return FittedDesign(draw_coordinated, as_inclusion_probs(inclusion_probs)[0])
 
     def multipliers(self, inclusion_probs: Tensor, multipliers: Tensor, cohort_size: int) -> Tensor:
         return coordinated_multipliers(inclusion_probs, cohort_size)

@@ -6,18 +6,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.personal import NOTHING, Personal
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.device import ClientSide
 from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
+from lightning_spectral.protocol.exchange import select_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
@@ -26,6 +28,9 @@ from lightning_spectral.sums import RunningMean
 PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "keep", "own_model", "watched")
+
+Names: TypeAlias = Collection[str]
+Decisions: TypeAlias = Mapping[str, Any] | None  # of the half of a run that is resumed, `ServerHalf.decisions`
 
 UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
 
@@ -138,11 +143,13 @@ class ServerHalf(_AtServer, ABC):
         state: What `Algorithm.new_state` made, as it is now.
         buffers: The rules of the buffers. Those that are not averaged are combined by the engine: neither `Round.add`
             nor `Round.close` sees them.
+        personal: What stays with each client; nothing, unless a subclass sets it.
         rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
     rounds_are_alike: ClassVar[bool] = False
     buffers: BufferRules = NO_RULES
+    personal: Personal = NOTHING
 
     def __init__(self, server: nn.Module, state: nn.Module | None = None, buffers: BufferRules = NO_RULES) -> None:
         self.server = server
@@ -178,9 +185,9 @@ class ServerHalf(_AtServer, ABC):
         """The tensors of every download that do not change between rounds, by name: each client is sent them once.
 
         The names are the same in every round; a value that does change is sent again. By default, the parameters that
-        need no gradient.
+        need no gradient, and the server's values of personal tensors, with which clients begin.
         """
-        return frozen_parameters(self.server)
+        return {**frozen_parameters(self.server), **select_tensors(self.server, self.personal.names)}
 
     @property
     def moving_tensors(self) -> Collection[str]:
@@ -189,8 +196,11 @@ class ServerHalf(_AtServer, ABC):
 
     @property
     def averages_may_rest(self) -> bool:
-        """Whether clients may leave BatchNorm's running averages as they are, without a warning; by default not."""
-        return False
+        """Whether clients may leave BatchNorm's running averages as they are, without a warning.
+
+        By default only if they keep buffers of their own, which rest at the server.
+        """
+        return any(name in self.personal.names for name, _ in self.server.named_buffers())
 
     @property
     def cost_besides(self) -> Cost:
@@ -337,12 +347,7 @@ class Algorithm(_AtServer, ABC):
 
     @abstractmethod
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> ServerHalf:
         """Decide everything that depends on the server's module, once, when a fit starts.
 

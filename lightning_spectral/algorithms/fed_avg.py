@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf
 from lightning_spectral.algorithms.compression import WHOLE, Compression, ErrorFeedback, error_feedback
 from lightning_spectral.algorithms.personal import NOTHING, Personal, check_personal, personal_names, rules_with
 from lightning_spectral.arguments import Whole, as_patterns, check_fields
@@ -87,8 +87,10 @@ class DenseSide(ClientSide):
         return bool(self.personal.names or self.feedback.names) or type(self).keep is not DenseSide.keep
 
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        residuals = self.feedback.residuals(select_tensors(client, self.returned), download, upload.tensors)
-        return {**self.personal.kept(client), **residuals}
+        kept = select_tensors(client, self.personal.names)
+        if not self.feedback.names:
+            return kept
+        return {**kept, **self.feedback.residuals(select_tensors(client, self.returned), download, upload.tensors)}
 
     def own_model(self, client_state: Tensors) -> Tensors:
         return self.personal.of(client_state)
@@ -126,11 +128,7 @@ class DenseHalf(ServerHalf):
     """Federated averaging, or a subclass of it, bound to a module."""
 
     def __init__(
-        self,
-        algorithm: "FedAvg",
-        server: nn.Module,
-        state: nn.Module | None = None,
-        decisions: Mapping[str, Any] | None = None,
+        self, algorithm: "FedAvg", server: nn.Module, state: nn.Module | None = None, decisions: Decisions = None
     ) -> None:
         self.personal = Personal(personal_names(server, algorithm.personal), algorithm.personal_epochs)
         rules = rules_with(self.personal.names, server, algorithm.buffers)
@@ -140,14 +138,6 @@ class DenseHalf(ServerHalf):
     def averaged(self) -> dict[str, Tensor]:
         """The trainable parameters and the averaged buffers of the server's module, as they are now."""
         return averaged_tensors(self.server, self.personal.names, self.buffers)
-
-    def frozen_tensors(self) -> Mapping[str, Tensor]:
-        """Also the server's values of personal tensors, with which clients begin."""
-        return {**super().frozen_tensors(), **select_tensors(self.server, self.personal.names)}
-
-    @property
-    def averages_may_rest(self) -> bool:
-        return self.personal.has_buffers(self.server)
 
     @property
     def device_options(self) -> Mapping[str, Any]:
@@ -241,11 +231,6 @@ class FedAvg(Algorithm):
             super().check_privacy()
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> ServerHalf:
         return self.half(self, server, state, decisions)

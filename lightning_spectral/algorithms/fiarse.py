@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
@@ -102,12 +102,7 @@ class FIARSE(ByKeepRatio):
         return {sum(server.get_parameter(name).numel() for name in self.masked_weights(server))}
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> FIARSEHalf:
         """Decide which weights are cut, and the rules of buffers; what is untrained is sent whole."""
         masked = [name for name in self.masked_weights(server) if name not in untrained]

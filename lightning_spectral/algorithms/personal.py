@@ -10,7 +10,7 @@ from torch import nn
 from lightning_spectral.arguments import check_matches, matches_any
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.protocol.buffer_rules import Rules
-from lightning_spectral.protocol.exchange import named_state, select_tensors
+from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.records import Tensors
 
 
@@ -30,14 +30,6 @@ class Personal:
     def of(self, client_state: Tensors) -> Tensors:
         """The client's own values; empty before its first turn, which begins with the server's."""
         return {name: client_state[name] for name in self.names if name in client_state}
-
-    def kept(self, client: nn.Module) -> Tensors:
-        """What a client keeps when its turn is over."""
-        return select_tensors(client, self.names)
-
-    def has_buffers(self, server: nn.Module) -> bool:
-        """Whether there are buffers among them, such as running averages, which then rest at the server."""
-        return any(name in self.names for name, _ in server.named_buffers())
 
     def phases(self, client: nn.Module, actions: StepActions | None) -> StepActions | Sequence[StepActions] | None:
         """An algorithm's actions in one phase or in two, in each of which only some parameters need a gradient."""

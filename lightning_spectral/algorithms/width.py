@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
 from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
-from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_outputs, cut_to, take
+from lightning_spectral.nn.width.plan import WidthPlan, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
@@ -30,7 +30,6 @@ from lightning_spectral.protocol.exchange import (
     returned_tensors,
     travelling_tensors,
 )
-from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
@@ -211,12 +210,7 @@ class WidthSharding(ByKeepRatio):
         return WidthAverages(server, self.plan_for(server), names, widths) if names and widths else None
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> ServerHalf:
         return WidthHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
 
@@ -326,7 +320,7 @@ class WidthHalf(ServerHalf):
 
     def frozen_tensors(self) -> Tensors:
         """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
-        return {name: t for name, t in frozen_parameters(self.server).items() if name not in self.plan.labels}
+        return {name: t for name, t in super().frozen_tensors().items() if name not in self.plan.labels}
 
     @property
     def averages_may_rest(self) -> bool:
@@ -359,28 +353,21 @@ class WidthRound(Round):
         self.mean = MeanChange(before, cohort.total, cohort.absolute, always_divided=buffers, by_index=by_index)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        keep_ratio = self.cohort.capacity_of(unit)
-        kept = {group.name: self._kept(unit, group, keep_ratio) for group in self.half.plan.groups}
-        indices = self.half.plan.indices(kept)
-        narrower = [width for width in self.half.choice.step_widths if width < keep_ratio]
-        tensors = self.parts(indices, keep_ratio) | self.narrower_averages(narrower)
+        """The entries that a client holds, averages of its own width, and of the narrower ones that it may draw."""
+        cohort, choice, plan, names = self.cohort, self.half.choice, self.half.plan, self.half.averages
+        keep_ratio, kept = cohort.capacity_of(unit), dict[str, Tensor]()
+        for group in plan.groups:
+            generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
+            num_kept = group.num_kept(keep_ratio)
+            kept[group.name] = choice.channels(group.num_units, num_kept, cohort.round_idx, generator)
+        indices = plan.indices(kept)
+        tensors = {name: take(tensor, indices.get(name, ())) for name, tensor in self.tensors.items()}
+        tensors |= self.averages.get(keep_ratio, {})
+        if names:
+            widths = [width for width in choice.step_widths if width < keep_ratio]
+            own = {w: self.averages.get(w) or first_entries(self.tensors, plan, names, w) for w in widths}
+            tensors |= by_width(own)
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
-
-    def _kept(self, unit: WorkUnit, group: ChannelGroup, keep_ratio: float) -> Tensor:
-        cohort = self.cohort
-        generator = derived_generator(cohort.seed, "channels", cohort.round_idx, *unit.ids, group.name)
-        return self.half.choice.channels(group.num_units, group.num_kept(keep_ratio), cohort.round_idx, generator)
-
-    def parts(self, indices: Mapping[str, Sequence[Tensor]], keep_ratio: float) -> dict[str, Tensor]:
-        """The entries of every tensor that a client holds, with the averages of its own width if that has some."""
-        cut = {name: take(tensor, indices.get(name, ())) for name, tensor in self.tensors.items()}
-        return {**cut, **self.averages.get(keep_ratio, {})}
-
-    def narrower_averages(self, widths: Iterable[float]) -> dict[str, Tensor]:
-        """Each width's own averages, for the narrower widths that a client may draw; empty if widths share them."""
-        plan, names = self.half.plan, self.half.averages
-        own = {width: self.averages.get(width) or first_entries(self.tensors, plan, names, width) for width in widths}
-        return by_width(own) if names else {}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         tensors, positions, largest = upload.tensors, self.positions(receipt), upload.largest

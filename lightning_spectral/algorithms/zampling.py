@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Moment, Round, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
@@ -229,12 +229,7 @@ class Zampling(Algorithm):
         return ZamplingState(first, weights, how.matrix(weights, seed))
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
         weights = self.weights_of(server)

@@ -147,15 +147,12 @@ class TermRates:
     @torch.no_grad()
     def start_client(self) -> None:
         """Compute the factors of the terms that the layers hold now."""
-        factors = [(layer, self.factors(layer)) for layer in self._layers]
-        clipped = [_of_both_vectors(layer, own) for layer, own in factors if self._clips(own)]
-        self._scaled = [each for of_layer in clipped for each in of_layer]
-
-    def _clips(self, factors: Tensor) -> bool:
-        """Whether one is below 1. Without values, the largest terms count as too large, and multipliers as small."""
-        if not has_values(factors):
-            return self.clip_weight_lr < math.inf
-        return bool((factors < 1.0).any())
+        self._scaled = []
+        for layer in self._layers:
+            factors = self.factors(layer)
+            # without values, the largest terms count as too large, and multipliers as small
+            if bool((factors < 1.0).any()) if has_values(factors) else self.clip_weight_lr < math.inf:
+                self._scaled += _of_both_vectors(layer, factors)
 
     def factors(self, layer: SingularTerms) -> Tensor:
         """The factor of each term that a layer holds, shape ``(n,)``."""

@@ -55,9 +55,9 @@ class OneLayer:
         cohort = Cohort(0, round_idx, groups, absolute=absolute)
         by_ratio = {ratio: round(ratio * R) for ratio in groups}
         layer = AdaptedLayer("fc", C_OUT, C_IN, scale=SCALE)
-        self.opened = OpenAdapter(layer, b.clone(), a.clone(), cohort, by_ratio, len(set(ranks)) > 1)
-        self.round: AdapterRound = aggregation.open(self.opened)
         self.trained = aggregation.trained(round_idx)
+        self.opened = OpenAdapter(layer, b.clone(), a.clone(), cohort, by_ratio, len(set(ranks)) > 1, self.trained)
+        self.round: AdapterRound = aggregation.open(self.opened)
         self.units = [unit for units in groups.values() for unit in units]
 
     def play(self, noise: float = 1.0, left_out: Sequence[int] = ()) -> dict[int, tuple[Tensor, dict[str, Tensor]]]:

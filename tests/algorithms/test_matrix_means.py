@@ -18,7 +18,6 @@ from lightning_spectral.algorithms import term_draws
 from lightning_spectral.algorithms.spectral import algorithm as spectral
 from lightning_spectral.algorithms.spectral.aggregation import LayerMean, MeanOfTerms, TrainedTerms
 from lightning_spectral.algorithms.spectral.algorithm import SpectralHalf
-from lightning_spectral.algorithms.spectral.start import PlannedModule
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.sampling.without_fit import ONE, minimum_support
 from lightning_spectral.functional.spectra import factorize, num_terms_for, singular_terms
@@ -295,7 +294,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
     for server, share in ((whole, 0.0), (first, 1 / 3)):
         monkeypatch.setattr(term_draws, "FIRST_TERMS", share)
         whole_terms.clear()
-        half = SpectralHalf(half.choice, PlannedModule(server, half.plan), half.started)
+        half = SpectralHalf(half.choice, server, half.plan, half.buffers, half.personal, half.started)
         before = {name: matrix(server, name).clone() for name in SHARDED}
         opened, moved = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))

@@ -20,7 +20,6 @@ from lightning_spectral.designs import (
     FittedDesign,
     JointDesign,
     MinimumSupport,
-    Prepared,
     RandomSystematic,
     SuccessiveSampling,
     Systematic,
@@ -64,7 +63,7 @@ class Broken(Design):
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         as_inclusion_probs(inclusion_probs)
-        return Prepared(self.draw, self.fit_to(inclusion_probs))
+        return FittedDesign(self.draw, self.fit_to(inclusion_probs))
 
 
 def seeds_itself(inner: FittedDesign, size: int, generator: torch.Generator) -> Tensor:
@@ -105,8 +104,8 @@ class Swapped(ConditionalPoisson):
     ("design", "message"),
     [
         # inclusion probabilities as working probabilities; numpy.random.choice(replace=False, p=inclusion_probs / n)
-        (Broken(call_draw, lambda pi: Prepared(draw_conditional_poisson, pi, num_terms(pi))), "has frequency"),
-        (Broken(call_draw, lambda pi: Prepared(draw_successive, choice_sizes(pi), num_terms(pi))), "has frequency"),
+        (Broken(call_draw, lambda pi: FittedDesign(draw_conditional_poisson, pi, num_terms(pi))), "has frequency"),
+        (Broken(call_draw, lambda pi: FittedDesign(draw_successive, choice_sizes(pi), num_terms(pi))), "has frequency"),
         (Broken(lambda inner, k, g: inner.draw(k, g)[::2].repeat_interleave(2, dim=0)[:k]), "samples are correlated"),
         (Broken(lambda inner, k, g: inner.draw(k, g).flip(1)), "not sorted and distinct"),
         (Broken(lambda inner, k, g: inner.draw(k, g).int()), "dtype torch.int32"),
@@ -178,7 +177,7 @@ def test_choice_and_samples_used_twice_are_detected():
     pi = SPECTRA["gap"]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
     log_sizes = torch.where(pi == 1, torch.inf, pi.log())
-    choice = Prepared(draw_successive, log_sizes, round(float(pi.sum())))  # numpy.random.choice with p = pi / n
+    choice = FittedDesign(draw_successive, log_sizes, round(float(pi.sum())))  # numpy.random.choice with p = pi / n
     assert surprise(choice.draw(SIZE, torch.Generator().manual_seed(0)), pi, joint) > 5
     once = ConditionalPoisson().sample(pi, SIZE, torch.Generator().manual_seed(0))
     assert surprise(once, pi, joint) <= 5

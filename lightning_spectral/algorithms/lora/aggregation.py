@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +58,7 @@ class OpenAdapter:
         cohort: The clients that take part.
         ranks: Rank of the clients of each keep ratio in the cohort.
         is_mixed: Whether the federation has clients of different ranks.
+        trained: The factors that clients train in this round.
     """
 
     layer: AdaptedLayer
@@ -65,6 +67,7 @@ class OpenAdapter:
     cohort: Cohort
     ranks: Mapping[float, int]
     is_mixed: bool
+    trained: tuple[str, ...]
 
     def rank_of(self, unit: WorkUnit) -> int:
         """Number of terms that a unit gets."""
@@ -115,20 +118,18 @@ class AdapterRound(ABC):
 
 
 class AdapterAggregation(ABC):
-    """How the adapters of many clients are combined into one."""
+    """How the adapters of many clients are combined into one.
 
-    @property
-    def has_multipliers(self) -> bool:
-        """Whether terms have multipliers if clients have different ranks; by default not."""
-        return False
+    Attributes:
+        has_multipliers: Whether terms have multipliers if clients have different ranks.
+        folds: Whether a client is also sent the terms that it does not train, as part of its frozen weight; only where
+            the average of a term does not count those clients.
+        frozen: The factors that never change.
+    """
 
-    @property
-    def folds(self) -> bool:
-        """Whether a client is also sent the terms that it does not train, as part of its frozen weight; by default not.
-
-        Only where the average of a term does not count those clients.
-        """
-        return False
+    has_multipliers: ClassVar[bool] = False
+    folds: ClassVar[bool] = False
+    frozen: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def open(self, opened: OpenAdapter) -> AdapterRound:
@@ -149,10 +150,6 @@ class AdapterAggregation(ABC):
     def trained(self, round_idx: int) -> tuple[str, ...]:
         """The factors that clients train and send back in a round; by default both."""
         return ("A", "B")
-
-    def frozen(self) -> tuple[str, ...]:
-        """The factors that never change; by default none."""
-        return ()
 
 
 def drawn_rows(layer: AdaptedLayer, rank: int, like: Tensor, seed: int, *ids: int) -> Tensor:
@@ -200,9 +197,8 @@ class PaddedFactors(AdapterAggregation):
 class TermMeanRound(AdapterRound):
     """Each term is averaged over the clients that held it; terms held by no client are unchanged."""
 
-    def __init__(self, opened: OpenAdapter, trained: Sequence[str]) -> None:
+    def __init__(self, opened: OpenAdapter) -> None:
         super().__init__(opened)
-        self.trained = tuple(trained)
         before, cohort = {"B": opened.B, "A": opened.A}, opened.cohort
         self.mean = MeanChange(before, cohort.total, cohort.absolute, by_index={"B": 1, "A": 0})
 
@@ -216,7 +212,7 @@ class TermMeanRound(AdapterRound):
         self.mean.add({**self.of_terms(terms), **parts}, unit.coefficient, known, where=dict.fromkeys("BA", terms))
 
     def close(self, adapter: Adapter) -> None:
-        apply_mean_change(adapter, [(name, self.mean.change(name)) for name in self.trained])
+        apply_mean_change(adapter, [(name, self.mean.change(name)) for name in self.opened.trained])
 
 
 @dataclass(frozen=True)
@@ -229,17 +225,16 @@ class FrozenA(AdapterAggregation):
         Sun et al. (2024), FFA-LoRA, for equal ranks.
     """
 
+    frozen: ClassVar[tuple[str, ...]] = ("A",)
+
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return ("B",)
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        return TermMeanRound(opened, ["B"])
+        return TermMeanRound(opened)
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
         return ("B",)
-
-    def frozen(self) -> tuple[str, ...]:
-        return ("A",)
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,7 @@ class AlternatingFactors(AdapterAggregation):
     """
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        return TermMeanRound(opened, self.trained(opened.cohort.round_idx))
+        return TermMeanRound(opened)
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
         """B first: while it is zero, A has no gradient."""
@@ -413,9 +408,6 @@ class RankedProducts(TruncatedProducts):
 class OrthonormalRound(TermMeanRound):
     """B is averaged by term, and the product factorised anew when the round closes."""
 
-    def __init__(self, opened: OpenAdapter) -> None:
-        super().__init__(opened, ["B"])
-
     @torch.no_grad()
     def close(self, adapter: Adapter) -> None:
         """Set A to the right singular vectors of the new product and B to the rest, unless B has not changed."""
@@ -476,19 +468,17 @@ class ParallelTerms(AdapterAggregation):
         layer, client and round.
     """
 
-    @property
-    def folds(self) -> bool:
-        return True
+    folds: ClassVar[bool] = True
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
-        return ParallelRound(opened, ("A", "B"))
+        return ParallelRound(opened)
 
 
 class SampledRound(TermMeanRound):
     """Terms are drawn for each client, averaged by term, and factorised anew when the round closes."""
 
     def __init__(self, opened: OpenAdapter, draws: TermDraws, multiplied: bool) -> None:
-        super().__init__(opened, ("A", "B"))
+        super().__init__(opened)
         self._draws, self._multiplied = draws, multiplied
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
@@ -525,6 +515,8 @@ class SampledTerms(AdapterAggregation):
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
     """
 
+    has_multipliers: ClassVar[bool] = True
+
     strategy: ShardingStrategy = field(default_factory=Collective)
     design: Design | None = None
 
@@ -532,10 +524,6 @@ class SampledTerms(AdapterAggregation):
         check_is("strategy", self.strategy, ShardingStrategy)
         if self.design is not None:
             check_is("design", self.design, Design)
-
-    @property
-    def has_multipliers(self) -> bool:
-        return True
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return () if is_mixed else ("B", "A")
@@ -545,7 +533,7 @@ class SampledTerms(AdapterAggregation):
 
     def open_all(self, opened: Sequence[OpenAdapter]) -> list[AdapterRound]:
         if not opened or not opened[0].is_mixed:
-            return [TermMeanRound(one, ("A", "B")) for one in opened]
+            return [TermMeanRound(one) for one in opened]
         spectra, ordered = {}, []
         for one in opened:  # a user's own adapter may have its terms in any order
             sizes, order = term_sizes(one.B, one.A).sort(descending=True, stable=True)
@@ -571,14 +559,8 @@ class FoldedTerms(SampledTerms):
         Zhang, Hu & Xu (2026), Fed-PLoRA, for folding; their own terms are those of `ParallelTerms`.
     """
 
-    @property
-    def has_multipliers(self) -> bool:
-        """None: a folded weight is the server's, whose terms no multiplier may change."""
-        return False
-
-    @property
-    def folds(self) -> bool:
-        return True
+    has_multipliers: ClassVar[bool] = False  # a folded weight is the server's, whose terms no multiplier may change
+    folds: ClassVar[bool] = True
 
 
 def term_sizes(B: Tensor, A: Tensor) -> Tensor:

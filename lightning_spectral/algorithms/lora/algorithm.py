@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from os import PathLike
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf
 from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
@@ -266,18 +266,13 @@ class LoRA(Algorithm):
         return LoRAState(layers, adapters, seed)
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> ServerHalf:
         """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
         return LoRAHalf(self, server, state, self._buffer_rules(server, decisions))
 
-    def _buffer_rules(self, server: nn.Module, decisions: Mapping[str, Any] | None = None) -> BufferRules:
+    def _buffer_rules(self, server: nn.Module, decisions: Decisions = None) -> BufferRules:
         named = (name for name, _ in server.named_buffers())
         chosen = frozenset(
             name for name in named if matches(name, self.train) or first_match(name, self.buffers) is not None
@@ -345,7 +340,7 @@ class LoRAHalf(ServerHalf):
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """All that is not trained, and A if the aggregation never changes it and all clients have all of it."""
         frozen = {name: tensor for name, tensor in self.sent_to_all().items() if name not in self.dense}
-        parts = () if self.is_mixed else self.aggregation.frozen()
+        parts = () if self.is_mixed else self.aggregation.frozen
         for layer, adapter in self.state.pairs:
             frozen.update({layer.parts[part]: adapter.get_parameter(part).detach() for part in parts})
         return frozen
@@ -396,10 +391,8 @@ class LoRARound(Round):
         self.cohort = cohort
         self.tensors = half.sent_to_all()
         ranks = {ratio: round(ratio * half.max_rank) for ratio in cohort.groups}
-        opened = [
-            OpenAdapter(layer, adapter.B.detach(), adapter.A.detach(), cohort, ranks, half.is_mixed)
-            for layer, adapter in half.state.pairs
-        ]
+        given = cohort, ranks, half.is_mixed, half.aggregation.trained(cohort.round_idx)
+        opened = [OpenAdapter(layer, own.B.detach(), own.A.detach(), *given) for layer, own in half.state.pairs]
         self.adapters = dict(zip(half.state.layers, half.aggregation.open_all(opened), strict=True))
         self.dense = dense_mean(half.server, half.buffers.averaged(half.trained_whole()), cohort)
 
@@ -429,8 +422,13 @@ class LoRARound(Round):
 
     def close(self) -> None:
         apply_mean_change(self.half.server, self.dense.finish())
-        self.half.state.note_round(self.cohort.round_idx, self.half.choice.merge_every)
-        for adapter, (_, own) in zip(self.adapters.values(), self.half.state.pairs, strict=True):
+        state, merge_every = self.half.state, self.half.choice.merge_every
+        now = self.cohort.round_idx + 1
+        before = min(int(state.num_rounds), self.cohort.round_idx)  # another fit counts from zero again
+        # this round calls for it, or one without clients before it
+        state.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
+        state.num_rounds.fill_(now)
+        for adapter, (_, own) in zip(self.adapters.values(), state.pairs, strict=True):
             adapter.close(own)
 
 
@@ -469,12 +467,6 @@ class LoRAState(nn.Module):
         """Each adapted layer with what is held of it."""
         held = [adapter for adapter in self.adapters if isinstance(adapter, Adapter)]
         return list(zip(self.layers, held, strict=True))
-
-    def note_round(self, round_idx: int, merge_every: int | None) -> None:
-        """Note an averaged round; a merge is due if this round, or one without clients before it, calls for one."""
-        before, now = min(int(self.num_rounds), round_idx), round_idx + 1  # another fit counts from zero again
-        self.merge_is_due = merge_every is not None and now // merge_every > before // merge_every
-        self.num_rounds.fill_(now)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from lightning_spectral.algorithms.compression import wide
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.arguments import Number, check_fields
@@ -72,8 +73,7 @@ class ControlSide(DenseSide):
         changes: dict[str, Tensor] = {}
         scale = self.scale(upload)
         for name in self.trained if scale else ():
-            wide = torch.promote_types(sent[name].dtype, torch.float32)
-            changes[name] = (sent[name].to(wide) - upload.tensors[name].to(wide)).mul_(scale)
+            changes[name] = (wide(sent[name]) - wide(upload.tensors[name])).mul_(scale)
             if (control := sent.get(f"{CONTROL}{name}")) is not None:
                 changes[name].sub_(control)
         return changes

@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.compression import wide
 from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.functional.spectra import singular_terms, weight_to_matrix
 from lightning_spectral.nn.torch_modules import keeping_type
@@ -74,9 +75,8 @@ def by_share(cohort: Cohort) -> Cohort:
 
 @torch.no_grad()
 def update_of(before: Tensors, after: Tensors) -> dict[str, Tensor]:
-    """The change of each tensor of ``before``, in its own type but at least in single precision."""
-    wide = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in before.items()}
-    return {name: after[name].to(wide[name]) - tensor.to(wide[name]) for name, tensor in before.items()}
+    """The change of each tensor of ``before``, in at least single precision."""
+    return {name: wide(after[name]) - wide(tensor) for name, tensor in before.items()}
 
 
 @torch.no_grad()
@@ -109,12 +109,12 @@ def restore(entry: Tensors, like: Tensors) -> dict[str, Tensor]:
     Names, shapes and device are those of ``like``; the entry may be on another device.
     """
 
-    def wide(name: str, tensor: Tensor) -> Tensor:
+    def exact(name: str, tensor: Tensor) -> Tensor:
         return entry[name].to(tensor.device).double()
 
     return {
-        name: wide(name, tensor)
+        name: exact(name, tensor)
         if name in entry
-        else (wide(f"{name}:u", tensor) @ wide(f"{name}:v", tensor)).view(tensor.shape)
+        else (exact(f"{name}:u", tensor) @ exact(f"{name}:v", tensor)).view(tensor.shape)
         for name, tensor in like.items()
     }

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Moment, Round, ServerHalf
-from lightning_spectral.algorithms.fed_avg import dense_mean
-from lightning_spectral.algorithms.personal import NOTHING, Personal, check_personal, personal_names, rules_with
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, Round, ServerHalf
+from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
+from lightning_spectral.algorithms.personal import Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
     MatrixMeans,
@@ -25,10 +25,17 @@ from lightning_spectral.algorithms.spectral.aggregation import (
     TermMeans,
     TrainedTerms,
 )
-from lightning_spectral.algorithms.spectral.start import PlannedModule, SpectralStart, move_energy
+from lightning_spectral.algorithms.spectral.start import (
+    SpectralStart,
+    assembled,
+    matrices_of,
+    move_energy,
+    of_each_matrix,
+    with_absent_rows,
+)
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, plan_draws
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
-from lightning_spectral.client.device import ClientSide, StepActions
+from lightning_spectral.client.device import StepActions
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.figures import marginal_entropy
@@ -37,9 +44,9 @@ from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
-from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import (
     PerClient,
     Schedule,
@@ -48,7 +55,7 @@ from lightning_spectral.protocol.per_client import (
     value_at,
     values_of,
 )
-from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Tensors, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
 from lightning_spectral.sums import RunningMean
 
@@ -58,43 +65,29 @@ ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the larg
 DECAY = "frobenius_decay"  # option of a group of factors
 
 
-@dataclass(frozen=True)
-class SpectralSide(ClientSide):
-    """Sub-models whose sharded layers hold the terms that were sent.
+@dataclass(frozen=True, kw_only=True)
+class SpectralSide(DenseSide):
+    """Sub-models whose sharded layers, in which nothing is personal, hold the terms that were sent.
 
     Attributes:
         plan: How clients hold each layer.
-        dense: Names of the tensors that are sent back whole.
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
-        personal: What stays with each client; none of it is in a sharded layer.
     """
 
     plan: ModulePlan
-    dense: tuple[str, ...]
     clip_tau: float
     clip_weight_lr: float
     frobenius_decay: float
-    personal: Personal = NOTHING
 
     @cached_property
     def weight_of(self) -> dict[str, str]:
         """Maps the name of a factor to that of the dense weight that it stands for."""
-        return {
-            f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in ("u", "v")
-        }
-
-    @cached_property
-    def returned(self) -> tuple[str, ...]:
-        """Names of the tensors that are sent back; multipliers are not."""
-        return (*self.dense, *self.weight_of)
+        return {f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in "uv"}
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
-
-    def load(self, client: nn.Module, download: Download) -> None:
-        load_tensors(client, {**download.tensors, **self.personal.of(download.client_state)})
 
     def origin(self, name: str) -> str:
         return self.weight_of.get(name, name)
@@ -127,22 +120,6 @@ class SpectralSide(ClientSide):
                 act()
 
         return self.personal.phases(client, StepActions(before_step=before_step))
-
-    def epochs(self, local_epochs: int) -> int:
-        return self.personal.epochs + local_epochs
-
-    @property
-    def keeps_state(self) -> bool:
-        return bool(self.personal.names)
-
-    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        return self.personal.kept(client)
-
-    def own_model(self, client_state: Tensors) -> Tensors:
-        return self.personal.of(client_state)
-
-    def collect(self, client: nn.Module, download: Download) -> Upload:
-        return Upload(download.unit, select_tensors(client, self.returned))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         return {name: layer.u for name, layer in sharded_layers(client).items()}
@@ -354,12 +331,7 @@ class SpectralSharding(ByKeepRatio):
             super().check_privacy()
 
     def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        untrained: Collection[str] = (),
-        decisions: Mapping[str, Any] | None = None,
+        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
     ) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
@@ -367,38 +339,54 @@ class SpectralSharding(ByKeepRatio):
         personal = Personal(personal_names(server, self.personal), self.personal_epochs)
         plan = plan.keeping_dense(personal.names, "personal")
         buffers = buffer_rules(server, rules_with(personal.names, server, self.buffers), decisions)
-        planned = PlannedModule(server, plan, buffers, personal)
-        return SpectralHalf(self, planned, (decisions or {}).get("started", ()))
+        return SpectralHalf(self, server, plan, buffers, personal, (decisions or {}).get("started", ()))
 
 
 class SpectralHalf(ServerHalf):
     """Factorises the sharded matrices of a module in every round.
 
     Attributes:
-        planned: The module and how clients hold its layers.
+        plan: How clients hold its layers.
         started: The matrices that the spectral start has changed, perhaps in the run that this one resumes.
     """
 
     rounds_are_alike: ClassVar[bool] = True
 
-    def __init__(self, choice: SpectralSharding, planned: PlannedModule, started: Collection[str] = ()) -> None:
-        super().__init__(planned.module, buffers=planned.buffers)
-        self.choice, self.planned, self.plan = choice, planned, planned.plan
-        self.started = frozenset(started)
+    def __init__(
+        self,
+        choice: SpectralSharding,
+        server: nn.Module,
+        plan: ModulePlan,
+        buffers: BufferRules,
+        personal: Personal,
+        started: Collection[str] = (),
+    ) -> None:
+        super().__init__(server, buffers=buffers)
+        self.choice, self.plan, self.personal, self.started = choice, plan, personal, frozenset(started)
+        self.held_entries = plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
 
-    @property
-    def averages_may_rest(self) -> bool:
-        return self.planned.personal.has_buffers(self.server)
+    def leading(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Named tensors, cut to the entries that clients hold; views."""
+        held = self.held_entries
+        return {name: tensor[: held[name]] if name in held else tensor for name, tensor in tensors.items()}
+
+    def returned(self) -> dict[str, Tensor]:
+        """What clients send back besides factors, as it is now."""
+        apart = {*self.plan.sharded_weights, *self.personal.names}
+        return self.leading(returned_tensors(self.server, apart, self.buffers))
 
     @cached_property
     def device_half(self) -> SpectralSide:
-        choice, dense = self.choice, tuple(self.planned.returned())
-        bounds = choice.clip_tau, choice.clip_weight_lr, choice.frobenius_decay
-        return choice.side(self.plan, dense, *bounds, self.planned.personal)
-
-    def frozen_tensors(self) -> Mapping[str, Tensor]:
-        """Also the server's values of personal tensors, with which clients begin."""
-        return {**super().frozen_tensors(), **select_tensors(self.server, self.planned.personal.names)}
+        """Sends back factors and all that is dense, but no multipliers."""
+        choice, factors = self.choice, (f"{name}.{factor}" for name in self.plan.blocks for factor in "uv")
+        return choice.side(
+            returned=(*self.returned(), *factors),
+            personal=self.personal,
+            plan=self.plan,
+            clip_tau=choice.clip_tau,
+            clip_weight_lr=choice.clip_weight_lr,
+            frobenius_decay=choice.frobenius_decay,
+        )
 
     @property
     def decisions(self) -> Mapping[str, Any]:
@@ -414,7 +402,7 @@ class SpectralHalf(ServerHalf):
         if start is not None:
             if start.keep_ratio is None:
                 start = replace(start, keep_ratio=min(entries_of(self.choice.keep_ratio)))
-            report = move_energy(self.planned, start, workers)
+            report = move_energy(self.server, self.plan, start, workers)
             self.started = frozenset(report.changed)
             said.append(str(report))
         return "\n".join(filter(None, said))
@@ -429,11 +417,11 @@ class SpectralHalf(ServerHalf):
             first = first_terms(matrix, num_terms, strategy, cohort) if name in loses else None
             return first or singular_terms(matrix)
 
-        terms = self.planned.of_each_matrix(terms_of, cohort.workers)
+        terms = of_each_matrix(self.server, self.plan, terms_of, cohort.workers)
         spectra = {name: singular_values for name, (singular_values, _, _) in terms.items()}
         num_terms_of = {name: blocks[name].num_terms for name in terms}
         draws = plan_draws(spectra, strategy, design, cohort, num_terms_of=num_terms_of)
-        matrices = self.planned.matrices()
+        matrices = matrices_of(self.server, self.plan)
 
         def mean_of(name: str, u: Tensor, v: Tensor) -> LayerMean:
             """Begin the sums of one matrix.
@@ -505,9 +493,9 @@ class SpectralRound(Round):
     """
 
     def __init__(self, half: SpectralHalf, cohort: Cohort, layers: Mapping[str, LayerRound]) -> None:
-        self.half, self.planned, self.cohort, self.layers = half, half.planned, cohort, layers
-        self.tensors: Mapping[str, Tensor] = self.planned.travelling()
-        self.mean = dense_mean(half.server, self.planned.averaged(), cohort)
+        self.half, self.cohort, self.layers = half, cohort, layers
+        self.tensors = half.leading(travelling_tensors(half.server, half.plan.sharded_weights))
+        self.mean = dense_mean(half.server, half.buffers.averaged(half.returned()), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)
@@ -532,12 +520,15 @@ class SpectralRound(Round):
         return [self.mean, *(layer.mean.running for layer in self.layers.values())]
 
     def close(self) -> None:
-        self.planned.apply_mean_change(self.mean.finish())
+        server, plan, held = self.half.server, self.half.plan, self.half.held_entries
+        changes = self.mean.finish()  # entries that no client holds do not change
+        whole = ((n, with_absent_rows(c, len(server.get_parameter(n))) if n in held else c) for n, c in changes)
+        apply_mean_change(server, whole)
         means = {name: layer.mean for name, layer in self.layers.items()}
-        for weight, change in self.planned.assembled(lambda name: means[name].weight_change()):
+        for weight, change in assembled(server, plan, lambda name: means[name].weight_change()):
             weight.grad = -change
         if any(mean.truncates for mean in means.values()):
-            for weight, lost in self.planned.assembled(lambda name: means[name].truncation()):
+            for weight, lost in assembled(server, plan, lambda name: means[name].truncation()):
                 weight.detach().sub_(lost)
 
     def metrics(self) -> Mapping[str, float]:

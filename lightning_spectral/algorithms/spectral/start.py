@@ -1,15 +1,14 @@
-"""The server's module as its plan divides it, and the spectral start, which moves the energy of its weights."""
+"""The sharded matrices of a module, and the spectral start, which moves their energy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.personal import NOTHING, Personal
 from lightning_spectral.algorithms.term_draws import naming_layer
 from lightning_spectral.arguments import check_fields, flag
 from lightning_spectral.functional.spectra import (
@@ -23,78 +22,37 @@ from lightning_spectral.functional.spectra import (
 from lightning_spectral.nn.layers.terms import assemble, by_parameter
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import plan_of
-from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Workers
-from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
 
 
-class PlannedModule:
-    """A module, the plan of how clients hold every layer of it, the rules of its buffers, and what is personal."""
-
-    def __init__(
-        self, module: nn.Module, plan: ModulePlan, buffers: BufferRules = NO_RULES, personal: Personal = NOTHING
-    ) -> None:
-        self.module = module
-        self.plan = plan
-        self.buffers = buffers
-        self.personal = personal
-        self._held_entries = plan.cut_biases(module)  # of biases whose outputs clients do not compute in full
-
-    def matrices(self) -> dict[str, Tensor]:
-        """The sharded matrices by the names of the plan's blocks and in their order, detached."""
-        blocks, module = self.plan.blocks, self.module
-        return {name: block.matrix(module.get_parameter(block.parameter).detach()) for name, block in blocks.items()}
-
-    def of_each_matrix(
-        self, compute: Callable[[str, Tensor], tuple[Tensor, ...]], workers: Workers
-    ) -> dict[str, tuple[Tensor, ...]]:
-        """What follows from each sharded matrix, computed in one of the processes; errors name the layer."""
-
-        def named(piece: tuple[str, Tensor]) -> tuple[Tensor, ...]:
-            with naming_layer(piece[0]):
-                return compute(*piece)
-
-        def cost(piece: tuple[str, Tensor]) -> float:  # multiplications of a decomposition, up to a factor
-            return float(piece[1].numel() * min(piece[1].shape))
-
-        pieces = list(self.matrices().items())
-        return dict(zip(self.plan.blocks, workers.share_out(pieces, named, cost), strict=True))
-
-    def assembled(self, matrix_of: Callable[[str], Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Yield every sharded weight, with a tensor of its shape made of ``matrix_of`` each of its blocks' names."""
-        for name, blocks in by_parameter(list(self.plan.blocks.values())):
-            weight = self.module.get_parameter(name)
-            yield weight, assemble(blocks, [matrix_of(block.name).to(weight.dtype) for block in blocks], weight)
-
-    def travelling(self) -> dict[str, Tensor]:
-        """The tensors that are sent whole, or cut to the entries that clients hold; views."""
-        return leading_entries(travelling_tensors(self.module, self.plan.sharded_weights), self._held_entries)
-
-    def returned(self) -> dict[str, Tensor]:
-        """Those of them that clients send back."""
-        kept = {*self.plan.sharded_weights, *self.personal.names}
-        tensors = returned_tensors(self.module, kept, self.buffers)
-        return leading_entries(tensors, self._held_entries)
-
-    def averaged(self) -> dict[str, Tensor]:
-        """Those of them that are averaged."""
-        return dict(self.buffers.averaged(self.returned()))
-
-    def apply_mean_change(self, changes: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the pseudo-gradients and buffers of these tensors; entries that no client holds do not change."""
-        held, module = self._held_entries, self.module
-        apply_mean_change(
-            module,
-            (
-                (name, with_absent_rows(change, len(module.get_parameter(name))) if name in held else change)
-                for name, change in changes
-            ),
-        )
+def matrices_of(module: nn.Module, plan: ModulePlan) -> dict[str, Tensor]:
+    """The sharded matrices of a module by the names of the plan's blocks and in their order, detached."""
+    return {name: block.matrix(module.get_parameter(block.parameter).detach()) for name, block in plan.blocks.items()}
 
 
-def leading_entries(tensors: Mapping[str, Tensor], held: Mapping[str, int]) -> dict[str, Tensor]:
-    """Named tensors, some of them cut to their leading ``held[name]`` entries; views."""
-    return {name: tensor[: held[name]] if name in held else tensor for name, tensor in tensors.items()}
+def of_each_matrix(
+    module: nn.Module, plan: ModulePlan, compute: Callable[[str, Tensor], tuple[Tensor, ...]], workers: Workers
+) -> dict[str, tuple[Tensor, ...]]:
+    """What follows from each sharded matrix, computed in one of the processes; errors name the layer."""
+
+    def named(piece: tuple[str, Tensor]) -> tuple[Tensor, ...]:
+        with naming_layer(piece[0]):
+            return compute(*piece)
+
+    def cost(piece: tuple[str, Tensor]) -> float:  # multiplications of a decomposition, up to a factor
+        return float(piece[1].numel() * min(piece[1].shape))
+
+    pieces = list(matrices_of(module, plan).items())
+    return dict(zip(plan.blocks, workers.share_out(pieces, named, cost), strict=True))
+
+
+def assembled(
+    module: nn.Module, plan: ModulePlan, matrix_of: Callable[[str], Tensor]
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield every sharded weight, with a tensor of its shape made of ``matrix_of`` each of its blocks' names."""
+    for name, blocks in by_parameter(list(plan.blocks.values())):
+        weight = module.get_parameter(name)
+        yield weight, assemble(blocks, [matrix_of(block.name).to(weight.dtype) for block in blocks], weight)
 
 
 def with_absent_rows(change: Tensor, num_rows: int) -> Tensor:
@@ -197,18 +155,18 @@ def spectral_start(
         Spectral start: the energy of 2 of 2 sharded matrices is now in 10% of the terms, which held 34% of it.
     """
     start = SpectralStart(tail, KEEP_RATIO("keep_ratio", keep_ratio), trained)
-    return move_energy(PlannedModule(module, plan_of(module, layers)), start, workers or Workers())
+    return move_energy(module, plan_of(module, layers), start, workers or Workers())
 
 
 @torch.no_grad()
-def move_energy(planned: PlannedModule, start: SpectralStart, workers: Workers) -> StartReport:
+def move_energy(module: nn.Module, plan: ModulePlan, start: SpectralStart, workers: Workers) -> StartReport:
     """Apply a spectral start whose keep ratio is given, in place."""
     keep_ratio = start.keep_ratio
     assert keep_ratio is not None, "that of the smallest clients, if the user gives none"
 
     def moved(name: str, matrix: Tensor) -> tuple[Tensor, ...]:
         """The new matrix, and the share of its energy that the first terms held; empty if unchanged."""
-        factors, num_terms = factorize(matrix), planned.plan.blocks[name].num_terms(keep_ratio)
+        factors, num_terms = factorize(matrix), plan.blocks[name].num_terms(keep_ratio)
         if is_concentrated(factors.s, num_terms, start.tail, torch.finfo(matrix.dtype).eps):
             return ()
         if not (start.trained or looks_random(factors.s, (matrix.shape[0], matrix.shape[1]))):
@@ -217,10 +175,10 @@ def move_energy(planned: PlannedModule, start: SpectralStart, workers: Workers) 
         squares = factors.s**2
         return (factors.U * values @ factors.Vh).to(matrix.dtype), squares[:num_terms].sum() / squares.sum()
 
-    found = planned.of_each_matrix(moved, workers)
+    found = of_each_matrix(module, plan, moved, workers)
     changed = {name: tensors for name, tensors in found.items() if tensors}
-    matrices = {**planned.matrices(), **{name: matrix for name, (matrix, _) in changed.items()}}
-    for weight, after in planned.assembled(matrices.__getitem__):
+    matrices = {**matrices_of(module, plan), **{name: matrix for name, (matrix, _) in changed.items()}}
+    for weight, after in assembled(module, plan, matrices.__getitem__):
         weight.copy_(after)
     held = fmean(float(share) for _, share in changed.values()) if changed else 0.0
     return StartReport(keep_ratio, list(changed), [name for name in found if name not in changed], held)

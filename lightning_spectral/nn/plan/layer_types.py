@@ -12,52 +12,33 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.functional.checks import has_values
-from lightning_spectral.nn.layers.conv import (
-    SpectralShardedConv1d,
-    SpectralShardedConv2d,
-    SpectralShardedConv3d,
-    SpectralShardedGroupedConv1d,
-    SpectralShardedGroupedConv2d,
-    SpectralShardedGroupedConv3d,
-    SpectralShardedSpatialConv2d,
-)
-from lightning_spectral.nn.layers.linear import (
-    SpectralShardedLinear,
-    SpectralShardedSplitLinear,
-    SpectralShardedSplitTransposedLinear,
-    SpectralShardedTransposedLinear,
-)
-from lightning_spectral.nn.layers.sequences import (
-    SpectralShardedGRU,
-    SpectralShardedLSTM,
-    SpectralShardedMultiheadAttention,
-)
+from lightning_spectral.nn.layers import conv, linear, sequences
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import WeightBlock
 
 ShardedType = type[ShardedLayer]
 
 SHARDED_LAYERS: Mapping[type[nn.Module], ShardedType] = {
-    nn.Linear: SpectralShardedLinear,
-    nn.Conv1d: SpectralShardedConv1d,
-    nn.Conv2d: SpectralShardedConv2d,
-    nn.Conv3d: SpectralShardedConv3d,
-    nn.MultiheadAttention: SpectralShardedMultiheadAttention,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: SpectralShardedLinear,  # an attention's `out_proj`
-    nn.LSTM: SpectralShardedLSTM,
-    nn.GRU: SpectralShardedGRU,
+    nn.Linear: linear.SpectralShardedLinear,
+    nn.Conv1d: conv.SpectralShardedConv1d,
+    nn.Conv2d: conv.SpectralShardedConv2d,
+    nn.Conv3d: conv.SpectralShardedConv3d,
+    nn.MultiheadAttention: sequences.SpectralShardedMultiheadAttention,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: linear.SpectralShardedLinear,  # an attention's `out_proj`
+    nn.LSTM: sequences.SpectralShardedLSTM,
+    nn.GRU: sequences.SpectralShardedGRU,
 }
 GROUPED: Mapping[type[nn.Module], ShardedType] = {
-    nn.Conv1d: SpectralShardedGroupedConv1d,
-    nn.Conv2d: SpectralShardedGroupedConv2d,
-    nn.Conv3d: SpectralShardedGroupedConv3d,
+    nn.Conv1d: conv.SpectralShardedGroupedConv1d,
+    nn.Conv2d: conv.SpectralShardedGroupedConv2d,
+    nn.Conv3d: conv.SpectralShardedGroupedConv3d,
 }
 SPLIT: Mapping[ShardedType, ShardedType] = {
-    SpectralShardedLinear: SpectralShardedSplitLinear,
-    SpectralShardedTransposedLinear: SpectralShardedSplitTransposedLinear,
+    linear.SpectralShardedLinear: linear.SpectralShardedSplitLinear,
+    linear.SpectralShardedTransposedLinear: linear.SpectralShardedSplitTransposedLinear,
 }
 # Layers of libraries that this package does not import, by the name of their class.
-BY_NAME: Mapping[str, ShardedType] = {"transformers.pytorch_utils.Conv1D": SpectralShardedTransposedLinear}
+BY_NAME: Mapping[str, ShardedType] = {"transformers.pytorch_utils.Conv1D": linear.SpectralShardedTransposedLinear}
 AFFINE = (nn.Linear, _ConvNd, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
@@ -89,7 +70,7 @@ def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) ->
     if getattr(layer, "groups", 1) != 1:
         return GROUPED.get(type(layer))
     if spatial and type(layer) is nn.Conv2d and layer.kernel_size != (1, 1):
-        return SpectralShardedSpatialConv2d
+        return conv.SpectralShardedSpatialConv2d
     whole = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(qualified_name(layer))
     return whole if whole is None or num_parts == 1 else SPLIT.get(whole)
 

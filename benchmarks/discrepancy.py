@@ -20,7 +20,7 @@ import lightning_spectral as ls
 from lightning_spectral.functional.figures import cohort_discrepancy, coordinated_discrepancy, group_discrepancy
 from lightning_spectral.functional.sampling.cohorts import coordinated_multipliers
 from lightning_spectral.functional.spectra import factorize, num_terms_for
-from lightning_spectral.report.printed import PRINTED, legend_above, look, printed
+from lightning_spectral.report.printed import GRID, legend_above, look, printed
 from lightning_spectral.tables import aligned
 
 Weights = list[list[float]]
@@ -129,7 +129,7 @@ def plot(tables: dict[str, dict[str, list[float]]], names: list[str], path: Path
                 hollow = {"markerfacecolor": "none"} if "coordinated" in method else {}
                 axes.plot(values, rows, ls="", color=colour, marker=marker, label=method, markersize=6, **hollow)
             for between in range(1, len(names)):
-                axes.axhline(between - 0.5, color=PRINTED.grid)
+                axes.axhline(between - 0.5, color=GRID)
             axes.grid(visible=False, axis="y")
             axes.set(title=title, xscale="log", ylim=(len(names) - 0.5, -0.5))
             axes.set_yticks(range(len(names)), names)

@@ -35,20 +35,15 @@ LONGEST_LABEL, MAX_LINES, LABEL = 100, 8, 44  # letters of an axis, lines of a l
 LETTER, HANDLE = 5.5, 36.0  # points: of the width of a letter, and of what stands before a label
 
 
-class Theme(NamedTuple):
-    """Colours of everything but the data."""
-
-    ink: str  # text and axes
-    grid: str
-    paper: str  # lines between areas that touch
-
-
-PRINTED = Theme(ink="#1a1a1a", grid="#d5d5d5", paper="#ffffff")
-
-
-# A page takes its colours from its style sheet: these stand in for them in a figure and are replaced in its SVG.
-PAGE = Theme(ink="#010203", grid="#040506", paper="#070809")
-REPLACED = {PAGE.ink: "currentColor", PAGE.grid: "var(--grid)", PAGE.paper: "var(--paper)"}
+INK, GRID, PAPER = "#1a1a1a", "#d5d5d5", "#ffffff"  # text and axes; grid; lines between areas that touch
+# A page has its own light and dark ones in its style sheet; an image in a file has a style for dark pages.
+ON_PAGE = {INK: "currentColor", GRID: "var(--grid)", PAPER: "var(--paper)"}
+DARK = {INK: "#e6e6e4", GRID: "#3a3d43", PAPER: "#131416"}
+DARK_STYLE = "\n".join(
+    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+    for light, dark in DARK.items()
+    for what in ("fill", "stroke")
+)
 INCHES, LEGEND_COLUMNS = 8.0, 3  # of a picture on a page
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
@@ -61,7 +56,7 @@ class Look(NamedTuple):
     width: float
 
 
-BASELINE = Look(PRINTED.ink, "*", 1.6)  # what others are compared with
+BASELINE = Look(INK, "*", 1.6)  # what others are compared with
 
 
 def look(index: int) -> Look:
@@ -69,25 +64,23 @@ def look(index: int) -> Look:
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
 
 
-def settings(theme: Theme) -> Any:
-    """Matplotlib's settings for a theme."""
-    inked = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor", "text.color")
-    return {
-        **dict.fromkeys((*inked, "xtick.color", "ytick.color"), theme.ink),
-        "font.size": FONT_POINTS,
-        "axes.titlesize": FONT_POINTS,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": theme.grid,
-        "grid.linewidth": 0.6,
-        "legend.frameon": False,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 5,
-        "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's fonts
-        "svg.hashsalt": "report",  # the same runs make the same file
-    }
+INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor", "text.color")
+SETTINGS: Any = {  # matplotlib's
+    **dict.fromkeys((*INKED, "xtick.color", "ytick.color"), INK),
+    "font.size": FONT_POINTS,
+    "axes.titlesize": FONT_POINTS,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's fonts
+    "svg.hashsalt": "report",  # the same runs make the same file
+}
 
 
 class NotebookFigure(Figure):
@@ -99,16 +92,6 @@ class NotebookFigure(Figure):
         return content.getvalue()
 
 
-# An image on a page follows the page's colours: light ones stand in its SVG, which other programs read too, and a style
-# replaces them on dark pages.
-DARK = {PRINTED.ink: "#e6e6e4", PRINTED.grid: "#3a3d43", PRINTED.paper: "#131416"}
-DARK_STYLE = "\n".join(
-    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
-    for light, dark in DARK.items()
-    for what in ("fill", "stroke")
-)
-
-
 @contextmanager
 def printed(path: str | Path | None, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, in inches, which is written when the block ends, if there is a path; a notebook shows it.
@@ -116,7 +99,7 @@ def printed(path: str | Path | None, width: float, height: float) -> Iterator[Fi
     The suffix of the path decides the format; missing folders are created. An SVG has no background, and is legible on
     light and on dark pages.
     """
-    with matplotlib.rc_context(settings(PRINTED)):
+    with matplotlib.rc_context(SETTINGS):
         figure = NotebookFigure(figsize=(width, height), layout="constrained")
         yield figure
         if path is None:
@@ -195,13 +178,6 @@ def legend_columns(labels: Sequence[str], columns: int, inches: float) -> int:
     return max(1, min(columns, len(labels), int(inches * 72 // (LETTER * widest + HANDLE))))
 
 
-def legend_lines(labels: Sequence[str], columns: int, inches: float) -> int:
-    """How many lines of text a legend is high; it is filled column by column."""
-    rows = -(-len(labels) // legend_columns(labels, columns, inches))
-    heights = [len(in_lines(label, LABEL)) for label in labels]
-    return max(sum(heights[start : start + rows]) for start in range(0, len(labels), rows))
-
-
 def panels(figure: Figure, number: int, columns: int = 0, **shared: Any) -> list[Axes]:
     """Add panels to a figure, side by side, so many in a row."""
     ncols = min(columns or number, number)
@@ -217,15 +193,15 @@ class Picture:
 
     name: str  # of its file, without a suffix
     description: str  # for readers who cannot see it
-    draw: Callable[[Figure, Theme], None] = field(repr=False)
+    draw: Callable[[Figure], None] = field(repr=False)
     height: float  # in inches, without the legend
     labels: Sequence[str] = ()  # of the legend above it
 
     def svg(self) -> str:
         """The figure for a page."""
-        with _drawing(PAGE):
+        with _drawing():
             file = io.StringIO()
-            self.drawn(PAGE).savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+            self.drawn().savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
         text = file.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
         text = re.sub(r"<[^<>]+>", lambda tag: _embedded(tag[0], self.name), text)  # tags, not texts
@@ -236,27 +212,29 @@ class Picture:
     def write_png(self, folder: Path) -> Path:
         """Write the figure for print to ``<folder>/<name>.png``."""
         path = folder / f"{self.name}.png"
-        with _drawing(PRINTED):
-            self.drawn(PRINTED).savefig(path, dpi=200, metadata={"Software": None})
+        with _drawing():
+            self.drawn().savefig(path, dpi=200, metadata={"Software": None})
         return path
 
-    def drawn(self, theme: Theme) -> Figure:
-        """Draw it in one theme, with one legend for all panels above them."""
+    def drawn(self) -> Figure:
+        """Draw it, with one legend for all panels above them."""
         height = self.height
-        if self.labels:
-            height += 0.2 * legend_lines(self.labels, LEGEND_COLUMNS, INCHES)
+        if labels := self.labels:  # the legend is filled column by column
+            rows = -(-len(labels) // legend_columns(labels, LEGEND_COLUMNS, INCHES))
+            lines = [len(in_lines(label, LABEL)) for label in labels]
+            height += 0.2 * max(sum(lines[start : start + rows]) for start in range(0, len(lines), rows))
         figure = Figure(figsize=(INCHES, height), layout="constrained")
-        self.draw(figure, theme)
+        self.draw(figure)
         return figure
 
 
 @contextmanager
-def _drawing(theme: Theme) -> Iterator[None]:
-    """Matplotlib's settings for a theme, without its remarks on what runs may hold.
+def _drawing() -> Iterator[None]:
+    """Our settings of matplotlib, without its remarks on what runs may hold.
 
     It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
     """
-    with matplotlib.rc_context(settings(theme)), warnings.catch_warnings():
+    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from|.*layout not applied", category=UserWarning)
         yield
 
@@ -265,6 +243,6 @@ def _embedded(tag: str, prefix: str) -> str:
     """A tag with ids that are unique in the page, in its colours and font."""
     tag = re.sub(r'\bid="', f'id="{prefix}-', tag)
     tag = re.sub(r'(href="|url\()#', rf"\g<1>#{prefix}-", tag)
-    for colour, replacement in REPLACED.items():
+    for colour, replacement in ON_PAGE.items():
         tag = tag.replace(colour, replacement)
     return re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font-size: \1px", tag)

@@ -45,10 +45,11 @@ from lightning_spectral.report.measures import (
 from lightning_spectral.report.printed import (
     COLOURS,
     GREY,
+    INK,
     LEGEND_COLUMNS,
+    PAPER,
     Look,
     Picture,
-    Theme,
     as_label,
     draw_line,
     draw_spread,
@@ -139,7 +140,15 @@ def pareto_section(contents: Contents) -> Section:
     """Every run's last evaluation against what was sent until then; below it, the spread over clients."""
     groups, metric = contents.groups, contents.metric
     title, remark = f"{metric} against megabytes", on_lengths(groups, metric)
-    tables = (("Groups", groups_table(groups, metric)), ("All runs", _runs_table(contents)))
+    rows = []
+    for group in groups:
+        for run in group.runs:
+            cost, value = run_end(run, metric)
+            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {metric} is {value}"])]
+            rounds = int(evaluations(run, metric).rounds[-1]) + 1
+            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
+    of_runs = Table(("group", "run", "rounds", metric, "megabytes", "remarks"), tuple(rows))
+    tables = (("Groups", groups_table(groups, metric)), ("All runs", of_runs))
     if not all(megabytes(run) for run in contents.runs):
         return Section(title, "", None, tables, f"{SWITCH_ON['bytes']} {remark}".strip(), num_open=1)
     with_clients = any(spread(run, metric) for run in contents.runs)
@@ -148,42 +157,36 @@ def pareto_section(contents: Contents) -> Section:
         "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
-    height, draw = 6.4 if with_clients else 4.2, partial(_draw_pareto, contents=contents, with_clients=with_clients)
+    ends = [group_end(group, metric) for group in groups]
+    means = np.array([points.mean(axis=0) for points in ends])
+
+    def draw(figure: Figure) -> None:
+        axes = panels(figure, 1 + with_clients, columns=1, sharex=True)
+        for group, points, (x, y) in zip(groups, ends, means, strict=True):
+            look = look_of(group)
+            if len(points) > 1:
+                x_std, y_std = points.std(axis=0, ddof=1)
+                axes[0].errorbar(x, y, xerr=x_std, yerr=y_std, fmt="none", ecolor=look.colour, elinewidth=1, zorder=2)
+                axes[0].plot(*points.T, marker=look.marker, ms=4, ls="none", color=look.colour, alpha=0.6)
+            style: dict[str, Any] = {"marker": look.marker, "ms": 7 + 2 * look.width, "ls": "none", "mec": PAPER}
+            axes[0].plot(x, y, color=look.colour, label=group.label, **style)
+        if with_clients:
+            for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
+                _draw_clients(figure, axes[1], group, metric, x, shift)
+            axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
+        front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
+        if len(front) > 1:
+            axes[0].plot(*means[front].T, color=INK, lw=1, ls="--", zorder=1)
+        axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
+        cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
+        legend_above(figure, LEGEND_COLUMNS)
+
+    height = 6.4 if with_clients else 4.2
     picture = Picture("pareto", f"{title}: a point for each run.", draw, height, contents.labels)
     return Section(title, lead, picture, tables, remark, num_open=1)
 
 
-def _draw_pareto(figure: Figure, theme: Theme, contents: Contents, with_clients: bool) -> None:
-    groups, metric = contents.groups, contents.metric
-    axes = panels(figure, 1 + with_clients, columns=1, sharex=True)
-    ends = [group_end(group, metric) for group in groups]
-    means = np.array([points.mean(axis=0) for points in ends])
-    for group, points in zip(groups, ends, strict=True):
-        _draw_points(axes[0], theme, group, points)
-    if with_clients:
-        for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
-            _draw_clients(figure, axes[1], theme, group, metric, x, shift)
-        axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
-    front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
-    if len(front) > 1:
-        axes[0].plot(*means[front].T, color=theme.ink, lw=1, ls="--", zorder=1)
-    axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
-    cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
-    legend_above(figure, LEGEND_COLUMNS)
-
-
-def _draw_points(axes: Axes, theme: Theme, group: Group, points: Numbers) -> None:
-    """Draw a small mark for each run and a large one for their mean; ``points`` has shape ``(runs, 2)``."""
-    look, (x, y) = look_of(group), points.mean(axis=0)
-    if len(points) > 1:
-        x_std, y_std = points.std(axis=0, ddof=1)
-        axes.errorbar(x, y, xerr=x_std, yerr=y_std, fmt="none", ecolor=look.colour, elinewidth=1, zorder=2)
-        axes.plot(*points.T, marker=look.marker, ms=4, ls="none", color=look.colour, alpha=0.6)
-    size, edge = 7 + 2 * look.width, theme.paper
-    axes.plot(x, y, marker=look.marker, ms=size, ls="none", color=look.colour, mec=edge, label=group.label)
-
-
-def _draw_clients(figure: Figure, axes: Axes, theme: Theme, group: Group, metric: str, x: float, shift: float) -> None:
+def _draw_clients(figure: Figure, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
     """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
     found = [[one.last for one in three] for run in group.runs if (three := spread(run, metric)) is not None]
     if not found:
@@ -192,7 +195,7 @@ def _draw_clients(figure: Figure, axes: Axes, theme: Theme, group: Group, metric
     at = offset_copy(axes.transData, figure, x=shift, units="points")
     axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
     axes.plot([x, x], [low, high], color=look.colour, lw=2.5, transform=at)
-    axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=theme.paper, transform=at)
+    axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=PAPER, transform=at)
 
 
 def shifts(costs: Numbers) -> list[float]:
@@ -206,17 +209,6 @@ def shifts(costs: Numbers) -> list[float]:
     far = SAME * np.ptp(known) if len(known) else 0.0
     near = [np.flatnonzero((abs(costs - cost) <= far) | (np.arange(len(costs)) == i)) for i, cost in enumerate(costs)]
     return [GAP * (float(np.flatnonzero(group == i)[0]) - (len(group) - 1) / 2) for i, group in enumerate(near)]
-
-
-def _runs_table(contents: Contents) -> Table:
-    rows = []
-    for group in contents.groups:
-        for run in group.runs:
-            cost, value = run_end(run, contents.metric)
-            rounds = int(evaluations(run, contents.metric).rounds[-1]) + 1
-            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {contents.metric} is {value}"])]
-            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
-    return Table(("group", "run", "rounds", contents.metric, "megabytes", "remarks"), tuple(rows))
 
 
 def costs_section(contents: Contents) -> Section:
@@ -239,7 +231,7 @@ def curves_section(contents: Contents) -> Section:
     groups, metric = contents.groups, contents.metric
     costed = all(megabytes(run) is not None for run in contents.runs)
 
-    def draw(figure: Figure, theme: Theme) -> None:
+    def draw(figure: Figure) -> None:
         axes = panels(figure, 1 + costed, sharey=True)
         for group in groups:
             if (found := band(group.each(partial(curve, metric=metric)))) is not None:
@@ -314,11 +306,11 @@ def seconds_section(contents: Contents) -> Section:
     if not stages:
         return Section(title, remark=SWITCH_ON["seconds"])
 
-    def draw(figure: Figure, theme: Theme) -> None:
+    def draw(figure: Figure) -> None:
         axes, left = figure.subplots(), np.zeros(len(times))
         for index, stage in enumerate(sorted(stages, key=lambda name: -stages[name])):  # the longest first
             widths, hatch = np.array([one.get(stage, 0.0) for one in times]), index // len(COLOURS) % len(HATCHES)
-            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": theme.paper}
+            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": PAPER}
             style: dict[str, Any] = {**colours, "hatch": HATCHES[hatch], "linewidth": 0.5, "height": 0.6}
             axes.barh(range(len(times)), widths, left=left, label=stage, **style)
             left += widths
@@ -352,9 +344,30 @@ def spectra_section(contents: Contents) -> Section:
         "For each layer in the first run of each group, as shares of the layer's largest in all rounds. They are known "
         f"to within the bins of a histogram: those that are smaller than a bin look the same.{more}"
     )
-    number, height = min(len(shown), MAX_HEAT_MAPS), 2.6 + 0.15 * max(len(title) for title, _ in shown)
-    height = 0.8 + height * -(-number // 3)
-    draw = partial(_draw_heat_maps, shown=shown[:MAX_HEAT_MAPS])
+    shown, longest = shown[:MAX_HEAT_MAPS], max(len(title) for title, _ in shown)
+
+    def draw(figure: Figure) -> None:
+        axes = panels(figure, len(shown), columns=3)
+        found = [_matrix(by_round) for _, by_round in shown]
+        smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
+        smallest = min(max(smallest, SMALLEST), LARGEST)  # what is smaller looks the same
+        scale = LogNorm(smallest, 1.0)
+        for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
+            shares = np.maximum(values / np.nanmax(values), smallest)
+            terms = np.arange(values.shape[1] + 1) + 0.5
+            panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
+            panel.set_title("\n".join(title))
+            panel.grid(visible=False)
+            panel.invert_yaxis()
+            panel.yaxis.set_major_locator(MaxNLocator(integer=True))
+            round_axis(panel)
+            if len(rounds) <= FEW:
+                panel.set_xticks(rounds + 1)
+        axes[0].set_ylabel("term, the largest first")
+        bar = figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, location="bottom", shrink=0.6, aspect=40)
+        bar.set_label("singular value / the layer's largest")
+
+    height = 0.8 + (2.6 + 0.15 * longest) * -(-len(shown) // 3)
     return Section(
         "Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, height)
     )
@@ -364,28 +377,6 @@ def heat_map_title(layer: str, group: str) -> list[str]:
     """Lines that are no wider than a panel; a layer's name is broken between its parts."""
     of_layer = in_lines(layer.replace(".", ". "), TITLE)
     return [*(line.replace(". ", ".") for line in of_layer), *in_lines(group, TITLE)]
-
-
-def _draw_heat_maps(figure: Figure, theme: Theme, shown: Sequence[tuple[list[str], Spectrum]]) -> None:
-    axes = panels(figure, len(shown), columns=3)
-    found = [_matrix(by_round) for _, by_round in shown]
-    smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
-    smallest = min(max(smallest, SMALLEST), LARGEST)  # what is smaller looks the same
-    scale = LogNorm(smallest, 1.0)
-    for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
-        shares = np.maximum(values / np.nanmax(values), smallest)
-        terms = np.arange(values.shape[1] + 1) + 0.5
-        panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
-        panel.set_title("\n".join(title))
-        panel.grid(visible=False)
-        panel.invert_yaxis()
-        panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-        round_axis(panel)
-        if len(rounds) <= FEW:
-            panel.set_xticks(rounds + 1)
-    axes[0].set_ylabel("term, the largest first")
-    bar = figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, location="bottom", shrink=0.6, aspect=40)
-    bar.set_label("singular value / the layer's largest")
 
 
 def _matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
@@ -477,7 +468,7 @@ def over_rounds(
 ) -> Picture:
     """A picture with one curve of each group, with its band, in each panel."""
 
-    def draw(figure: Figure, theme: Theme) -> None:
+    def draw(figure: Figure) -> None:
         axes = panels(figure, len(shown), columns=3, **shared)
         for panel, one in zip(axes, shown, strict=True):
             for group in groups:

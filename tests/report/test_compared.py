@@ -42,7 +42,7 @@ from lightning_spectral.report.measures import (
     megabytes,
     spread,
 )
-from lightning_spectral.report.printed import GREY, PRINTED
+from lightning_spectral.report.printed import GREY
 from lightning_spectral.report.runs import LoggedRun, read_run, read_runs
 from lightning_spectral.report.sections import Contents, look_of, pareto_section
 
@@ -258,7 +258,7 @@ def test_a_legend_of_long_names_fits_into_its_figure() -> None:
     groups = grouped(*(run([0.1, 0.5], keep_ratio=ratio, strategy="EffectiveCohort") for ratio in ratios))
     picture = pareto_section(Contents(groups, "val_acc", False)).picture
     assert picture is not None
-    figure = picture.drawn(PRINTED)
+    figure = picture.drawn()
     FigureCanvasAgg(figure).draw()
     (legend,) = figure.legends
     box = legend.get_window_extent()

@@ -21,7 +21,7 @@ from lightning_spectral.report import main
 from lightning_spectral.report.compared import group_runs
 from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.page import POLICY, write_report
-from lightning_spectral.report.printed import PRINTED, draw_line, legend_above, look, printed
+from lightning_spectral.report.printed import draw_line, legend_above, look, printed
 from lightning_spectral.report.runs import Histogram, LoggedRun, Table, printable, read_run
 from lightning_spectral.report.sections import (
     BITS,
@@ -132,7 +132,7 @@ def test_bits_have_a_panel_for_each_figure_that_some_run_has(tmp_path: Path) -> 
 def test_shares_have_a_whole_axis_and_small_moves_their_own(tmp_path: Path) -> None:
     picture = sections_of(made_up(tmp_path, {"fl/bits_agreed": 0.02, "fl/probs_moved": 0.02}))["Bits"].picture
     assert picture is not None
-    shares, moves = (axes.get_ylim() for axes in picture.drawn(PRINTED).axes)
+    shares, moves = (axes.get_ylim() for axes in picture.drawn().axes)
     assert shares == (0, 1.03)
     assert moves[0] == 0
     assert 0.02 < moves[1] < 0.03
@@ -175,7 +175,7 @@ def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> Non
     media = {"singular_values/a_layer.with.a_name.that_is.much_too_long": {index: counted for index in range(3)}}
     picture = sections_of(made_up(tmp_path, {}, media))["Singular values"].picture
     assert picture is not None
-    panel, bar = picture.drawn(PRINTED).axes
+    panel, bar = picture.drawn().axes
     assert panel.collections[0].norm.vmin == 0.1  # the smallest share that is known is 1 / 7
     assert list(panel.get_xticks()) == [1, 2, 3]
     assert bar.get_xlim()[0] == pytest.approx(0.1)

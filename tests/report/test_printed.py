@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from lightning_spectral.report.printed import (
     BASELINE,
     COLOURS,
-    PRINTED,
+    GRID,
+    INK,
     draw_seeds,
     legend_above,
     look,
@@ -69,10 +70,10 @@ def test_every_script_draws_in_this_look(folder: str) -> None:
 
 def test_an_svg_has_no_background_and_changes_its_colours_on_dark_pages(tmp_path: Path) -> None:
     with printed(tmp_path / "a.svg", 2.0, 2.0) as figure:
-        figure.add_subplot().plot([0, 1], [0, 1], color=PRINTED.ink)
+        figure.add_subplot().plot([0, 1], [0, 1], color=INK)
     text = (tmp_path / "a.svg").read_text()
     style, drawn = text.split("</style>", 1)
     assert "prefers-color-scheme: dark" in style
-    assert all(f'[style*="stroke: {colour}"]' in style for colour in (PRINTED.ink, PRINTED.grid))
+    assert all(f'[style*="stroke: {colour}"]' in style for colour in (INK, GRID))
     assert "fill: #ffffff" not in drawn
-    assert {PRINTED.ink, PRINTED.grid} <= set(re.findall(r"stroke: (#\w{6})", drawn))
+    assert {INK, GRID} <= set(re.findall(r"stroke: (#\w{6})", drawn))

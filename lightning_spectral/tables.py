@@ -33,7 +33,18 @@ def as_html(blocks: Iterable[Block]) -> str:
         </tbody></table>
         <p>1 layer</p>
     """
-    return "\n".join(_paragraph(block) if isinstance(block, str) else _table(block) for block in blocks)
+    parts: list[str] = []
+    for block in blocks:
+        if isinstance(block, str):
+            parts.append(f"<p>{'<br>'.join(map(escape, block.splitlines()))}</p>")
+        else:
+            tags = ["th", *["td"] * (len(block) - 1)]
+            head, *body = (
+                f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
+                for tag, row in zip(tags, block, strict=True)
+            )
+            parts += [f"<table><thead>{head}</thead><tbody>", *body, "</tbody></table>"]
+    return "\n".join(parts)
 
 
 class Tabular(ABC):
@@ -48,17 +59,3 @@ class Tabular(ABC):
     @abstractmethod
     def _blocks(self) -> Sequence[Block]:
         """Its tables, and the lines between them."""
-
-
-def _table(rows: Rows) -> str:
-    head, *body = rows
-    lines = [_row(row, "td") for row in body]
-    return "\n".join([f"<table><thead>{_row(head, 'th')}</thead><tbody>", *lines, "</tbody></table>"])
-
-
-def _row(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _paragraph(text: str) -> str:
-    return f"<p>{'<br>'.join(map(escape, text.splitlines()))}</p>"

@@ -77,7 +77,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
         check_loadable(path)
         checkpoint = super().load_checkpoint(path, *args, **options)
-        check_tensors(checkpoint, path)
+        with _refusing(path):
+            _check_tensors(checkpoint)
         return checkpoint
 
 
@@ -100,12 +101,6 @@ def check_loadable(source: Any) -> None:
         with _refusing(source), suppress(pickle.UnpicklingError):
             _check_archive(source)
             _read(source, mmap=True)  # torch refuses some of what zipfile accepts
-
-
-def check_tensors(checkpoint: Mapping[str, Any], name: Any) -> None:
-    """Raise ``ValueError`` if the tensors of a checkpoint that was loaded do not match the digest in it, if any."""
-    with _refusing(name):
-        _check_tensors(checkpoint)
 
 
 def digest_of_tensors(content: Any) -> str:
@@ -210,6 +205,7 @@ def _check_no_script(archive: ZipFile) -> None:
 
 
 def _check_tensors(checkpoint: Any) -> None:
+    """Compare the tensors of a checkpoint that was loaded with the digest in it, if any."""
     saved = checkpoint.get(DIGEST) if isinstance(checkpoint, Mapping) else None
     if saved is not None and saved != digest_of_tensors(checkpoint):
         raise DamagedFile(f"its tensors are not those that were saved (if you changed them, delete its {DIGEST!r})")
@@ -329,7 +325,8 @@ def load_user_module(
     check_loadable(path)
     map_location = map_location or _if_available
     checkpoint = torch.load(path, map_location, weights_only=weights_only)
-    check_tensors(checkpoint, path)
+    with _refusing(path):
+        _check_tensors(checkpoint)
     if "federation" not in checkpoint:
         raise ValueError("The checkpoint was not written by a federation; use the class's own `load_from_checkpoint`.")
     models = checkpoint.get(OF_MODELS, {"": {}})

@@ -77,12 +77,6 @@ class SavedRun:
         """Whether the run continues one that had begun, from a checkpoint."""
         return self.resumed is not None and NOTHING_NEW not in self.resumed
 
-    def try_saving(self) -> None:
-        """Before anything is trained, raise an error if a checkpoint that this run is to save could not be written."""
-        if isinstance(self._trainer.strategy.checkpoint_io, TorchCheckpointIO):
-            for checkpoint in _dumped(self._trainer).values():
-                check_can_be_saved(checkpoint)
-
     def keep(self) -> None:
         """Keep the round in which the servers have just stepped, if anything may save it before its epoch has ended."""
         if self._federation.last_stepped == (now := self._federation.runtime.round_idx):
@@ -152,14 +146,15 @@ class SavedRun:
         self.resumed = dict(checkpoint)  # as it is before users' hooks
         self._federation.read(checkpoint)
 
-    def call_user_hooks(self, checkpoint: Checkpoint) -> None:
-        for name, member in self._federation.members.items():
-            with own_checkpoint(checkpoint, name) as own:
-                member.module.on_load_checkpoint(own)
-
     def start_training(self, host: pl.LightningModule) -> None:
-        """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated."""
+        """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated.
+
+        Before anything is trained, raise an error if a checkpoint that this run is to save could not be written.
+        """
         saved, trainer = self.resumed, self._trainer
+        if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
+            for checkpoint in _dumped(trainer).values():
+                check_can_be_saved(checkpoint)
         if saved is None:
             self.logged.mark(trainer)
             self.begun = True

@@ -118,23 +118,19 @@ EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterab
 class RoundLoader:
     """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
 
-    The host is asked when the batch is fetched: Lightning creates the iterator before a resumed run knows its epoch.
+    The module that the Trainer fits is asked when the batch is fetched: Lightning creates the iterator before a resumed
+    run knows its epoch. Raises ``TypeError`` if it trains on batches instead of clients.
     """
 
-    def __init__(self, host: Any) -> None:
-        self.host = host
+    def __init__(self, trainer: pl.Trainer | None, owner: str) -> None:
+        module = None if trainer is None else trainer.lightning_module
+        self.host = as_host(module, f"{owner} feeds clients, not batches")
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[Share]:
-        yield self.host.share(self.host.current_epoch)
-
-
-def round_loader(trainer: pl.Trainer | None, owner: str) -> RoundLoader:
-    """The rounds of the module that a Trainer fits; raise ``TypeError`` if it trains on batches instead of clients."""
-    module = None if trainer is None else trainer.lightning_module
-    return RoundLoader(as_host(module, f"{owner} feeds clients, not batches"))
+        yield self.host.federation.cohorts.share(self.host.current_epoch)
 
 
 class ServerData(pl.LightningDataModule):
@@ -237,7 +233,7 @@ class ServerData(pl.LightningDataModule):
 
     def train_dataloader(self) -> RoundLoader:
         """A single batch: all clients that this process trains in the round that Lightning is about to run."""
-        return round_loader(self.trainer, type(self).__name__)
+        return RoundLoader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
@@ -519,15 +515,18 @@ class MultiModelDataModule(pl.LightningDataModule):
             self.modules[name].load_state_dict(state)
 
     def train_dataloader(self) -> Any:
-        return round_loader(self.trainer, type(self).__name__)
+        return RoundLoader(self.trainer, type(self).__name__)
 
     def val_dataloader(self) -> list[Any]:
-        return self._counted("validate", {n: as_list(m.val_dataloader()) for n, m in self.modules.items()})
+        return self._counted("validate", "val_dataloader")
 
     def test_dataloader(self) -> list[Any]:
-        return self._counted("test", {n: as_list(m.test_dataloader()) for n, m in self.modules.items()})
+        return self._counted("test", "test_dataloader")
 
-    def _counted(self, stage: str, loaders: Mapping[str, list[Any]]) -> list[Any]:
+    def _counted(self, stage: str, method: str) -> list[Any]:
+        """All models' loaders, of which each model has none, one or several."""
+        found = ((name, getattr(module, method)()) for name, module in self.modules.items())
+        loaders = {n: one if isinstance(one, list | tuple) else [one] for n, one in found if one is not None}
         self._num_loaders[stage] = {name: len(own) for name, own in loaders.items()}
         return [loader for own in loaders.values() for loader in own]
 
@@ -535,10 +534,3 @@ class MultiModelDataModule(pl.LightningDataModule):
         """For each evaluation loader of a stage: its model, its index in it, and the number of the model's loaders."""
         counts = self._num_loaders[stage]  # not of `val` or `test`, since a subclass may have loaders of other data
         return [(name, index, count) for name, count in counts.items() for index in range(count)]
-
-
-def as_list(data: Any) -> list[Any]:
-    """Evaluation data, or its loaders: none, one or several, as a list."""
-    if data is None:
-        return []
-    return list(data) if isinstance(data, list | tuple) else [data]

@@ -1,25 +1,35 @@
-"""Several models, or one, trained in rounds on one population of clients: the same steps whatever runs them."""
+"""Several models, or one, trained in rounds on one population of clients, by a Trainer or whatever else runs them."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import lightning.pytorch as pl
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim import Optimizer
+
 from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, RoundHistory, SubmodelSampling
+from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
 from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.member import Member
-from lightning_spectral.plugin.rounds import Runtime
+from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.trainer import STAGE, unscaled
 from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import RoundSummary, WorkUnit
+from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.cohorts import SampledCohorts
-from lightning_spectral.server.processes import predicted_work, shares
+from lightning_spectral.server.processes import Processes, predicted_work, shares
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
@@ -98,9 +108,11 @@ class Federation:
             self.last_stepped = runtime.round_idx
             summaries = []
             for index, member in enumerate(members):
+                rate = member.templates()[0].param_groups[0].get("lr")  # none of an optimizer that chooses its own
                 untrained = RoundSummary(runtime.round_idx, (), {}, {}, {}, model=member.name)
-                summary = member.with_learning_rate(closed.get(member.name) or untrained)
-                summaries.append(self.cohorts.note(index, summary))
+                summary = closed.get(member.name) or untrained
+                own = {**summary.diagnostics, "lr": math.nan if rate is None else float(rate)}
+                summaries.append(self.cohorts.note(index, replace(summary, diagnostics=own)))
                 member.schedules.note(summaries[-1])
             # all of them, so that a checkpoint written after one has failed holds the whole round
             calls: list[Callable[[], None]] = [partial(m.schedules.step, runtime.round_idx) for m in members]
@@ -252,7 +264,12 @@ class Cohorts:
             return self._resumed[1]
         if self.sampled is None:
             with self._runtime.profile("plan"):
-                return self._uniform(round_idx)[: self._most_units]
+                (member,) = self._members.values()
+                participation = cast(UniformParticipation, self._plan.participation)
+                generator = derived_generator(self._plan.seed, "participation", round_idx)
+                cohort = participation.cohort(member.engine.clients.num_clients, generator).tolist()[: self._most_units]
+                sizes = member.engine.clients.sizes_of(cohort)
+                return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(cohort, sizes, strict=True)]
         if not self.sampled.has_drawn(round_idx):
             with self._runtime.profile("plan"):
                 for index, member in enumerate(self._members.values()):
@@ -265,14 +282,6 @@ class Cohorts:
     def resume(self, round_idx: int, units: Sequence[WorkUnit]) -> None:
         """Restore the cohort of a round whose servers have stepped: measured and drawn now, it would be another one."""
         self._resumed = round_idx, list(units)
-
-    def _uniform(self, round_idx: int) -> list[WorkUnit]:
-        (member,) = self._members.values()
-        clients = member.engine.clients
-        generator = derived_generator(self._plan.seed, "participation", round_idx)
-        cohort = cast(UniformParticipation, self._plan.participation).cohort(clients.num_clients, generator).tolist()
-        sizes = clients.sizes_of(cohort)
-        return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(cohort, sizes, strict=True)]
 
     def note(self, index: int, summary: RoundSummary) -> RoundSummary:
         """Let the sampler learn from a round of one model, and add its diagnostics to the round's summary."""
@@ -295,3 +304,85 @@ class Cohorts:
         clients = member.engine.clients
         work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
         return work if len(self._members) == 1 else work * sum(p.numel() for p in member.module.parameters())
+
+
+class Runtime:
+    """Runs a federation's rounds with the Trainer that fits a module."""
+
+    def __init__(self, host: pl.LightningModule) -> None:
+        self._host = host
+        self._is_stopping = False
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        return self._host.trainer
+
+    @property
+    def round_idx(self) -> int:
+        return self._host.current_epoch
+
+    @property
+    def processes(self) -> Processes:
+        return processes_of(self.trainer)
+
+    @property
+    def averages_are_set(self) -> bool:
+        return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
+
+    @property
+    def profile(self) -> Profile:
+        profiler = self.trainer.profiler  # type: ignore[attr-defined]
+        return (
+            nullcontext if isinstance(profiler, PassThroughProfiler) else lambda stage: profiler.profile(STAGE(stage))
+        )
+
+    def round_callbacks(self) -> list[RoundCallback]:
+        """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
+        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
+
+        def place(callback: RoundCallback) -> int:
+            return isinstance(callback, Aggregation) - isinstance(callback, first)
+
+        return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=place)
+
+    def begin(self) -> None:
+        self._is_stopping = False
+
+    def note_shares(self, round_idx: int, share: Share | None = None) -> None:
+        """Let the other processes know what this one does until they meet, for the error if one does not arrive."""
+        if isinstance(self.trainer.strategy, ClientParallelStrategy):
+            self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
+
+    def until_stopped(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
+        """Yield the units whose turns may begin: none once this process, or another, was asked to stop."""
+        strategy = self.trainer.strategy
+        for unit in units:
+            if isinstance(strategy, ClientParallelStrategy):
+                self._is_stopping |= not strategy.may_begin(self.round_idx, unit)
+            else:
+                self._is_stopping |= self.trainer.received_sigterm
+            if self._is_stopping:
+                return
+            yield unit
+
+    def stop_if_signalled(self) -> None:
+        """End all processes, as Lightning does for SIGTERM, if any was asked to before its clients were done."""
+        if self.trainer.strategy.reduce_boolean_decision(self._is_stopping, all=False):
+            self.trainer._signal_connector.received_sigterm = True
+            raise SIGTERMException
+
+    def step(self, servers: Sequence[Optimizer]) -> None:
+        """Step server optimizers; Lightning counts only the first optimizer's step, for the round.
+
+        That optimizer steps in every round; without a gradient, the step changes nothing.
+        """
+        first: Any = self._host.optimizers()[0]  # type: ignore[index]
+        with self.profile("apply"), unscaled(self.trainer.precision_plugin):
+            first.step()
+            for server in servers:
+                if server is not first.optimizer:
+                    self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist
+
+    def log(self, summaries: Sequence[RoundSummary]) -> None:
+        log_round(self.trainer, summaries)

@@ -11,7 +11,9 @@ from typing import Any, cast
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.data import AttributeDict
+from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -19,9 +21,20 @@ from torch.nn.modules.module import _IncompatibleKeys
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.client.local_loop import call_with_accepted
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.plugin.callbacks import (
+    Aggregation,
+    CommunicationLedger,
+    RoundDashboard,
+    RoundHistory,
+    RoundLines,
+    SubmodelSampling,
+    SVDRefresh,
+    WandbRounds,
+)
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
-from lightning_spectral.plugin.checkpoints import SavedRun
+from lightning_spectral.plugin.checkpoints import SavedRun, own_checkpoint
 from lightning_spectral.plugin.checks import (
+    check_callbacks,
     check_limit,
     check_member,
     check_stage,
@@ -29,12 +42,11 @@ from lightning_spectral.plugin.checks import (
     warn_of_recompilations,
 )
 from lightning_spectral.plugin.data import ServerData
-from lightning_spectral.plugin.federation import ALONE, Federation
+from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
 from lightning_spectral.plugin.host import Host, NoOutputs, Share
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
-from lightning_spectral.plugin.processes import ClientParallelStrategy, log_options, processes_of
-from lightning_spectral.plugin.rounds import Runtime, check_private, with_boundaries
+from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.settings import (
     TRAINER_SETTINGS,
     FixedArguments,
@@ -42,9 +54,8 @@ from lightning_spectral.plugin.settings import (
     check_same_everywhere,
     config_of,
 )
-from lightning_spectral.plugin.trainer import convert_now, full_precision
+from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, convert_now, full_precision
 from lightning_spectral.server.cohorts import ClientDirectory
-from lightning_spectral.server.processes import Processes
 
 Checkpoint = dict[str, Any]
 
@@ -217,14 +228,14 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     # -- a run
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """The users' callbacks, then the round's boundaries that the Trainer does not have yet."""
-        strategy = self.trainer.strategy
-        if type(strategy.checkpoint_io) is TorchCheckpointIO:  # before anything can fail; a plugin of the user's stays
-            strategy.checkpoint_io = AtomicCheckpointIO()
-        if self.trainer.state.fn == "fit":
+        """The users' callbacks, then those boundaries of a round that the Trainer does not have yet."""
+        trainer: Any = self.trainer
+        fits = trainer.state.fn == "fit"
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # before anything fails; a plugin of theirs stays
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        if fits:
             self._saved.begin()
-        clip: Any = self.trainer.gradient_clip_val
-        if self.trainer.state.fn == "fit" and clip:  # here, because Lightning refuses it before `setup`, in other words
+        if fits and (clip := trainer.gradient_clip_val):  # here: Lightning refuses it before `setup`, in other words
             raise ValueError(
                 f"`Trainer(gradient_clip_val={clip})` would not reach the gradients of clients; give "
                 f"FederatedModule(..., local_hooks=[GradientClip({clip})]) instead, which clips by norm in every local "
@@ -232,9 +243,26 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             )
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
-        if self.trainer.state.fn == "fit" and any(owner.privacy is not None for owner in self.members.values()):
-            check_private([*self.trainer.callbacks, *own])  # type: ignore[attr-defined]
-        return with_boundaries(self.trainer, own)
+        callbacks = [*trainer.callbacks, *own]
+        if fits and any(owner.privacy is not None for owner in self.members.values()):
+            for callback in callbacks:
+                if getattr(callback, "reads_clients", False) or isinstance(callback, RoundDashboard):
+                    raise ValueError(
+                        f"{type(callback).__name__} shows or uses clients' data without noise; leave it out where "
+                        "there is `privacy`."
+                    )
+        if fits:
+            check_callbacks(callbacks)  # before Lightning refuses some of them with its own messages
+        boundaries: list[pl.Callback] = []  # only those with something to do, since Lightning calls all
+        if not isinstance(trainer.profiler, PassThroughProfiler):
+            boundaries.append(RoundStages())
+        if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
+            boundaries.append(WandbRounds())
+        if any(isinstance(each, CommunicationLedger | RoundDashboard) for each in callbacks):
+            boundaries.append(RoundHistory())
+        boundaries += [RoundLines(), RoundsAsSteps(), SVDRefresh(), SubmodelSampling(), Aggregation()]
+        present = tuple(type(b) for b in boundaries if any(isinstance(c, type(b)) for c in trainer.callbacks))
+        return [*own, *(boundary for boundary in boundaries if not isinstance(boundary, present))]
 
     def prepare_data(self) -> None:
         for owner in self.members.values():
@@ -282,12 +310,11 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def on_fit_start(self) -> None:
         """Check that all processes are set up for the same run, and begin it for every model."""
         self._default_dtype = torch.get_default_dtype()
-        check_same_everywhere(self.processes, self.full_configuration())
+        check_same_everywhere(processes_of(self.trainer), self.full_configuration())
         self.federation.begin_fit(self._saved.has_resumed)
 
     def on_train_start(self) -> None:
         self.call_users("on_train_start")
-        self._saved.try_saving()
         self._saved.start_training(self)
 
     def on_train_end(self) -> None:
@@ -301,14 +328,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         self.call_users("on_fit_end")
 
     # -- a round
-
-    @property
-    def processes(self) -> Processes:
-        return processes_of(self.trainer)
-
-    def share(self, round_idx: int) -> Share:
-        """The clients that this process trains in a round, and those of the others."""
-        return self.federation.cohorts.share(round_idx)
 
     def start_round(self, round_idx: int) -> None:
         """Open the round of every model that some client trains, and call the round callbacks."""
@@ -331,10 +350,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             self.federation.finish_round()
         finally:
             self._saved.keep()
-
-    def abandon_round(self) -> None:
-        """End a round that failed; it has changed nothing at the server and can be repeated."""
-        self.federation.abandon_round()
 
     def on_train_batch_end(self, outputs: Any, batch: Share, batch_idx: int) -> None:
         """Stop all processes together, as soon as any of them is asked to, or received SIGTERM."""
@@ -393,7 +408,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, without a warning that it is not synchronised: it is the same in all processes."""
-        super().log(name, value, *args, **{**options, **log_options(self)})
+        if self._trainer is not None and isinstance(self._trainer.strategy, ClientParallelStrategy):
+            options["sync_dist"] = True
+        super().log(name, value, *args, **options)
 
     @property
     def hparams(self) -> AttributeDict:
@@ -443,7 +460,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved.read(checkpoint, self.full_configuration())
-        self._saved.call_user_hooks(checkpoint)
+        for name, member in self.members.items():
+            with own_checkpoint(checkpoint, name) as own:
+                member.module.on_load_checkpoint(own)
         if self._trainer is not None:
             convert_now(self, self.trainer.precision_plugin)
         self.federation.load_states(checkpoint)

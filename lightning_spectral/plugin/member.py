@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -30,7 +30,6 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
-from lightning_spectral.plugin.host import Trained
 from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all
@@ -39,7 +38,7 @@ from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import UpdateBound
+from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
 from lightning_spectral.server.privacy import ClientPrivacy, PrivateFit
@@ -48,10 +47,13 @@ from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.simulation import Conditions
 
 
-class Member(pl.LightningModule, Trained):
+class Member(pl.LightningModule):
     """What a `FederatedModule` is to its federation: one model, with its optimizers, its engine and what lasts.
 
+    Round callbacks are called once for each of them.
+
     Attributes:
+        name: Its name in metrics; empty if it is trained alone.
         part_of: The federation that it is part of, perhaps with other models.
         key: Its name in work units; empty if it is the only one.
         made_optimizers: The server's, and then the user's own, which step clients; only while fitting.
@@ -68,6 +70,11 @@ class Member(pl.LightningModule, Trained):
     """
 
     part_of: Any
+    module: pl.LightningModule
+    algorithm: Algorithm
+    state: nn.Module | None
+    seed: int
+    faults: Faults
     server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     local_epochs: int
     local_hooks: tuple[LocalHook, ...]
@@ -118,6 +125,7 @@ class Member(pl.LightningModule, Trained):
         return self.part_of.plan.data_of(self.name)
 
     def templates(self) -> list[Optimizer]:
+        """The user's own optimizers, which step the parameters of clients while these train."""
         return self.made_optimizers[1:]
 
     def make_optimizers(self) -> Sequence[RoundScheduler]:
@@ -290,11 +298,6 @@ class Member(pl.LightningModule, Trained):
             self.adapted_clip = self.engine.privacy.clip
         self.first_rounds.end(self.engine.half, summary)
         return summary
-
-    def with_learning_rate(self, summary: RoundSummary) -> RoundSummary:
-        """A round's summary with the learning rate that clients used in it; NaN if their optimizer chooses its own."""
-        rate = self.templates()[0].param_groups[0].get("lr")
-        return replace(summary, diagnostics={**summary.diagnostics, "lr": math.nan if rate is None else float(rate)})
 
 
 @dataclass(frozen=True)

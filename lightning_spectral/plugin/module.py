@@ -20,7 +20,7 @@ from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Samp
 from lightning_spectral.plugin.checks import check_datamodule, check_summable
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
-from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.settings import as_config, config_of, described, shown_hparams
@@ -242,7 +242,7 @@ class FederatedModule(FederatedHooks, Member):
 def _check_module(module: Any) -> None:
     """Raise ``TypeError`` unless ``module`` is a LightningModule of the package ``lightning``, not yet federated."""
     if isinstance(module, pl.LightningModule):
-        if is_host(module):
+        if isinstance(module, Host):
             raise TypeError(
                 f"`module` must be your own LightningModule, got a {type(module).__name__}, which is federated "
                 "already; train it as it is, or wrap its `.module` anew."

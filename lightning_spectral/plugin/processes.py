@@ -213,12 +213,6 @@ def processes_of(trainer: pl.Trainer) -> Processes:
     return strategy.processes if isinstance(strategy, ClientParallelStrategy) else Processes()
 
 
-def log_options(module: pl.LightningModule) -> dict[str, bool]:
-    """Options of ``log`` that keep Lightning from warning about values that are the same in every process."""
-    trainer = module._trainer
-    return {"sync_dist": True} if trainer is not None and isinstance(trainer.strategy, ClientParallelStrategy) else {}
-
-
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # from <malloc.h> of glibc
 LARGEST = 2**31 - 1  # mallopt takes an int
 TOP_PAD = 64 * 2**20  # bytes asked for beyond each need: fewer, larger steps

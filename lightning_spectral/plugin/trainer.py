@@ -68,7 +68,7 @@ class RoundsAsSteps(pl.Callback):
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
-        pl_module.abandon_round()
+        pl_module.federation.abandon_round()
         self.teardown(trainer, pl_module, "fit")  # after an error Lightning does not call it
 
     def teardown(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:

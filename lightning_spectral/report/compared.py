@@ -84,10 +84,12 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
     labels: dict[tuple[str, ...], str] = {}
     are_baselines: dict[tuple[str, ...], bool] = {}
     for run, own in zip(runs, settings, strict=True):
+        choices = {name: value for name, value in own.items() if not name.startswith(SWEEP)}
+        trained_by = {value for name, value in choices.items() if f"/{name}".endswith("/algorithm")}  # all its models
         key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
         key = ("label", run.label) if run.label else ("", *key)
         members[key].append(run)
-        are_baselines[key] = are_baselines.get(key, True) and _is_baseline(own)
+        are_baselines[key] = are_baselines.get(key, True) and trained_by == {"FedAvg"}
         labels[key] = run.label or (label(own, names) if own else "") or run.name
     if len(members) == 1 and not runs[0].label:
         labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
@@ -149,12 +151,6 @@ def differing(all_settings: Sequence[Settings]) -> list[str]:
         if any(len(alike) > 1 for alike in options.values()) and not REPETITION & set(name.split("/")):
             found.append(name)
     return found
-
-
-def _is_baseline(settings: Settings) -> bool:
-    """Whether all models of a run are trained by FedAvg."""
-    chosen = {name: value for name, value in settings.items() if f"/{name}".endswith("/algorithm")}
-    return {value for name, value in chosen.items() if not name.startswith(SWEEP)} == {"FedAvg"}
 
 
 def label(settings: Settings, names: Sequence[str]) -> str:

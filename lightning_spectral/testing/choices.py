@@ -158,7 +158,15 @@ def check_design(design: Design, *, num_samples: int = 4000) -> None:
         draws = design.sample(probs, num_samples, _generator(1))
         check_rows(draws, probs, num_samples, where)
         check_frequencies(draws, probs, where)
-        _check_independence(draws, probs, where)
+        variance = probs * (1 - probs)
+        tested = variance > 1e-3  # a correlation of terms that hardly ever change cannot be measured
+        deviations = (_indicators(draws, len(probs)) - probs)[:, tested] / variance[tested].sqrt()
+        correlations = (deviations[1:] * deviations[:-1]).mean(0)
+        # Under independence each correlation of consecutive rows has mean 0 and variance 1 / (number of pairs).
+        bound = DEVIATIONS / (len(draws) - 1) ** 0.5
+        assert bool((correlations.abs() <= bound).all()), (
+            f"{where}: consecutive samples are correlated by {float(correlations.abs().max()):.3f} > {bound:.3f}."
+        )
         fitted = design.fit(probs)
         same = fitted.draw(num_samples, _generator(1))
         assert torch.equal(draws, same), f"{where}: fit and draw from the same generator state differ from sample."
@@ -201,18 +209,6 @@ def check_frequencies(draws: Tensor, probs: Tensor, where: str) -> None:
             f"{where}: term {term} has frequency {float(frequencies[term]):.5f} in {len(draws)} samples, "
             f"but inclusion probability {float(probs[term]):.5f}."
         )
-
-
-def _check_independence(draws: Tensor, probs: Tensor, where: str) -> None:
-    variance = probs * (1 - probs)
-    tested = variance > 1e-3  # a correlation of terms that hardly ever change cannot be measured
-    deviations = (_indicators(draws, len(probs)) - probs)[:, tested] / variance[tested].sqrt()
-    correlations = (deviations[1:] * deviations[:-1]).mean(0)
-    # Under independence each correlation has mean 0 and variance 1 / (number of pairs).
-    bound = DEVIATIONS / (len(draws) - 1) ** 0.5
-    assert bool((correlations.abs() <= bound).all()), (
-        f"{where}: consecutive samples are correlated by {float(correlations.abs().max()):.3f} > {bound:.3f}."
-    )
 
 
 def check_channel_choice(channels: ChannelChoice) -> None:
@@ -269,40 +265,36 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
         figures = torch.rand(population.num_examples.shape, dtype=torch.float64, generator=_generator(0)) + 0.1
         figures[0, 0] = math.nan  # of an unknown client
         before = figures.clone()
-        _check_probs(sampler, population, figures, where)
+        scores = sampler.scores(population, figures)
+        expected = min(sampler.active, int((scores.sum(1) > 0).sum()))
+        for round_idx in range(3):
+            probs = sampler.probs(scores, round_idx)
+            rows, total = probs.sum(1), float(probs.sum())
+            assert probs.shape == scores.shape, f"{where}: probabilities have shape {tuple(probs.shape)}."
+            assert bool((probs >= 0).all()), f"{where}: there are negative probabilities: {probs}."
+            assert bool((rows <= 1 + TOLERANCE).all()), (
+                f"{where}: probabilities of a processor sum to more than 1: {rows}."
+            )
+            assert not probs[~population.can].any(), (
+                f"{where}: a processor may draw a model that it cannot train: {probs}."
+            )
+            assert math.isclose(total, expected, rel_tol=TOLERANCE), f"{where}: the sum is {total}, not {expected}."
         one, two = (sampler.assign(population, figures, 1, _generator(3)) for _ in range(2))
         same = (figures == before) | (figures.isnan() & before.isnan())
         assert bool(same.all()), f"{where}: the figures were changed in place."
         pairs = [list(zip(drawn.clients, drawn.models, drawn.coefficients, strict=True)) for drawn in (one, two)]
         assert pairs[0] == pairs[1], f"{where}: the same generator drew {pairs[0]} and {pairs[1]}."
-        if not sampler.normalize:
-            _check_unbiased(sampler, population, figures, num_samples, where)
-
-
-def _check_probs(sampler: Sampler, population: Population, figures: Tensor, where: str) -> None:
-    scores = sampler.scores(population, figures)
-    able = int((scores.sum(1) > 0).sum())
-    for round_idx in range(3):
-        probs = sampler.probs(scores, round_idx)
-        rows = probs.sum(1)
-        assert probs.shape == scores.shape, f"{where}: probabilities have shape {tuple(probs.shape)}."
-        assert bool((probs >= 0).all()), f"{where}: there are negative probabilities: {probs}."
-        assert bool((rows <= 1 + TOLERANCE).all()), f"{where}: probabilities of a processor sum to more than 1: {rows}."
-        assert not probs[~population.can].any(), f"{where}: a processor may draw a model that it cannot train: {probs}."
-        total, expected = float(probs.sum()), min(sampler.active, able)
-        assert math.isclose(total, expected, rel_tol=TOLERANCE), f"{where}: the sum is {total}, not {expected}."
-
-
-def _check_unbiased(sampler: Sampler, population: Population, figures: Tensor, num_samples: int, where: str) -> None:
-    generator = _generator(0)
-    sums = torch.zeros(num_samples, population.num_examples.shape[1], dtype=torch.float64)
-    for row in range(num_samples):  # rounds in turn, because a sampler may have a plan over several
-        drawn = sampler.assign(population, figures, row, generator)
-        models, coefficients = torch.tensor(drawn.models, dtype=torch.int64), torch.tensor(drawn.coefficients)
-        sums[row].index_add_(0, models, coefficients.double())
-    error = (sums.mean(0) - 1.0).abs()
-    bound = DEVIATIONS * sums.std(0) / math.sqrt(num_samples) + TOLERANCE
-    assert bool((error <= bound).all()), f"{where}: coefficients sum to {sums.mean(0)} on average, not to 1."
+        if sampler.normalize:
+            continue
+        generator = _generator(0)
+        sums = torch.zeros(num_samples, population.num_examples.shape[1], dtype=torch.float64)
+        for row in range(num_samples):  # rounds in turn, because a sampler may have a plan over several
+            drawn = sampler.assign(population, figures, row, generator)
+            models, coefficients = torch.tensor(drawn.models, dtype=torch.int64), torch.tensor(drawn.coefficients)
+            sums[row].index_add_(0, models, coefficients.double())
+        bound = DEVIATIONS * sums.std(0) / math.sqrt(num_samples) + TOLERANCE
+        means = sums.mean(0)
+        assert bool(((means - 1.0).abs() <= bound).all()), f"{where}: coefficients sum to {means} on average, not to 1."
 
 
 def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tensor | None = None) -> None:

@@ -99,7 +99,12 @@ def _check_truncated(
     wanted = dict(zip((block.name for block in blocks), num_terms, strict=True))
     for name, parts in by_parameter(blocks):
         weight = twin.get_parameter(name)
-        best = assemble(parts, [_best(part.matrix(weight.detach()), wanted[part.name]) for part in parts], weight)
+        largest = []
+        for part in parts:
+            u, s, vh = torch.linalg.svd(part.matrix(weight.detach()), full_matrices=False)
+            n = wanted[part.name]
+            largest.append((u[:, :n] * s[:n]) @ vh[:n])
+        best = assemble(parts, largest, weight)
         effective = sharded.effective_weights(dense)[name]
         assert _same(effective, best), f"{wanted} terms are not the largest of {name}"
         weight.data.copy_(best)
@@ -110,12 +115,6 @@ def _check_truncated(
     with torch.no_grad():
         for mine, its in zip(_tensors(sharded.eval()(*inputs)), _tensors(twin(*inputs)), strict=True):
             assert _same(mine, its), "`forward` does not apply the effective weight"
-
-
-def _best(matrix: Tensor, num_terms: int) -> Tensor:
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    best: Tensor = (u[:, :num_terms] * s[:num_terms]) @ vh[:num_terms]
-    return best
 
 
 def _check_loading(sharded: ShardedLayer, dense: nn.Module, blocks: Sequence[WeightBlock]) -> None:

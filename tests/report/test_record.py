@@ -23,7 +23,7 @@ from made_up_runs import lines_of, made_run, rounds, write_run
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
-from lightning_spectral.plugin.callbacks.packed import LedgerRow, PackedTurns
+from lightning_spectral.plugin.callbacks.record import LedgerRow, PackedTurns
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread

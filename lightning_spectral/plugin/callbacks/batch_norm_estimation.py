@@ -16,7 +16,7 @@ from lightning_spectral.client.local_loop import Recorder, UserStep, isolate_met
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Trained, as_host
+from lightning_spectral.plugin.host import as_host
 from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.processes import processes_of
 from lightning_spectral.plugin.trainer import num_rounds
@@ -95,7 +95,7 @@ class BatchNormEstimation(RoundCallback):
         for member in members:
             member.algorithm.check_average_estimation()
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         round_idx = summary.round_idx
         is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
         names = averages(_tracked(pl_module.module))
@@ -118,7 +118,7 @@ def averages(layers: Iterable[str]) -> list[str]:
     return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
-def estimated(trainer: pl.Trainer, model: Trained, round_idx: int, max_batches: int | None = None) -> dict[str, Tensor]:
+def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int | None = None) -> dict[str, Tensor]:
     """The averages of a model's BatchNorm layers over its training data, by name; the model is only read.
 
     Raises:

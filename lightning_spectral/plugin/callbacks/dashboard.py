@@ -20,12 +20,12 @@ from torch import Tensor
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.partition import PartitionReport, report
+from lightning_spectral.partition import report
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.record import RoundHistory, history_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
-from lightning_spectral.plugin.host import Trained, is_host
+from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.report.runs import Histogram, Table
@@ -97,20 +97,24 @@ class RoundDashboard(RoundCallback):
         is_quick = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
         if trainer.is_global_zero and not (trainer.loggers or is_quick):
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
-        self._shows = trainer.is_global_zero and bool(trainer.loggers) and is_host(pl_module) and not is_quick
+        self._shows = trainer.is_global_zero and bool(trainer.loggers) and isinstance(pl_module, Host) and not is_quick
         has_pages = any(isinstance(logger, Pages) for logger in trainer.loggers)
         self._draws = self._shows and has_pages and find_spec("matplotlib") is not None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch > 0 or not self._draws:
             return
+        from lightning_spectral.report.printed import printed
+
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
             if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
                 split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
-                self._show(trainer, of_model(model, {"pictures/partition": partition_picture(split)}))
+                with printed(None, 8.0, 3.0) as figure:
+                    split.plot(figure.subplots())
+                self._show(trainer, of_model(model, {"pictures/partition": _pixels(figure)}))
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         if self._diagnostics.is_due(trainer.current_epoch):
             if self._source(trainer) is self._diagnostics:
                 self._diagnostics.on_round_start(trainer, pl_module, opened)
@@ -123,7 +127,7 @@ class RoundDashboard(RoundCallback):
         others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         if summary.model and self._history is not None:
             _log(pl_module, self._history.bytes_sent(summary.model))
         if self._shows and self._diagnostics.is_due(summary.round_idx):
@@ -189,7 +193,7 @@ class RoundDashboard(RoundCallback):
             self._history.show(trainer.current_epoch, tables=tables, histograms=bins)
 
 
-def _log(module: Trained | pl.LightningModule, num_bytes: int) -> None:
+def _log(module: Any, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
 
 
@@ -290,15 +294,6 @@ def of_algorithm(
     return {**shown, "tables/layers": table(rows), **pictures}
 
 
-def partition_picture(split: PartitionReport) -> Pixels:
-    """Draw how many examples each client has, by class if it is known."""
-    from lightning_spectral.report.printed import printed
-
-    with printed(None, 8.0, 3.0) as figure:
-        split.plot(figure.subplots())
-    return _pixels(figure)
-
-
 def spectra_picture(layers: Mapping[str, TermDraws]) -> Pixels:
     """Draw the singular values of each sharded layer as shares of its largest one, over the share of its terms."""
     from lightning_spectral.report.printed import draw_line, legend_above, look, printed
@@ -336,7 +331,17 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
     No row has a ``step=``: wandb drops rows whose step goes backwards.
     """
     if isinstance(logger, WandbLogger):
-        logger.log_metrics({**{name: _for_wandb(one) for name, one in shown.items()}, "fl/round": float(round_idx)})
+        import wandb
+
+        row: dict[str, Any] = {"fl/round": float(round_idx)}
+        for name, one in shown.items():
+            if isinstance(one, Histogram):
+                row[name] = wandb.Histogram(np_histogram=(np.array(one.counts), np.array(one.edges)))
+            elif isinstance(one, Table):
+                row[name] = wandb.Table(columns=list(one.columns), data=[list(cells) for cells in one.rows])
+            else:
+                row[name] = wandb.Image(one)
+        logger.log_metrics(row)
         return
     for name, one in shown.items():
         own = prefixed(logger, name)
@@ -356,16 +361,6 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
             )
         elif isinstance(one, np.ndarray):
             logger.experiment.add_image(own, one, round_idx, dataformats="HWC")
-
-
-def _for_wandb(one: Histogram | Table | Pixels) -> Any:
-    import wandb
-
-    if isinstance(one, Histogram):
-        return wandb.Histogram(np_histogram=(np.array(one.counts), np.array(one.edges)))
-    if isinstance(one, Table):
-        return wandb.Table(columns=list(one.columns), data=[list(cells) for cells in one.rows])
-    return wandb.Image(one)
 
 
 class WandbRounds(pl.Callback):

@@ -27,8 +27,7 @@ from lightning_spectral.functional.figures import (
     stable_rank,
 )
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Trained
-from lightning_spectral.protocol.records import Options, RoundSummary, WorkUnit
+from lightning_spectral.protocol.records import Options, RoundSummary
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -60,7 +59,7 @@ class SpectralDiagnostics(RoundCallback):
     def is_due(self, round_idx: int) -> bool:
         return round_idx % self.every_n_rounds == 0
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         if opened.term_draws and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
@@ -145,13 +144,13 @@ class UpdateAlignment(RoundCallback):
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
 
-    def on_round_start(self, trainer: pl.Trainer, pl_module: Trained, opened: Any) -> None:  # type: ignore[override]
+    def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         self._begun.pop(pl_module.name, None)
         if trainer.current_epoch % self.every_n_rounds == 0:
             options = [options_of(template) for template in pl_module.templates()]
             self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         units = [client.unit for client in summary.clients if not client.left_out]
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not units:
@@ -161,7 +160,16 @@ class UpdateAlignment(RoundCallback):
         now = [options_of(template) for template in templates]
         _set_options(templates, options)  # schedules have moved on to the next round
         try:
-            theirs = dense_update(pl_module, before, summary.round_idx, units)
+            with Forms(module, lambda module, capacity: None).client(1.0):  # the server again, in other memory
+                module.load_state_dict(before)
+                engine = pl_module.build_engine(module, FedAvg())
+                share = slice(engine.processes.rank, None, engine.processes.size)
+                try:
+                    engine.open_round(summary.round_idx, units).play(units[share])
+                    engine.close_round()
+                finally:
+                    engine.abandon_round()  # unless it was closed
+                theirs = -torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
         finally:
             _set_options(templates, now)
         cosine = torch.nn.functional.cosine_similarity(torch.cat(changes).double(), theirs, dim=0)
@@ -172,18 +180,3 @@ def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Opt
     for optimizer, groups in zip(optimizers, options, strict=True):
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-
-
-def dense_update(pl_module: Trained, before: dict[str, Tensor], round_idx: int, units: Sequence[WorkUnit]) -> Tensor:
-    """Mean change of all trainable parameters in a FedAvg round from given weights, as one vector, float64."""
-    server = pl_module.module
-    with Forms(server, lambda module, capacity: None).client(1.0):  # the server again, in other memory
-        server.load_state_dict(before)
-        engine = pl_module.build_engine(server, FedAvg())
-        processes = engine.processes
-        try:
-            engine.open_round(round_idx, units).play(units[processes.rank :: processes.size])
-            engine.close_round()
-        finally:
-            engine.abandon_round()  # unless it was closed
-        return -torch.cat([p.grad.flatten() for p in server.parameters() if p.grad is not None]).double()

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,7 +23,7 @@ from lightning_spectral.client.local_loop import Recorder, call_with_accepted, i
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Trained, as_host, is_trained
+from lightning_spectral.plugin.host import as_host
 from lightning_spectral.plugin.logs import log_values, redirect
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import num_rounds
@@ -275,7 +275,7 @@ class ClientEvaluation(RoundCallback):
             if not is_overridden(module, "validation_step"):
                 raise ValueError(f"ClientEvaluation needs `{type(module).__name__}.validation_step`; define it.")
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: Trained, summary: RoundSummary) -> None:  # type: ignore[override]
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return
@@ -294,7 +294,7 @@ class ClientEvaluation(RoundCallback):
             return {}
         return {name: table.column(name) for name in table.metrics}
 
-    def _chosen(self, pl_module: Trained, summary: RoundSummary) -> list[int]:
+    def _chosen(self, pl_module: Any, summary: RoundSummary) -> list[int]:
         """Ids of the clients to evaluate, ascending; all of them have held-out examples."""
         held_out = pl_module.data.held_out.sizes > 0
         if self.clients == "participants":
@@ -317,72 +317,52 @@ class ClientEvaluation(RoundCallback):
 
 
 def evaluate_clients(
-    trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
+    trainer: pl.Trainer, model: Any, round_idx: int, client_ids: Sequence[int]
 ) -> tuple[ClientRow, ...]:
     """Evaluate the server's model on the held-out examples of some clients, in their order; processes share them.
 
     Where some clients have models of their own, the server's is that of the others: they would begin with it.
     """
-    rows = _evaluated_rows(trainer, model, round_idx, client_ids)
-    if not any(name.startswith(OWN) for row in rows for name in row.metrics):
-        return rows
-    servers = ({f"{OWN}{n}": x for n, x in row.metrics.items() if not n.startswith(OWN)} for row in rows)
-    return tuple(replace(row, metrics={**own, **row.metrics}) for row, own in zip(rows, servers, strict=True))
+    sizes, processes = model.data.held_out.sizes_of(client_ids), processes_of(trainer)
+    module, device = model.module, trainer.strategy.root_device
+    beside = ValidatedBeside(module, {}, trainer)
 
+    def metrics_of(client_id: int) -> dict[str, float]:
+        seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
+        beside.start()
+        try:
+            with isolated_rng(seed, [device]):  # a step may draw random numbers
+                for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
+                    beside.step(as_in_a_step(batch, module, trainer), batch_idx)
+        except Exception as error:
+            raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
+        return beside.logged()
 
-def _evaluated_rows(
-    trainer: pl.Trainer, model: Trained, round_idx: int, client_ids: Sequence[int]
-) -> tuple[ClientRow, ...]:
-    sizes = model.data.held_out.sizes_of(client_ids)
-    if (elsewhere := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is not None:
-        sized = zip(client_ids, sizes, strict=True)
-        return tuple(
-            ClientRow(client_id, size, elsewhere[client_id]) for client_id, size in sized if client_id in elsewhere
-        )
-    processes = processes_of(trainer)
-    mine = deal(sizes, processes.size)[processes.rank]
-
-    def evaluate() -> list[ClientRow]:
-        beside = ValidatedBeside(model.module, {}, trainer)
+    def evaluate() -> dict[int, dict[str, float]]:
+        mine = {}
         with beside.entered():
-            model.module.eval()
-            adopt_batch_hooks(model.module, model.data)
-            return [_row(trainer, model, beside, round_idx, client_ids[i]) for i in mine]
+            module.eval()
+            adopt_batch_hooks(module, model.data)
+            for client_id in (client_ids[i] for i in deal(sizes, processes.size)[processes.rank]):
+                mine[client_id] = metrics_of(client_id)
+                if own := model.own_model(client_id):
+                    with beside.with_tensors(own):
+                        mine[client_id] |= {f"{OWN}{name}": value for name, value in metrics_of(client_id).items()}
+        return mine
 
-    trainer.validating = True  # as it is in a validation within a fit
-    try:
-        with torch.no_grad():
-            gathered = processes.gather_results(evaluate, ClientError)
-    finally:
-        trainer.training = True
-    rows = {row.client_id: row for part in gathered for row in part}
-    return tuple(rows[client_id] for client_id in client_ids)
-
-
-def _row(trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int) -> ClientRow:
-    """The server's model on a client's examples, and the client's own if it has one."""
-    metrics = _evaluated(trainer, model, beside, round_idx, client_id)
-    if own := model.own_model(client_id):
-        with beside.with_tensors(own):
-            evaluated = _evaluated(trainer, model, beside, round_idx, client_id)
-        metrics |= {f"{OWN}{name}": value for name, value in evaluated.items()}
-    (num_examples,) = model.data.held_out.sizes_of([client_id])
-    return ClientRow(client_id, num_examples, metrics)
-
-
-def _evaluated(
-    trainer: pl.Trainer, model: Trained, beside: ValidatedBeside, round_idx: int, client_id: int
-) -> dict[str, float]:
-    device = trainer.strategy.root_device
-    seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
-    beside.start()
-    try:
-        with isolated_rng(seed, [device]):  # a step may draw random numbers
-            for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
-                beside.step(as_in_a_step(batch, model.module, trainer), batch_idx)
-    except Exception as error:
-        raise client_error(round_idx, WorkUnit(client_id, model.name), "evaluation", error) from error
-    return beside.logged()
+    if (found := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is None:
+        trainer.validating = True  # as it is in a validation within a fit
+        try:
+            with torch.no_grad():
+                gathered = processes.gather_results(evaluate, ClientError)
+            found = {client_id: metrics for part in gathered for client_id, metrics in part.items()}
+        finally:
+            trainer.training = True
+    if any(name.startswith(OWN) for metrics in found.values() for name in metrics):
+        own = {c: {f"{OWN}{n}": x for n, x in metrics.items() if not n.startswith(OWN)} for c, metrics in found.items()}
+        found = {client_id: {**own[client_id], **metrics} for client_id, metrics in found.items()}
+    sized = zip(client_ids, sizes, strict=True)
+    return tuple(ClientRow(client_id, size, found[client_id]) for client_id, size in sized if client_id in found)
 
 
 def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:
@@ -435,8 +415,9 @@ class SampledNetworks(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage not in ("fit", "validate"):
             return
-        trained_by = type(pl_module.algorithm).__name__ if is_trained(pl_module) else type(pl_module).__name__
-        if not is_trained(pl_module) or type(pl_module.algorithm).network is Algorithm.network:
+        algorithm = getattr(pl_module, "algorithm", None)
+        if not isinstance(algorithm, Algorithm) or type(algorithm).network is Algorithm.network:
+            trained_by = type(algorithm if isinstance(algorithm, Algorithm) else pl_module).__name__
             raise TypeError(
                 f"SampledNetworks needs the probabilities of bits, which {trained_by} does not train; leave the "
                 "callback out, or train with algorithm=Zampling(...)."
@@ -454,8 +435,8 @@ class SampledNetworks(pl.Callback):
             self._is_due = self._num_validations % self.every_n_validations == 0
             self._num_validations += 1
 
-    def on_validation_batch_start(  # type: ignore[override]
-        self, trainer: pl.Trainer, pl_module: Trained, batch: Any, batch_idx: int, dataloader_idx: int | None = None
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int | None = None
     ) -> None:
         if not self._is_due:
             return
@@ -472,7 +453,7 @@ class SampledNetworks(pl.Callback):
             with isolated_rng(seed, [trainer.strategy.root_device]), network.entered():
                 network.step(batch, batch_idx, dataloader_idx)
 
-    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Trained) -> None:  # type: ignore[override]
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         networks, self._networks = self._networks, []
         if not networks:
             return

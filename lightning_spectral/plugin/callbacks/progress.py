@@ -187,7 +187,8 @@ class RoundLines(RoundCallback):
         bar = trainer.progress_bar_callback  # a `RoundProgressBar` needs a terminal or a notebook
         is_drawn = bar is not None and not getattr(bar, "is_disabled", False)
         if is_due and not is_drawn:
-            _log(", ".join(self._parts(trainer, now - self._start)))
+            line = ", ".join(self._parts(trainer, now - self._start))
+            rank_zero_only(logging.getLogger(LOGGER).info)(line)
             self._last, self._has_logged, self._validated = now, True, {}
 
     def _parts(self, trainer: pl.Trainer, elapsed: float) -> Iterator[str]:
@@ -207,11 +208,6 @@ class RoundLines(RoundCallback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._bytes = state_dict["bytes"]
-
-
-@rank_zero_only
-def _log(line: str) -> None:
-    logging.getLogger(LOGGER).info(line)
 
 
 def round_bytes(summary: RoundSummary) -> tuple[int, int]:

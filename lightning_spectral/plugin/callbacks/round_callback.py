@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.host import is_host
+from lightning_spectral.plugin.host import Host
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.round import Turn
 
@@ -33,7 +33,7 @@ class RoundCallback(pl.Callback):
     reads_clients: ClassVar[bool] = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit" and not is_host(pl_module):
+        if stage == "fit" and not isinstance(pl_module, Host):
             warnings.warn(
                 f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches, so "
                 "the callback will do nothing; wrap the module: FederatedModule(module, clients_per_round=...), or "

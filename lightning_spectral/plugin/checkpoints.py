@@ -19,9 +19,9 @@ from torch import nn
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, HPARAMS, NOTHING_NEW, OF_MODELS, write_hparams
 from lightning_spectral.plugin.federation import Federation
-from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import NewlyLogged, log_for_the_epoch, logged_for_the_epoch
 from lightning_spectral.plugin.settings import check_checkpoint
+from lightning_spectral.plugin.user_hooks import Share
 from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]

@@ -28,8 +28,8 @@ from lightning_spectral.partition import (
     report,
 )
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
-from lightning_spectral.plugin.host import Share, as_host
 from lightning_spectral.plugin.settings import FixedArguments
+from lightning_spectral.plugin.user_hooks import Share, as_host
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng

@@ -20,11 +20,11 @@ from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, RoundHistory, SubmodelSampling
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
-from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import STAGE, unscaled
+from lightning_spectral.plugin.user_hooks import Share
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator

@@ -35,15 +35,12 @@ from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpoi
 from lightning_spectral.plugin.checkpoints import SavedRun, own_checkpoint
 from lightning_spectral.plugin.checks import (
     check_callbacks,
-    check_limit,
     check_member,
-    check_stage,
     check_trainer,
     warn_of_recompilations,
 )
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
-from lightning_spectral.plugin.host import Host, NoOutputs, Share
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
@@ -55,6 +52,7 @@ from lightning_spectral.plugin.settings import (
     config_of,
 )
 from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, convert_now, full_precision
+from lightning_spectral.plugin.user_hooks import Host, NoOutputs, Share, is_overridden
 from lightning_spectral.server.cohorts import ClientDirectory
 
 Checkpoint = dict[str, Any]
@@ -97,15 +95,13 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     participation: UniformParticipation | Sampler | None
     data_type: type[pl.LightningDataModule]
     federation: Federation
-    _runtime: Runtime
     _saved: SavedRun
     _default_dtype: torch.dtype
 
     def _create_federation(self, members: Mapping[str, Member]) -> None:
         """Create the federation, at the end of the constructor."""
         self.automatic_optimization = False
-        self._runtime = Runtime(self)
-        self.federation = Federation(self, members, self._runtime)
+        self.federation = Federation(self, members, Runtime(self))
         self._saved = SavedRun(self.federation)
         self._default_dtype = torch.get_default_dtype()
 
@@ -273,9 +269,11 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         for owner in self.members.values():
             clean_namespace(owner.module.hparams)  # as Lightning does for the module that it knows
             owner.module.setup(stage)
-            check_stage(stage, owner.module)
+            for asked, step in (("validate", "validation_step"), ("test", "test_step")):
+                if stage == asked and not is_overridden(owner.module, step):
+                    raise ValueError(f"`Trainer.{asked}` needs `{type(owner.module).__name__}.{step}`; define it.")
         if stage == "fit":
-            self._runtime.begin()
+            self.federation.runtime.begin()
             check_trainer(self.trainer)
             for name, owner in self.members.items():
                 data = self.data_of(name)
@@ -303,8 +301,12 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def cut_cohort(self, limit: int | float) -> None:
         """Begin a fit: limit each cohort to a number or a share of clients, Lightning's ``limit_train_batches``."""
-        if isinstance(self.participation, Sampler):
-            check_limit(limit, self.trainer)
+        is_cut = limit != 0 and not (isinstance(limit, float) and limit == 1.0)
+        if is_cut and isinstance(self.participation, Sampler) and not self.trainer.fast_dev_run:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average, since "
+                "its coefficients are meant for all of them; lower its `active` instead."
+            )
         self.federation.cohorts.begin(limit)
 
     def on_fit_start(self) -> None:
@@ -331,16 +333,16 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def start_round(self, round_idx: int) -> None:
         """Open the round of every model that some client trains, and call the round callbacks."""
-        self._runtime.note_shares(round_idx)
+        self.federation.runtime.note_shares(round_idx)
         self._saved.kept = {}
         self.federation.start_round(round_idx)
 
     def training_step(self, batch: Share, batch_idx: int) -> NoOutputs:
-        self._runtime.note_shares(batch.round_idx, batch)
+        self.federation.runtime.note_shares(batch.round_idx, batch)
         with full_precision(self.device, self._default_dtype):
             self.federation.play(batch)
-            self._runtime.stop_if_signalled()
-            for callback in self._runtime.round_callbacks():
+            self.federation.runtime.stop_if_signalled()
+            for callback in self.federation.runtime.round_callbacks():
                 callback.on_cohort_end(self.trainer, self, batch.round_idx)
         return NoOutputs()
 

@@ -20,11 +20,11 @@ from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Samp
 from lightning_spectral.plugin.checks import check_datamodule, check_summable
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
-from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.settings import as_config, config_of, described, shown_hparams
 from lightning_spectral.plugin.user_hooks import (
+    Host,
     check_user_module,
     for_evaluation_only,
 )

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_loop import isolate_metrics, metrics_of
 from lightning_spectral.errors import ClientError, LostProcessError, RoundError
-from lightning_spectral.plugin.host import as_host
+from lightning_spectral.plugin.user_hooks import as_host
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.processes import Meetings, Processes
 from lightning_spectral.server.round import listed, named

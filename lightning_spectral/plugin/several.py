@@ -19,11 +19,10 @@ from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
 from lightning_spectral.plugin.checks import check_datamodule
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks
-from lightning_spectral.plugin.host import Share
 from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.settings import config_of, shown_hparams
-from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, is_overridden
+from lightning_spectral.plugin.user_hooks import BATCH_HOOKS, Share, is_overridden
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
 
 

@@ -197,21 +197,13 @@ def _paragraph(text: str, style: str = "") -> str:
 
 def _table(table: Table) -> str:
     """Columns of nothing but numbers are aligned right, with their titles."""
+    number = re.compile(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?")  # maybe with a deviation, or known of some runs
     rows = [["" if value is None else str(value) for value in row] for row in table.rows]
-    numeric = [all(map(_is_number, filter(None, column))) for column in zip(*rows, strict=True)]
-    numeric = numeric or [False] * len(table.columns)
-    head, *lines = [
-        "".join(map(_cell, ["th" if row is table.columns else "td"] * len(row), row, numeric))
-        for row in (table.columns, *rows)
-    ]
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
-
-
-def _cell(tag: str, text: str, is_number: bool) -> str:
-    return f"<{tag}{' class=number' if is_number else ''}>{escape(text)}</{tag}>"
-
-
-def _is_number(text: str) -> bool:
-    """Whether a cell is a number, which may have a deviation, or be known of some runs only."""
-    return re.fullmatch(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?", text) is not None
+    numeric = [all(map(number.fullmatch, filter(None, column))) for column in zip(*rows, strict=True)]
+    styles = [" class=number" if is_number else "" for is_number in numeric] or [""] * len(table.columns)
+    lines = []
+    for tag, row in (("th", table.columns), *(("td", row) for row in rows)):
+        cells = (f"<{tag}{style}>{escape(text)}</{tag}>" for text, style in zip(row, styles, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    body = "\n".join(lines[1:])
+    return f"<table><thead>{lines[0]}</thead>\n<tbody>\n{body}\n</tbody></table>"

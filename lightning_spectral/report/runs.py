@@ -126,6 +126,8 @@ class LoggedRun:
     from_clients: frozenset[str] = frozenset()  # metrics of the round itself, while clients trained
     notes: tuple[str, ...] = ()  # remarks on the file, for readers of the report
     label: str = ""  # of its group, if whoever asks for the report named it
+    run: str = ""  # its id
+    begun: float = 0.0  # when its file was
 
     @cached_property
     def names(self) -> set[str]:
@@ -144,7 +146,7 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
 
     Of a run that was resumed in another folder, only the file that was begun last is read.
     """
-    runs: dict[str, tuple[float, LoggedRun]] = {}
+    runs: dict[str, LoggedRun] = {}
     left_out: list[str] = []
     for label, path in map(labelled, paths):
         found = [path]
@@ -155,33 +157,28 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
         reasons = []
         for file in found:
             try:
-                run, begun, own = _read(file)
+                own = read_run(file)
             except ReportError as error:
                 if len(found) == 1:
                     raise
                 reasons.append(str(error))
                 continue
-            before = runs.get(run)
-            if before is not None and os.path.realpath(before[1].path) != os.path.realpath(file):
-                first, last = (file, before[1].path) if begun <= before[0] else (before[1].path, file)
+            before = runs.get(own.run)
+            if before is not None and os.path.realpath(before.path) != os.path.realpath(file):
+                first, last = (file, before.path) if own.begun <= before.begun else (before.path, file)
                 left_out.append(printable(f"{first}, which {last} continues."))
-            if before is None or begun > before[0]:
-                runs[run] = begun, replace(own, label=label)
+            if before is None or own.begun > before.begun:
+                runs[own.run] = replace(own, label=label)
         if len(reasons) == len(found):
             raise ReportError("\n".join([f"None of the {len(found)} runs in {path} can be read:", *reasons]))
         left_out += reasons
     if not runs:
         raise ReportError(f"No run was given; expected {EXPECTED}.")
-    return [run for _, run in runs.values()], left_out
+    return [*runs.values()], left_out
 
 
 def read_run(path: Path) -> LoggedRun:
     """Read one run."""
-    return _read(path)[2]
-
-
-def _read(path: Path) -> tuple[str, float, LoggedRun]:
-    """The id of a run, when its file was begun, and the run."""
     try:
         if not path.is_file():
             state = "is not a run" if path.exists() else "does not exist"
@@ -190,7 +187,7 @@ def _read(path: Path) -> tuple[str, float, LoggedRun]:
         name = "/".join(path.parent.parts[-2:]) if path.name == NAME else path.stem
         run = run_of(name, path, head["config"], lines)
         notes = run.notes if is_whole else (*run.notes, NOT_ENDED)
-        return head["run"], as_number(head.get("begun")) or 0.0, replace(run, notes=notes)
+        return replace(run, notes=notes, run=head["run"], begun=as_number(head.get("begun")) or 0.0)
     except ReportError as error:
         raise ReportError(printable(str(error))) from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

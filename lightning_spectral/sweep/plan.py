@@ -54,8 +54,12 @@ class PlannedRun:
     @property
     def folder(self) -> Path:
         """Where it is kept, within the folder of the sweep."""
-        parts = [",".join(_in_a_path(f"{name}={value}") for name, value in self.choices)]
-        return Path(*filter(None, parts), *([] if self.seed is None else [f"{SEED}={self.seed}"]))
+        parts = []
+        for text in (f"{name}={value}" for name, value in self.choices):  # as every file system and shell takes it
+            kept = re.sub(r"[^\w.=+-]+", "_", text).strip("_.")[:LONGEST]
+            lost = kept != text  # letters, so that a digest has to keep names apart
+            parts.append(f"{kept}-{sha256(text.encode()).hexdigest()[:6]}" if lost else kept)
+        return Path(",".join(parts), *([] if self.seed is None else [f"{SEED}={self.seed}"]))
 
 
 def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun]:
@@ -176,9 +180,3 @@ def _as_call(value: Any, otherwise: str) -> str:
         return otherwise
     arguments = [f"{name}={_as_call(inner, str(inner))}" for name, inner in (value.get("init_args") or {}).items()]
     return f"{str(value['class_path']).rpartition('.')[2]}({', '.join(arguments)})"
-
-
-def _in_a_path(text: str) -> str:
-    """A name that every file system and shell takes; where letters were lost, with a digest that keeps names apart."""
-    kept = re.sub(r"[^\w.=+-]+", "_", text).strip("_.")[:LONGEST]
-    return kept if kept == text else f"{kept}-{sha256(text.encode()).hexdigest()[:6]}"

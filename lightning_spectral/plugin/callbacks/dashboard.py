@@ -25,8 +25,8 @@ from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.record import RoundHistory, history_of
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
-from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.plugin.user_hooks import Host
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.report.runs import Histogram, Table
 from lightning_spectral.server.metrics import mean_loss

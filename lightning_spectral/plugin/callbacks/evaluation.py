@@ -23,11 +23,10 @@ from lightning_spectral.client.local_loop import Recorder, call_with_accepted, i
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import as_host
 from lightning_spectral.plugin.logs import log_values, redirect
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import num_rounds
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_in_a_step, is_overridden
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, is_overridden
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
@@ -279,7 +278,16 @@ class ClientEvaluation(RoundCallback):
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return
-        if not (client_ids := self._chosen(pl_module, summary)):
+        held_out = pl_module.data.held_out.sizes > 0
+        if self.clients == "participants":
+            client_ids = sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
+        else:
+            client_ids = held_out.nonzero().flatten().tolist()
+            if self.clients != "all":
+                generator = derived_generator(pl_module.seed, "client evaluation", round_idx)
+                drawn = torch.randperm(len(client_ids), generator=generator)[: self.clients]
+                client_ids = sorted(client_ids[i] for i in drawn.tolist())
+        if not client_ids:
             return
         table = ClientTable(round_idx, evaluate_clients(trainer, pl_module, round_idx, client_ids), summary.model)
         self.tables[summary.model] = table
@@ -293,18 +301,6 @@ class ClientEvaluation(RoundCallback):
         if table is None or table.round_idx != summary.round_idx:
             return {}
         return {name: table.column(name) for name in table.metrics}
-
-    def _chosen(self, pl_module: Any, summary: RoundSummary) -> list[int]:
-        """Ids of the clients to evaluate, ascending; all of them have held-out examples."""
-        held_out = pl_module.data.held_out.sizes > 0
-        if self.clients == "participants":
-            return sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
-        able: list[int] = held_out.nonzero().flatten().tolist()
-        if self.clients == "all":
-            return able
-        generator = derived_generator(pl_module.seed, "client evaluation", summary.round_idx)
-        drawn = torch.randperm(len(able), generator=generator)[: self.clients]
-        return sorted(able[i] for i in drawn.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         return {"tables": [asdict(table) for table in self.tables.values()]}

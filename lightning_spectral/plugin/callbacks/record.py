@@ -21,9 +21,9 @@ from torch import Tensor
 
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.host import Host
 from lightning_spectral.plugin.logs import NewlyLogged
 from lightning_spectral.plugin.settings import as_config
+from lightning_spectral.plugin.user_hooks import Host
 from lightning_spectral.protocol.records import ClientOutcome, ExclusionReason, RoundSummary
 from lightning_spectral.report.measures import BYTES
 from lightning_spectral.report.runs import NAME, Line, append_line, read_record, write_record
@@ -177,11 +177,7 @@ class PackedRows:
 
     def state_dict(self) -> dict[str, Any]:
         """Two tensors, and the lists of names."""
-        return {
-            "names": list(self._names),
-            "names_of": _tensor(self._names_of),
-            "values": _tensor(self._values),
-        }
+        return {"names": list(self._names), "names_of": _tensor(self._names_of), "values": _tensor(self._values)}
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> PackedRows:

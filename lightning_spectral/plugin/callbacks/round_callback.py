@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 
 from lightning_spectral.errors import SpectralWarning
-from lightning_spectral.plugin.host import Host
+from lightning_spectral.plugin.user_hooks import Host
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.round import Turn
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import RoundLines
-from lightning_spectral.plugin.host import Share
+from lightning_spectral.plugin.user_hooks import Share
 from lightning_spectral.protocol.records import WorkUnit
 
 FitOnto = Callable[..., Fitted]

@@ -3,8 +3,9 @@
 It holds fixtures only: each folder may have its own ``conftest``, so nothing can be imported from here by name.
 """
 
+import gc
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,17 @@ import lightning_spectral as ls
 sys.path.insert(0, str(Path(__file__).parent))  # every test can import the modules beside this file by name
 import federation
 from federation import Fit, seeded
+from lightning.fabric.utilities import registry
 from toy_models import LitMLP, Remembering, toy_examples
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
+registry.entry_points = cache(registry.entry_points)  # each of thousands of Trainers would read all packages' metadata
+
+
+def pytest_collection_finish() -> None:
+    """Spare what is imported and collected by now from every garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

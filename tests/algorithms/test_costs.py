@@ -1,5 +1,6 @@
 """What the table of costs says is what rounds send, what a client holds and what torch counts; and how it reads."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -347,6 +348,17 @@ BUDGETS = sorted(NEEDS.keys() - {"memory"})
 class TestBudgets:
     """Every capacity of a small module is tried, with budgets just below, at and above what each takes."""
 
+    @pytest.fixture(autouse=True)
+    def _counted_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count once, whatever budget it is for, what clients of the same capacities need: a test has one module."""
+        at, found = costs._Counted.at, {}
+
+        def known(self: Any, capacities: Any, example: Any) -> Any:
+            key = type(self.algorithm), tuple(capacities), example is None
+            return found[key] if key in found else found.setdefault(key, at(self, capacities, example))
+
+        monkeypatch.setattr(costs._Counted, "at", known)
+
     @pytest.mark.parametrize(
         ("make", "algorithm", "ratios"),
         [
@@ -371,29 +383,28 @@ class TestBudgets:
             with pytest.raises(ValueError, match=rf"No .* fits `{budgeted}={less:,}`: .* {budgets[0]:,}\. Raise"):
                 largest_that_fits(make(), algorithm, example, **{budgeted: [less]})
 
-    @pytest.mark.parametrize("budgeted", BUDGETS)
-    def test_one_rank_for_all_clients_costs_less_than_several(self, budgeted: str) -> None:
+    def test_one_rank_for_all_clients_costs_less_than_several(self) -> None:
         """Without clients of other ranks, no multipliers travel, and the answer counts none."""
         algorithm = ls.LoRA(**ADAPTED)
-        for rank in (2, 5):
+        for budgeted, rank in itertools.product(BUDGETS, (2, 5)):
             need = getattr(cost_table(LitMLP(), algorithm, [rank], EXAMPLE).at[rank], NEEDS[budgeted])
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need}) == rank
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need - 1}) == rank - 1
 
-    @pytest.mark.parametrize("budgeted", [one for one in BUDGETS if one != "budget_macs"])  # MACs are always the same
     @pytest.mark.parametrize("downlink_bits", [None, 3])
-    def test_the_answer_fits_and_no_smaller_compression_does(self, budgeted: str, downlink_bits: int | None) -> None:
+    def test_the_answer_fits_and_no_smaller_compression_does(self, downlink_bits: int | None) -> None:
         module, degree = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)), 2
         weights = Compression(1, degree).weights_of(module)
         num_weights = sum(weight.num_values for weight in weights)
         algorithm = ls.Zampling(degree=degree, downlink_bits=downlink_bits)
         factors = dict(zip(range(degree, num_weights + 1), Compressions(num_weights, degree), strict=True))
         table = cost_table(module, algorithm, list(factors.values()), torch.zeros(2, 3))
-        needed = {n: getattr(table.at[factor], NEEDS[budgeted]) for n, factor in factors.items()}
         assert [cost.parameters - 4 for cost in table.at.values()] == list(factors)
-        for budget in sorted({value + change for value in needed.values() for change in (-1, 0)})[1:]:
-            compression: Any = largest_that_fits(module, algorithm, torch.zeros(2, 3), **{budgeted: budget})
-            assert Compression(compression, degree).num_probs(weights) == max(n for n in needed if needed[n] <= budget)
+        for budgeted in set(BUDGETS) - {"budget_macs"}:  # MACs are always the same
+            needed = {n: getattr(table.at[factor], NEEDS[budgeted]) for n, factor in factors.items()}
+            for budget in sorted({value + change for value in needed.values() for change in (-1, 0)})[1:]:
+                found: Any = largest_that_fits(module, algorithm, torch.zeros(2, 3), **{budgeted: budget})
+                assert Compression(found, degree).num_probs(weights) == max(n for n in needed if needed[n] <= budget)
 
     def test_a_compression_gives_the_number_of_probabilities_that_it_is_made_for(self) -> None:
         for num_weights in (7, 267_082, 11_173_962):
@@ -503,29 +514,22 @@ class TestWithoutValues:
             *((network, "folded") for network in ("cnn", "gpt")),
         ],
     )
-    def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
+    def test_sizes_cost_what_values_cost_on_either_device(self, network: str, name: str, with_values: Any, request: Any) -> None:
         """The weights are large, so that spectral sharding bounds the learning rates of their terms."""
         (make, example), (algorithm, capacities) = NETWORKS[network], choice_of(name)
-        module = seeded(make)
-        module.example_input_array = example
-        for weight in module.parameters():
-            weight.data.mul_(30)
-        options = {"optimizer": torch.optim.Adam([p for p in module.parameters() if p.requires_grad])}
-        expected = with_values(module, algorithm, capacities, example, **options)
-        request.getfixturevalue("no_values")
-        assert cost_table(module, algorithm, capacities, example, **options) == expected
 
-    @pytest.mark.usefixtures("no_values")
-    @pytest.mark.parametrize("name", EVERY_KIND)
-    def test_a_module_on_the_meta_device_costs_what_it_costs_on_the_cpu(self, name: str) -> None:
-        algorithm, capacities = choice_of(name)
-        tables = []
-        for device in ("cpu", "meta"):
+        def counted(count: Any, device: str) -> Any:
             with torch.device(device):
-                module = mlp()
-            module.example_input_array = EXAMPLE
-            tables.append(cost_table(module, algorithm, capacities, EXAMPLE))
-        assert tables[0] == tables[1]
+                module = seeded(make)
+            module.example_input_array = example
+            for weight in module.parameters():
+                weight.data.mul_(30)
+            adam = torch.optim.Adam([p for p in module.parameters() if p.requires_grad])
+            return count(module, algorithm, capacities, example, optimizer=adam)
+
+        expected = counted(with_values, "cpu")
+        request.getfixturevalue("no_values")
+        assert counted(cost_table, "meta" if network == "mlp" else "cpu") == expected
 
     @pytest.mark.usefixtures("no_values")
     @pytest.mark.parametrize("name", ["scaffold", "Unbiased", "outputs", "fiarse", "zampling", "rounded", "folded"])

@@ -514,7 +514,7 @@ class TestWithoutValues:
             *((network, "folded") for network in ("cnn", "gpt")),
         ],
     )
-    def test_sizes_cost_what_values_cost_on_either_device(self, network: str, name: str, with_values: Any, request: Any) -> None:
+    def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
         """The weights are large, so that spectral sharding bounds the learning rates of their terms."""
         (make, example), (algorithm, capacities) = NETWORKS[network], choice_of(name)
 

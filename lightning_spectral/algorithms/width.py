@@ -17,7 +17,7 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, firs
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
-from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_sizes, narrow_to
+from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_for_steps
 from lightning_spectral.nn.width.plan import WidthPlan, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
@@ -411,16 +411,14 @@ class WidthSide(DenseSide):
     averages: tuple[str, ...] = ()
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
-        widths = [width for width in self.step_widths if width < capacity]
-        smaller = {width: cut_sizes(module, self.plan, width) for width in widths}
+        if self.step_widths:
+            widths = [width for width in self.step_widths if width < capacity]
+            own = {*self.averages, *(f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".") for name in self.averages)}
+            vars(module)[NARROW_STEPS] = cut_for_steps(module, self.plan, capacity, widths, own)
+            return
         cut_to(module, self.plan, capacity)
         for name in self.scaled if capacity < 1 else ():
             module.get_submodule(name).register_forward_hook(partial(_divide, capacity))
-        if not self.step_widths:
-            return
-        own = {*self.averages, *(f"{name.rpartition('.')[0]}.{COUNTER}".lstrip(".") for name in self.averages)}
-        narrow = {w: narrow_to(module, small, self.plan, (capacity, w), own) for w, small in smaller.items()}
-        vars(module)[NARROW_STEPS] = NarrowSteps(module, narrow)
 
     @torch.no_grad()
     def load(self, client: nn.Module, download: Download) -> None:

@@ -173,9 +173,7 @@ class SpectralShardedGroupedConv(ShardedLayer, nn.Module):
         self.in_channels, self.out_channels, self.groups = dense.in_channels, dense.out_channels, dense.groups
         self.weight_shape, self.kernel_size, self.stride = tuple(dense.weight.shape), dense.kernel_size, dense.stride
         self.padding, self.dilation, self.padding_mode = dense.padding, dense.dilation, dense.padding_mode
-        where = dense.weight.device, dense.weight.dtype
-        shape = self.blocks_of(dense)[0].shape
-        self.blocks = nn.ModuleDict({str(i): SingularTerms(shape, n, *where) for i, n in enumerate(num_terms)})
+        self.blocks = self.empty_terms(dense, num_terms)
         self.register_parameter("bias", None if dense.bias is None else nn.Parameter(torch.zeros_like(dense.bias)))
 
     @classmethod

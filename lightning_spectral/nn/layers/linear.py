@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.nn.layers.sharded import SIZE, NumTerms, ShardedLayer, SpectralShardedLayer, counts
-from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, row_blocks
+from lightning_spectral.nn.layers.terms import WeightBlock, row_blocks
 
 
 class SpectralShardedLinear(SpectralShardedLayer):
@@ -78,7 +78,7 @@ class SpectralShardedTransposedLinear(SpectralShardedLinear):
 class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
     """A linear layer whose outputs are split into equal parts that are factorised separately.
 
-    ``num_terms`` has the number of singular terms of each part; the parts divide ``out_features``.
+    Create an instance with ``like`` or ``from_dense``, giving the number of terms of each part.
 
     Example:
         >>> qkv = nn.Linear(4, 12)
@@ -91,34 +91,16 @@ class SpectralShardedSplitLinear(ShardedLayer, nn.Module):
     transposed = False
     bias: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        num_terms: tuple[int, ...],
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dense: Any, num_terms: tuple[int, ...]) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        height = out_features // len(num_terms)
-        parts = [SingularTerms((height, in_features), n, device, dtype) for n in num_terms]
-        self.blocks = nn.ModuleDict({str(i): part for i, part in enumerate(parts)})
-        empty = torch.zeros(out_features, device=device, dtype=dtype)
-        self.register_parameter("bias", nn.Parameter(empty) if bias else None)
+        self.blocks = self.empty_terms(dense, num_terms)
+        parts = self.held_terms()
+        self.in_features, self.out_features = parts[0].v.shape[1], sum(part.num_rows for part in parts)
+        self.register_parameter("bias", None if dense.bias is None else nn.Parameter(torch.zeros_like(dense.bias)))
 
     @classmethod
     def blocks_of(cls, dense: Any, num_parts: int = 1) -> tuple[WeightBlock, ...]:
         return row_blocks("weight", dense.weight, [f"blocks.{i}" for i in range(num_parts)], cls.transposed)
-
-    @classmethod
-    def like(cls, dense: Any, num_terms: NumTerms) -> SpectralShardedSplitLinear:
-        num_terms = counts(num_terms)
-        blocks, weight = cls.blocks_of(dense, len(num_terms)), dense.weight
-        (height, columns), bias = blocks[0].shape, dense.bias is not None
-        return cls(columns, height * len(blocks), num_terms, bias, weight.device, weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         out = torch.cat([part.linear(input) for part in self.held_terms()], dim=-1)

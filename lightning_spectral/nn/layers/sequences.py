@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer, counts
+from lightning_spectral.nn.layers.sharded import NumTerms, ShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, row_blocks
 
 if TYPE_CHECKING:  # a mix-in for nn.LSTM and nn.GRU
@@ -46,9 +46,7 @@ class SpectralShardedMultiheadAttention(ShardedLayer, nn.Module):
         super().__init__()
         self.embed_dim, self.num_heads, self.head_dim = dense.embed_dim, dense.num_heads, dense.head_dim
         self.dropout, self.batch_first = dense.dropout, dense.batch_first
-        blocks = zip(ROLES, self.blocks_of(dense), num_terms, strict=True)
-        where = dense.out_proj.weight.device, dense.out_proj.weight.dtype
-        self.blocks = nn.ModuleDict({role: SingularTerms(block.shape, n, *where) for role, block, n in blocks})
+        self.blocks = self.empty_terms(dense, num_terms)
         bias = dense.in_proj_bias
         self.register_parameter("in_proj_bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
         self.out_proj = dense.out_proj
@@ -160,17 +158,12 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         options = {name: getattr(dense, name) for name in names}
         if dense.proj_size:
             options["proj_size"] = dense.proj_size
-        first = dense.weight_hh_l0
-        layer = cls(**options, device="meta", dtype=first.dtype)  # "meta": weights that are never allocated
+        layer = cls(**options, device="meta", dtype=dense.weight_hh_l0.dtype)  # so weights are never allocated
         for name, parameter in dense.named_parameters(recurse=False):
             del layer._parameters[name]
             if not name.startswith("weight"):
                 layer.register_parameter(name, nn.Parameter(torch.zeros_like(parameter)))
-        blocks = zip(cls.blocks_of(dense), counts(num_terms), strict=True)
-        terms = {
-            b.name.removeprefix("blocks."): SingularTerms(b.shape, n, first.device, first.dtype) for b, n in blocks
-        }
-        layer.blocks, layer._flat_weights = nn.ModuleDict(terms), []
+        layer.blocks, layer._flat_weights = cls.empty_terms(dense, num_terms), []
         return layer.train(dense.training)
 
     def forward(self, input: Any, hx: Any = None) -> Any:

@@ -162,6 +162,15 @@ class ShardedLayer(_Base):
             layer.terms(block).load_matrix(block.matrix(dense.get_parameter(block.parameter).detach()))
         return layer
 
+    @classmethod
+    def empty_terms(cls, dense: Any, num_terms: NumTerms) -> nn.ModuleDict:
+        """Terms of zero for each block of ``dense``, as the children ``blocks`` of a layer that has several."""
+        blocks, terms = cls.blocks_of(dense, len(counts(num_terms))), nn.ModuleDict()
+        for block, n in zip(blocks, counts(num_terms), strict=True):
+            weight = dense.get_parameter(block.parameter)
+            terms[block.name.removeprefix("blocks.")] = SingularTerms(block.shape, n, weight.device, weight.dtype)
+        return terms
+
     def terms(self, block: WeightBlock) -> SingularTerms:
         holder = self.get_submodule(block.name)
         assert isinstance(holder, SingularTerms)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,39 +21,34 @@ class Narrow:
 
     indices: Mapping[str, tuple[Tensor, ...]]  # that stay along each dimension of a tensor of the sub-model
     sizes: Mapping[str, Mapping[str, Any]]  # of each layer that changes, by attribute
-    buffers: Mapping[str, Tensor] = field(default_factory=dict)  # of this width alone; they keep what steps change
+    buffers: Mapping[str, Tensor]  # of this width alone; they keep what steps change
 
 
-class CutSizes(NamedTuple):
-    """What tells a cut of a module from another: the sizes that its layers store, and its buffers."""
+def cut_for_steps(
+    module: nn.Module, plan: WidthPlan, keep_ratio: float, widths: Iterable[float], own: Collection[str] = ()
+) -> NarrowSteps:
+    """Cut a whole module to the first channels of each group, in place, for steps that use fewer of them still.
 
-    sizes: dict[str, dict[str, Any]]
-    buffers: Mapping[str, Tensor]
-
-
-def cut_sizes(module: nn.Module, plan: WidthPlan, keep_ratio: float) -> CutSizes:
-    """Those of a cut of a whole module, which is whole again afterwards."""
-    kept = KeptState(module)
-    try:
-        cut_to(module, plan, keep_ratio)
-        return CutSizes(_sizes(module), {name: buffer.clone() for name, buffer in module.named_buffers()})
-    finally:
-        kept.restore()
-
-
-def narrow_to(
-    client: nn.Module, narrower: CutSizes, plan: WidthPlan, widths: tuple[float, float], own: Collection[str] = ()
-) -> Narrow:
-    """Compare a sub-model with a narrower cut of the whole module, whose channels are the first of its own.
-
-    ``widths`` are the keep ratios of both; ``own`` names the buffers that belong to the smaller one alone.
+    Sizes and buffers are found by comparing cuts of the whole module. ``widths`` are the smaller keep ratios; ``own``
+    names the buffers of which each of them has its own.
     """
-    buffers = {name: buffer for name, buffer in narrower.buffers.items() if name in own}
-    whole, left = (plan.indices(plan.first(keep_ratio)) for keep_ratio in widths)
-    indices = {name: tuple(map(torch.searchsorted, whole[name], left[name])) for name in whole}
-    before, after = _sizes(client), narrower.sizes
-    changed = {name: dict(after[name].items() - before[name].items()) for name in after}
-    return Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes}, buffers)
+    smaller = {}
+    for width in widths:
+        kept = KeptState(module)
+        try:
+            cut_to(module, plan, width)
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers() if name in own}
+            smaller[width] = _sizes(module), buffers
+        finally:
+            kept.restore()
+    cut_to(module, plan, keep_ratio)
+    whole, before, narrow = plan.indices(plan.first(keep_ratio)), _sizes(module), {}
+    for width, (after, buffers) in smaller.items():
+        left = plan.indices(plan.first(width))
+        indices = {name: tuple(map(torch.searchsorted, whole[name], left[name])) for name in whole}
+        changed = {name: dict(after[name].items() - before[name].items()) for name in after}
+        narrow[width] = Narrow(indices, {name: sizes for name, sizes in changed.items() if sizes}, buffers)
+    return NarrowSteps(module, narrow)
 
 
 def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:

@@ -24,9 +24,8 @@ from lightning_spectral.nn.layers.sequences import (
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, sharded_layers
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
-from lightning_spectral.nn.plan.allocation import allocate_terms
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
-from lightning_spectral.nn.plan.planner import plan_layers, plan_of, replace_layers, validate
+from lightning_spectral.nn.plan.planner import allocate_terms, plan_layers, plan_of, replace_layers, validate
 from lightning_spectral.nn.torch_modules import use_batch_statistics
 from lightning_spectral.nn.width.plan import WidthPlan
 from lightning_spectral.nn.width.planner import width_plan

@@ -180,14 +180,15 @@ def increasing_root(
     return point
 
 
+MIXED, MOST_EVALUATIONS = 6, 60  # previous steps that are mixed
+
+
 def solve_fixed_point(
     residual: Callable[[Tensor], tuple[Tensor, Tensor]],
     start: Tensor,
     weights: Tensor,
     *,
     tolerance: float,
-    memory: int = 6,
-    max_iterations: int = 60,
 ) -> tuple[Tensor, Tensor]:
     """Find x with zero residual, up to a constant added to all of x, by Anderson mixing of plain steps.
 
@@ -202,8 +203,6 @@ def solve_fixed_point(
         weights: Sensitivity of the answer to each entry of x, non-negative and not all zero. They weight the least
             squares: entries that hardly matter are poorly determined and would drown out the others.
         tolerance: Stop below this error.
-        memory: Number of previous steps that are mixed.
-        max_iterations: Largest number of evaluations.
 
     Returns:
         The best x seen and its error.
@@ -214,18 +213,18 @@ def solve_fixed_point(
     points: list[Tensor] = []
     steps: list[Tensor] = []
     scale = weights.sqrt()[..., None]
-    for _ in range(max_iterations):
+    for _ in range(MOST_EVALUATIONS):
         step, error = residual(x)
         better = (error < best_error) & ~done
         best = torch.where(better[..., None], x, best)
         best_error = torch.where(better, error, best_error)
         stalled = torch.where(better, 0, stalled + 1)
-        done = done | (best_error < tolerance) | (stalled > memory)
+        done = done | (best_error < tolerance) | (stalled > MIXED)
         if done.all():
             break
         step = step - (weights * step).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
         step = torch.where(done[..., None], 0, step)
-        points, steps = [*points[-memory:], x], [*steps[-memory:], step]
+        points, steps = [*points[-MIXED:], x], [*steps[-MIXED:], step]
         plain = x + step
         if len(steps) > 1:
             step_changes, point_changes = (torch.stack(kept, dim=-1).diff(dim=-1) for kept in (steps, points))

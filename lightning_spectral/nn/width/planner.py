@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -28,7 +28,6 @@ from lightning_spectral.nn.width.rules import (
     Labels,
     Pass,
     Splits,
-    Units,
     fixed,
     labels_of,
     pieces,
@@ -79,14 +78,14 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
         module.eval()
         example = as_input(module, example)
         while True:  # groups that do not work are given up until all that are left work
-            found = Found(Splits(chosen))
+            found = Pass(Splits(chosen))
             with trying(module):
                 trace_channels(module, example, found)
             rivals = {**found.splits.rivals, **rivals}
             for name, dim, places in given_up:
-                found.units.fix(found.axes[name][dim][places])
+                found.units.fix(found.named[name][dim][places])
             for name in excluded:
-                for labels in found.axes[name]:
+                for labels in found.named[name]:
                     found.units.fix(labels)
             plan = _grouped(module, found, notes)
             wrong = wrong_among(plan.groups, partial(_problem_without_one, module, example, plan))
@@ -100,7 +99,7 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
                     for own in [plan.labels[name]]
                     for dim in dims
                 ]
-                own = np.concatenate([found.units.find(found.axes[name][dim][places]) for name, dim, places in where])
+                own = np.concatenate([found.units.find(found.named[name][dim][places]) for name, dim, places in where])
                 splits = found.splits
                 touched = [key for key, labels in splits.labels.items() if np.isin(found.units.find(labels), own).any()]
                 others = [key for key in touched if splits.taken[key] in rivals.get(key, ())[:-1]]
@@ -152,7 +151,7 @@ def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mappi
         name: tuple(labels[index.numpy()] for labels, index in zip(plan.labels[name], where, strict=True))
         for name, where in indices.items()
     }
-    found = Found(Splits(plan.splits))
+    found = Pass(Splits(plan.splits))
     try:
         with trying(module):
             cut_module(module, indices)
@@ -167,9 +166,9 @@ def problem_of(module: nn.Module, example: Example, plan: WidthPlan, kept: Mappi
     return Problem("without some channels, the others are not where they were", len(found.made), [united])
 
 
-def _grouped(module: nn.Module, found: Found, notes: Sequence[str]) -> WidthPlan:
+def _grouped(module: nn.Module, found: Pass, notes: Sequence[str]) -> WidthPlan:
     """Group the units that are parts of the same dimensions, with the same size in each."""
-    classes = {name: tuple(map(found.units.find, axes)) for name, axes in found.axes.items()}
+    classes = {name: tuple(map(found.units.find, axes)) for name, axes in found.named.items()}
     occurs: dict[int, list[tuple[str, int, int]]] = defaultdict(list)  # each class in which tensor and dimension
     for name, dims in classes.items():
         for dim, own in enumerate(dims):
@@ -274,29 +273,16 @@ def wrong_among(groups: Sequence[ChannelGroup], trial: Trial) -> list[tuple[Chan
     return wrong
 
 
-@dataclass
-class Found:
-    """What a pass shows about the channels of a module; what it showed so far, if it failed."""
-
-    splits: Splits
-    units: Units = field(default_factory=Units)
-    axes: Mapping[str, Axes] = field(default_factory=dict)  # of each parameter and buffer
-    unknown: set[str] = field(default_factory=set)  # operations without a rule
-    made: list[Axes] = field(default_factory=list)  # the labels of each tensor that the pass made, in order
-
-
-def trace_channels(module: nn.Module, example: Example, found: Found, known: Mapping[str, Axes] | None = None) -> None:
-    """Find the channels of a module that belong together, in one forward pass, and add what is found to ``found``.
+def trace_channels(module: nn.Module, example: Example, traced: Pass, known: Mapping[str, Axes] | None = None) -> None:
+    """Find the channels of a module that belong together, in one forward pass, and add what is found to ``traced``.
 
     The module is on the CPU and in evaluation mode. Its parameters and buffers have ``known`` labels; by
     default each channel has its own.
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    labelling = _Labelling(found)
-    traced = labelling.traced
-    found.axes = {name: found.units.own_labels(tensor.shape, (known or {}).get(name)) for name, tensor in own.items()}
+    traced.named = {name: traced.units.own_labels(t.shape, (known or {}).get(name)) for name, t in own.items()}
     for name, tensor in own.items():
-        labelling.put(tensor, found.axes[name])
+        traced.put(tensor, traced.named[name])
     for layer in module.modules():
         if not isinstance(layer, nn.MultiheadAttention):
             continue
@@ -307,7 +293,7 @@ def trace_channels(module: nn.Module, example: Example, found: Found, known: Map
             rows, columns = traced.axes(layer.in_proj_weight)
             traced.units.unite(rows.reshape(3, -1), columns)
             traced.unite(*traced.axes(layer.out_proj.weight))
-    with labelling:
+    with _Labelling(traced):
         outputs = run_example(module, example)
     for tensor in tree_leaves(outputs):
         if isinstance(tensor, Tensor):
@@ -324,19 +310,9 @@ def _operation(func: Any) -> tuple[str, tuple[str, ...], bool]:
 class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs each operation and labels its outputs."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, traced: Pass) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found = found
-        self._axes: dict[int, Axes] = {}
-        self._alive: list[Tensor] = []  # so that no two tensors of the pass have the same id
-        self.traced = Pass(found.units, found.splits, self.axes)
-
-    def axes(self, tensor: Tensor) -> Axes:
-        return self._axes[id(tensor)] if id(tensor) in self._axes else fixed(tensor.shape)
-
-    def put(self, tensor: Tensor, axes: Axes) -> None:
-        self._axes[id(tensor)] = axes
-        self._alive.append(tensor)
+        self.traced = traced
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -355,9 +331,9 @@ class _Labelling(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     is_known = False
                     given = [value for value in tree_leaves(call) if isinstance(value, Tensor)]
                     all_axes = [labels for value in given for labels in self.traced.axes(value)]
-                    if any(self.found.units.find(labels).any() for labels in all_axes):
-                        self.found.unknown.add(name)
+                    if any(self.traced.units.find(labels).any() for labels in all_axes):
+                        self.traced.unknown.add(name)
                     axes = unknown(self.traced, own, out)
-            self.found.made.append(axes)
-            self.put(out, axes)
+            self.traced.made.append(axes)
+            self.traced.put(out, axes)
         return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -189,13 +189,30 @@ SPATIAL = (  # how they begin
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """One traced forward pass: classes of labels, the dimension cut at each split, and the labels of its tensors."""
+def fixed(shape: Sequence[int]) -> Axes:
+    """Labels of a tensor that is never cut."""
+    return tuple(np.full(size, FIXED) for size in shape)
 
-    units: Units
+
+@dataclass(eq=False)
+class Pass:
+    """What a forward pass shows about the channels of a module; what it showed so far, if it failed."""
+
     splits: Splits
-    axes: Callable[[Tensor], Axes]
+    units: Units = field(default_factory=Units)
+    named: Mapping[str, Axes] = field(default_factory=dict)  # of each parameter and buffer
+    unknown: set[str] = field(default_factory=set)  # operations without a rule
+    made: list[Axes] = field(default_factory=list)  # the labels of each tensor that the pass made, in order
+    _axes: dict[int, Axes] = field(default_factory=dict)
+    _alive: list[Tensor] = field(default_factory=list)  # so that no two tensors of the pass have the same id
+
+    def axes(self, tensor: Tensor) -> Axes:
+        """The labels of a tensor; those of one that is never cut if it has got none."""
+        return self._axes[id(tensor)] if id(tensor) in self._axes else fixed(tensor.shape)
+
+    def put(self, tensor: Tensor, axes: Axes) -> None:
+        self._axes[id(tensor)] = axes
+        self._alive.append(tensor)
 
     def unite(self, some: Labels, others: Labels) -> None:
         """Unite the labels of two dimensions; a dimension of size 1 is broadcast and has no effect."""
@@ -205,11 +222,6 @@ class Pass:
     def fix(self, *labels: Labels) -> None:
         for those in labels:
             self.units.fix(those)
-
-
-def fixed(shape: Sequence[int]) -> Axes:
-    """Labels of a tensor that is never cut."""
-    return tuple(np.full(size, FIXED) for size in shape)
 
 
 def tensors_of(call: Call) -> list[Tensor]:

@@ -75,7 +75,8 @@ class DenseSide(ClientSide):
         return self.personal.epochs + local_epochs
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        return Upload(download.unit, self.feedback.packed(select_tensors(client, self.returned), download))
+        tensors = select_tensors(client, self.returned)
+        return Upload(download.unit, self.feedback.packed(tensors, download) if self.feedback.names else tensors)
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
         if not self.feedback.names:

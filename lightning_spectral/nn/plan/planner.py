@@ -397,7 +397,7 @@ def allocate_terms(
         ValueError: If the module cannot be sharded as chosen, or the ratio is outside (0, 1].
 
     Example:
-        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+        >>> net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 8))
         >>> def loss(net):  # one layer starves: its gradient vanishes
         ...     return net[3](net[2](net[0](torch.eye(8)) + 0.0 * net[1](torch.ones(16)))).square().mean()
         >>> choices = allocate_terms(net, loss, keep_ratio=0.25)

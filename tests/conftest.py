@@ -5,6 +5,7 @@ It holds fixtures only: each folder may have its own ``conftest``, so nothing ca
 
 import gc
 import sys
+from collections.abc import Generator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,18 @@ torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each ot
 registry.entry_points = cache(registry.entry_points)  # each of thousands of Trainers would read all packages' metadata
 
 
-def pytest_collection_finish() -> None:
-    """Spare what is imported and collected by now from every garbage collection."""
-    gc.collect()
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would begin with files of many tests; those of few take longest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect without collecting garbage, and then spare all that is imported: it stays."""
+    gc.disable()
+    found = yield
     gc.freeze()
+    gc.enable()
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Run = Callable[..., str]
 
 
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Runs a script in this process, and returns what it prints: to import torch takes longer than most of them."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+
+    def script(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield script
+    logger.setLevel(level)
 
 
 @pytest.mark.parametrize(("kind", "sums"), [("float32", 2), ("bf16", 4)])
-def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int) -> None:
+def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int, run: Run) -> None:
     """The server, the clients' memory and int64 sums; a gradient and a momentum only while a client trains."""
     found = json.loads(run("large.py", "--model", "tiny", "--case", "FedAvg", kind).splitlines()[-1])
     assert found["sample"] == pytest.approx(2 + sums, abs=0.1)
@@ -30,14 +42,14 @@ def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int) 
     assert found["refresh"] == pytest.approx(2 + sums, abs=0.1)  # nothing is left of the round before
 
 
-def test_secure_sums_double_what_clients_send() -> None:
+def test_secure_sums_double_what_clients_send(run: Run) -> None:
     rows = [line.split()[-6:] for line in run("secure_sums.py", "--clients", "3", "--rounds", "2").splitlines()[1:]]
     assert [row[-1] for row in rows] == ["1.00", "2.00", "1.00", "2.00"]
     assert [row[3] for row in rows] == ["1.00", "1.00", "1.00", "1.00"]
 
 
 @pytest.mark.slow
-def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path) -> None:
+def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path, run: Run) -> None:
     """All but the tests on the device and the doctor, which have their own tests."""
     for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
         rows = np.random.default_rng(0).integers(0, 10, (60, 1 + 3 * 32 * 32), np.uint8)

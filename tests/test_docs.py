@@ -2,11 +2,13 @@
 
 import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -106,11 +108,17 @@ def test_the_readme_has_two_set_up_commands_and_code_early() -> None:
     assert lines.index("```python") < 35
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name_and_no_other() -> None:
     reference = (DOCS / "api.md").read_text()
     paths = [name if name in ls.__all__ else f"{place}.{name}" for name, place in PLACES.items()]
     missing = [path for path in paths if not re.search(rf"^\.\. auto\w+:: {path}$", reference, re.MULTILINE)]
     assert not missing
+    module = ls.__name__
+    for kind, path in re.findall(r"^\.\. (auto\w+|module):: (\S+)$", reference, re.MULTILINE):
+        if kind == "module":
+            module = path
+        elif ".network.flower." not in path or find_spec("flwr"):
+            pkgutil.resolve_name(path if path.startswith(ls.__name__) else f"{module}.{path}")  # raises if not there
 
 
 def test_formulas_become_mathml_and_a_command_that_cannot_be_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

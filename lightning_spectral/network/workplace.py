@@ -18,10 +18,9 @@ from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, Local
 from lightning_spectral.errors import DeviceError
 from lightning_spectral.network.messages import Start
 from lightning_spectral.plugin.callbacks.evaluation import ValidatedBeside
-from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.member import read_optimizers
 from lightning_spectral.plugin.trainer import convert_now, num_rounds, placement_of, silent_trainer
-from lightning_spectral.plugin.user_hooks import as_in_a_step, defines, only_or_all
+from lightning_spectral.plugin.user_hooks import as_in_a_step, defines, only_or_all, redirect
 from lightning_spectral.protocol.records import Download, LoggedValue
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 

@@ -294,16 +294,14 @@ class Cohorts:
 
     def share(self, round_idx: int) -> Share:
         """The clients that this process trains in a round, and those of the others."""
-        units, processes = self.units(round_idx), self._runtime.processes
-        work = [self._work(unit) for unit in units] if processes.size > 1 else []
+        units, processes, work = self.units(round_idx), self._runtime.processes, []
+        members = {member.key: member for member in self._members.values()}
+        for unit in units if processes.size > 1 else ():
+            member = members[unit.model]
+            clients = member.engine.clients
+            predicted = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
+            work.append(predicted * (sum(p.numel() for p in member.module.parameters()) if len(members) > 1 else 1))
         return Share(round_idx, shares(units, work, processes.size), processes.rank)
-
-    def _work(self, unit: WorkUnit) -> float:
-        """Predicted time of a unit's turn; with several models, it takes their sizes into account."""
-        member = next(member for member in self._members.values() if member.key == unit.model)
-        clients = member.engine.clients
-        work = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
-        return work if len(self._members) == 1 else work * sum(p.numel() for p in member.module.parameters())
 
 
 class Runtime:

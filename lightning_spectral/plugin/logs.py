@@ -1,16 +1,15 @@
-"""Where values go: those of a finished round, and those that a user's module logs, maybe by its own override."""
+"""Where values go: those of a finished round, and those that a user's module logs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_spectral.plugin.user_hooks import is_overridden
+from lightning_spectral.plugin.user_hooks import redirect
 from lightning_spectral.protocol.records import LoggedValue, RoundSummary
 from lightning_spectral.server.metrics import ALWAYS, logged_by_clients, round_metrics
 
@@ -98,28 +97,6 @@ def show_epoch(trainer: pl.Trainer) -> None:
         trainer._logger_connector.update_train_epoch_metrics()
     finally:
         batches._batches_that_stepped += 1
-
-
-def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace some of Lightning's methods by other functions, until the module is restored.
-
-    If its class overrides one, this still acts, and what it passes to ``super()`` goes to the other function: a class
-    is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
-    """
-    overridden = {name for name in methods if is_overridden(module, name)}
-    if overridden & {"log", "log_dict"}:
-        overridden.add("log")
-        methods = {name: method for name, method in methods.items() if name != "log_dict"}
-    vars(module).update({name: method for name, method in methods.items() if name not in overridden})
-    if between := tuple((name, method) for name, method in methods.items() if name in overridden):
-        kind: Any = type(module)
-        module.__class__ = _with_class_between(kind, between)
-
-
-@lru_cache(maxsize=32)  # a module is redirected in every turn
-def _with_class_between(kind: Any, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
-    between = type("Redirected", (pl.LightningModule,), {name: staticmethod(method) for name, method in methods})
-    return type(kind.__name__, (kind, between), {"__module__": kind.__module__})
 
 
 @contextmanager

@@ -30,9 +30,8 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
-from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.trainer import Instead, placement_of
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
 from lightning_spectral.protocol.client_store import ClientStore, with_state
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, WorkUnit

@@ -1,9 +1,10 @@
-"""What a user's hooks and callbacks get of a federation, and which hooks are honoured, and where they run."""
+"""What a user's hooks and callbacks get of a federation, and which hooks are honoured, and where they run and log."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -149,6 +150,28 @@ def for_evaluation_only(module: pl.LightningModule | pl.LightningDataModule, of:
             setattr(
                 module, hook, lambda batch, *args, own=own: batch if isinstance(batch, Share) else own(batch, *args)
             )
+
+
+def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace some of Lightning's methods by other functions, until the module is restored.
+
+    If its class overrides one, this still acts, and what it passes to ``super()`` goes to the other function: a class
+    is put between the user's and Lightning's, whose own ``log_dict`` calls ``log`` for each entry.
+    """
+    overridden = {name for name in methods if is_overridden(module, name)}
+    if overridden & {"log", "log_dict"}:
+        overridden.add("log")
+        methods = {name: method for name, method in methods.items() if name != "log_dict"}
+    vars(module).update({name: method for name, method in methods.items() if name not in overridden})
+    if between := tuple((name, method) for name, method in methods.items() if name in overridden):
+        kind: Any = type(module)
+        module.__class__ = _with_class_between(kind, between)
+
+
+@lru_cache(maxsize=32)  # a module is redirected in every turn
+def _with_class_between(kind: Any, methods: tuple[tuple[str, Callable[..., Any]], ...]) -> Any:
+    between = type("Redirected", (pl.LightningModule,), {name: staticmethod(method) for name, method in methods})
+    return type(kind.__name__, (kind, between), {"__module__": kind.__module__})
 
 
 def only_or_all(found: list[T]) -> T | list[T] | None:

@@ -16,10 +16,9 @@ from lightning_spectral.client.local_loop import Recorder, UserStep, isolate_met
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.logs import redirect
 from lightning_spectral.plugin.processes import processes_of
 from lightning_spectral.plugin.trainer import num_rounds
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, defines
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, defines, redirect
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary

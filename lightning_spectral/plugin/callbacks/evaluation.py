@@ -23,10 +23,10 @@ from lightning_spectral.client.local_loop import Recorder, call_with_accepted, i
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.plugin.logs import log_values, redirect
+from lightning_spectral.plugin.logs import log_values
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import num_rounds
-from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, is_overridden
+from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, is_overridden, redirect
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit

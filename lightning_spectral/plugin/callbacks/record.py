@@ -87,14 +87,13 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
     def __init__(self) -> None:
         self._spans: dict[int, tuple[int, int]] = {}  # first turn of each round, and the one after its last
         self._clients, self._seconds = array("i"), array("d")  # no times before there is one; NaN for none
-        self._kinds: list[tuple[Any, ...]] = []
-        self._index: dict[tuple[Any, ...], int] = {}  # of each kind
+        self._kinds: dict[tuple[Any, ...], int] = {}  # with their positions
         self._kind_of = array("i")
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
-        rows = []
+        rows, kinds = [], [*self._kinds]
         for turn in range(*self._spans[round_idx]):
-            ratio, down, up, left_out, *rest = self._kinds[self._kind_of[turn]]
+            ratio, down, up, left_out, *rest = kinds[self._kind_of[turn]]
             seconds = self._seconds[turn] if self._seconds else math.nan
             at = None if math.isnan(seconds) else seconds
             rows.append(LedgerRow(round_idx, self._clients[turn], ratio, down, up, left_out, at, *rest))
@@ -115,10 +114,7 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
             kind = *row[2:6], *row[7:]
-            if kind not in self._index:
-                self._index[kind] = len(self._kinds)
-                self._kinds.append(kind)
-            self._kind_of.append(self._index[kind])
+            self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
             if row.virtual_seconds is not None and not self._seconds:
                 self._seconds.extend([math.nan] * turn)
             if row.virtual_seconds is not None or self._seconds:
@@ -129,7 +125,7 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         counts = [end - first for first, end in self._spans.values()]
         columns: dict[str, array[Any]] = {"rounds": array("q", self._spans), "counts": array("i", counts)}
         columns |= {"clients": self._clients, "kind_of": self._kind_of, "seconds": self._seconds}
-        return {"kinds": self._kinds[:], **{name: _tensor(column) for name, column in columns.items()}}
+        return {"kinds": [*self._kinds], **{name: _tensor(column) for name, column in columns.items()}}
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any]) -> PackedTurns:
@@ -138,8 +134,7 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         for round_idx, count in zip(state_dict["rounds"].tolist(), state_dict["counts"].tolist(), strict=True):
             turns._spans[round_idx] = first, first + count
             first += count
-        turns._kinds = [*map(tuple, state_dict["kinds"])]
-        turns._index = {kind: index for index, kind in enumerate(turns._kinds)}
+        turns._kinds = {tuple(kind): index for index, kind in enumerate(state_dict["kinds"])}
         turns._clients, turns._kind_of = (array("i", state_dict[name].tolist()) for name in ("clients", "kind_of"))
         turns._seconds = array("d", state_dict["seconds"].tolist())
         return turns

@@ -55,13 +55,6 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 DataT = TypeVar("DataT", bound=pl.LightningDataModule)
 
 
-def check_stage(stage: str, module: pl.LightningModule) -> None:
-    """Raise ``ValueError`` if the user's module cannot do what the Trainer is asked to do."""
-    for asked, step in (("validate", "validation_step"), ("test", "test_step")):
-        if stage == asked and not is_overridden(module, step):
-            raise ValueError(f"`Trainer.{asked}` needs `{type(module).__name__}.{step}`; define it.")
-
-
 def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
     """A Trainer's data module; raise ``TypeError`` if it has none of the right kind."""
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
@@ -252,12 +245,3 @@ def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]
                 f"{type(module).__name__}.training_step{f' ({name!r})' if name else ''} uses manual optimisation and "
                 'would train; use measure="last", or UpdateVarianceReduced.'
             )
-
-
-def check_limit(limit: int | float, trainer: pl.Trainer) -> None:
-    """Raise ``ValueError`` if a sampler's cohort is to be cut: its coefficients are meant for all drawn clients."""
-    if not trainer.fast_dev_run and limit != 0 and not (isinstance(limit, float) and limit == 1.0):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"limit_train_batches={limit} would leave out clients that a sampler drew, and bias the average; lower "
-            "its `active` instead."
-        )

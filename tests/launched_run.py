@@ -26,26 +26,25 @@ def sharing(accelerator: str, processes: str) -> dict[str, Any]:
     return {"strategy": strategy, "inference_mode": False}
 
 
-def main(file: str, strategy: str, devices: str, num_nodes: str, accelerator: str = "") -> None:
-    options = sharing(accelerator, strategy) if accelerator else {"accelerator": "cpu", "strategy": strategy}
+def trained(num_processes: int = 1, **options: Any) -> tuple[pl.Trainer, dict[str, torch.Tensor]]:
+    """A Trainer with these options that has trained in as many processes, and the weights."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     data = ls.FederatedDataModule(toy_examples(), ls.IIDPartitioner(12), batch_size=4)
     model = ls.FederatedModule(LitMLP(), algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=7)
-    trainer = pl.Trainer(
-        max_epochs=3,
-        **options,
-        devices=int(devices),
-        num_nodes=int(num_nodes),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    assert trainer.world_size == int(devices) * int(num_nodes) * (int(strategy) if accelerator else 1)
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = pl.Trainer(max_epochs=3, **options, **dict.fromkeys(silent, False))
+    assert trainer.world_size == num_processes
     trainer.fit(model, data)
+    return trainer, {name: tensor.cpu() for name, tensor in model.module.state_dict().items()}
+
+
+def main(file: str, strategy: str, devices: str, num_nodes: str, accelerator: str = "") -> None:
+    options = sharing(accelerator, strategy) if accelerator else {"accelerator": "cpu", "strategy": strategy}
+    num_processes = int(devices) * int(num_nodes) * (int(strategy) if accelerator else 1)
+    trainer, weights = trained(num_processes, **options, devices=int(devices), num_nodes=int(num_nodes))
     if trainer.global_rank == 0:
-        torch.save({name: tensor.cpu() for name, tensor in model.module.state_dict().items()}, file)
+        torch.save(weights, file)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import launched_run
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -133,12 +134,11 @@ def test_evaluation_alone_is_the_same(data: Any, quiet: dict[str, Any], device: 
 
 
 def test_processes_that_share_a_device_train_as_one(device: Any, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "launched_run.py"
     name = "pretended" if device.is_pretended else "cuda"
-    for processes in ("1", "2"):
-        command = [sys.executable, str(script), str(tmp_path / processes), processes, "1", "1", name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-    one, two = (torch.load(tmp_path / processes, weights_only=True) for processes in ("1", "2"))
+    command = [sys.executable, launched_run.__file__, str(tmp_path / "weights"), "2", "1", "1", name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    two = torch.load(tmp_path / "weights", weights_only=True)
+    _, one = launched_run.trained(**device.trainer())
     assert one.keys() == two.keys()
     assert all(torch.equal(one[key], two[key]) for key in one)

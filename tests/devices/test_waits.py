@@ -13,6 +13,7 @@ import torch
 from federation import Fit, seeded
 from pretend_device import WAITS
 from slow_cases import slow_but
+from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
 import lightning_spectral as ls
@@ -55,6 +56,12 @@ class CountWaits(pl.Callback):
         self.rounds.append(Counter(WAITS))
 
 
+@pytest.fixture
+def data(toy: TensorDataset) -> ls.FederatedDataModule:
+    """Clients of one batch: a second local epoch is then all there is of local steps."""
+    return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), batch_size=10)
+
+
 @pytest.fixture(autouse=True)
 def counting(device: Any) -> None:
     if not device.is_pretended:
@@ -63,10 +70,10 @@ def counting(device: Any) -> None:
 
 def waits_of(there: Fit, data: Any, algorithm: Any, **options: Any) -> Counter[str]:
     """Waits of the second round, which builds nothing that the first has built."""
-    count, trainer = CountWaits(), {"limit_val_batches": 0}
+    count = CountWaits()
     lit = seeded(LitSmall, momentum=0.0)
     options = {"clients_per_round": 4, "max_epochs": 2, **options}
-    there(lit, data, algorithm=algorithm, callbacks=[count], trainer=trainer, **options)
+    there(lit, data, algorithm=algorithm, callbacks=[count], **options)
     return count.rounds[1]
 
 

@@ -112,7 +112,8 @@ CASES: list[tuple[Any, Any, list[float]]] = [
     *((LitMany, algorithm, [0.2, 0.55]) for algorithm in SPECTRAL),
     *((LitFrozenParts, algorithm, [0.1, 0.3, 0.75, 1.0]) for algorithm in SUB_MODELS),
     *((LitMLP, ls.LoRA(aggregation=how, **ADAPTED), ranks) for how in AGGREGATIONS for ranks in ([2, 4], [3])),
-    *((LitMany, algorithm, [factor]) for algorithm in COMPRESSED for factor in (1, 3.7, 20)),
+    *((LitMany, algorithm, [3.7]) for algorithm in COMPRESSED),
+    *((LitMany, ls.Zampling(), [factor]) for factor in (1, 20)),
     (LitMany, ls.Zampling.supermask(), [1]),
 ]
 

@@ -25,7 +25,7 @@ from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, 
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
-PARTS = 1000  # keep ratios to try for an algorithm without `cut_sizes` of its own
+PARTS = 1000  # keep ratios to try for an algorithm without `all_capacities` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "keep", "own_model", "watched")
 
@@ -228,7 +228,6 @@ class Algorithm(_AtServer, ABC):
 
     Attributes:
         capacity_name: What clients differ by, if they differ.
-        capacity_is_shared: Whether all clients of a federation have the same capacity.
         updates_have_norms: Whether devices send back new values of the tensors that they were sent, once unpacked. A
             class that changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
         updates_are_expected: Whether its rounds define `Round.expected_update`.
@@ -239,7 +238,6 @@ class Algorithm(_AtServer, ABC):
     """
 
     capacity_name: ClassVar[str] = "keep ratio"
-    capacity_is_shared: ClassVar[bool] = False
     updates_have_norms: ClassVar[bool] = True
     updates_are_expected: ClassVar[bool] = False
     steps_without_clients: ClassVar[bool] = False
@@ -260,7 +258,8 @@ class Algorithm(_AtServer, ABC):
     def with_capacities(self, capacities: Sequence[float]) -> Mapping[float, tuple["Algorithm", float]]:
         """For each capacity, the same choice with clients of that capacity, and their keep ratio in it.
 
-        By default a capacity is a keep ratio, 1 if `capacities` gives all clients the same.
+        Choices of two capacities differ if all clients of a federation have the same one. By default a capacity is a
+        keep ratio, 1 if `capacities` gives all clients the same.
 
         Raises:
             ValueError: If there are no such clients.
@@ -274,20 +273,12 @@ class Algorithm(_AtServer, ABC):
         return {keep_ratio: (self, keep_ratio) for keep_ratio in ratios}
 
     def all_capacities(self, server: nn.Module) -> Sequence[float]:
-        """All capacities that may differ in cost, from the smallest sub-model to the largest."""
-        if not self._has_ratios:
-            return [1.0]
-        # a client gains another of N parts at each multiple of 1 / N
-        sizes = {1, *self.cut_sizes(server)}
-        return sorted({min(1.0, part / size) for size in sizes for part in range(1, math.ceil(size) + 1)})
+        """All capacities that may differ in cost, from the smallest sub-model to the largest; by default many."""
+        return ratios_of([PARTS]) if self._has_ratios else [1.0]
 
     @property
     def _has_ratios(self) -> bool:
         return type(self).capacities is not Algorithm.capacities
-
-    def cut_sizes(self, server: nn.Module) -> Collection[float]:
-        """The numbers N of parts of which clients hold ceil(r N), at most all; by default one that is fine enough."""
-        return {PARTS}
 
     def planned(self, server: nn.Module) -> "Algorithm":
         """The same choice with the plan of ``server``, so that no example input is needed; by default without one."""
@@ -367,6 +358,16 @@ def is_said(kind: type[Algorithm], attribute: str) -> bool:
         return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
 
     return place(attribute) <= min(map(place, UPLOADING))
+
+
+def ratios_of(sizes: Collection[float]) -> list[float]:
+    """The keep ratios r that differ where clients hold ceil(r N) of N parts, at most all, for some numbers N.
+
+    Example:
+        >>> ratios_of([2, 3])
+        [0.3333333333333333, 0.5, 0.6666666666666666, 1.0]
+    """
+    return sorted({min(1.0, part / size) for size in {1, *sizes} for part in range(1, math.ceil(size) + 1)})
 
 
 class ByKeepRatio(Algorithm):

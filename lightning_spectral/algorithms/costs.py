@@ -193,11 +193,12 @@ def largest_that_fits(
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input
     counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None)
-    if not one and counted.algorithm.capacity_is_shared:
+    candidates = counted.algorithm.all_capacities(module)
+    ends = counted.algorithm.with_capacities([candidates[0], candidates[-1]])
+    if not one and len({id(choice) for choice, _ in ends.values()}) > 1:
         raise TypeError(
             f"`{name}` must be one number, since all clients share one {counted.capacity}; give the smallest."
         )
-    candidates = counted.algorithm.all_capacities(module)
 
     @cache
     def needed(index: int) -> int:

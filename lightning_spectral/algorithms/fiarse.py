@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf, ratios_of
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
@@ -97,9 +97,9 @@ class FIARSE(ByKeepRatio):
                 f"{type(server).__name__} has none. Exclude fewer, or use FedAvg()."
             )
 
-    def cut_sizes(self, server: nn.Module) -> set[int]:
-        """The number m of weights: a client of keep ratio r holds ceil(r m) of them."""
-        return {sum(server.get_parameter(name).numel() for name in self.masked_weights(server))}
+    def all_capacities(self, server: nn.Module) -> list[float]:
+        """A client of keep ratio r holds ceil(r m) of m weights."""
+        return ratios_of([sum(server.get_parameter(name).numel() for name in self.masked_weights(server))])
 
     def bind(
         self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None

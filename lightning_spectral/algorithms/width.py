@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf, ratios_of
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
@@ -179,8 +179,8 @@ class WidthSharding(ByKeepRatio):
         self.plan.check_module(server)
         return self.plan
 
-    def cut_sizes(self, server: nn.Module) -> set[int]:
-        return {group.num_units for group in self.plan_for(server).groups}
+    def all_capacities(self, server: nn.Module) -> list[float]:
+        return ratios_of({group.num_units for group in self.plan_for(server).groups})
 
     def planned(self, server: nn.Module) -> WidthSharding:
         return replace(self, plan=self.plan_for(server))

@@ -116,7 +116,6 @@ class Zampling(Algorithm):
     updates_have_norms: ClassVar[bool] = False
 
     capacity_name: ClassVar[str] = "compression"
-    capacity_is_shared: ClassVar[bool] = True
 
     compression: float = 32
     degree: int | None = 10

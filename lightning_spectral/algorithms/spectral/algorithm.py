@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, Round, ServerHalf
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, Round, ServerHalf, ratios_of
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.algorithms.personal import Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
@@ -264,8 +264,8 @@ class SpectralSharding(ByKeepRatio):
         """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
         return plan_of(server, self.layers).keeping_dense(personal_names(server, self.personal), "personal")
 
-    def cut_sizes(self, server: nn.Module) -> set[float]:
-        return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
+    def all_capacities(self, server: nn.Module) -> list[float]:
+        return ratios_of({block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()})
 
     @property
     def buffers(self) -> Rules:

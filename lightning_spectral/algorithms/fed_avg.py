@@ -66,10 +66,11 @@ class DenseSide(ClientSide):
     feedback: ErrorFeedback = field(default=WHOLE, kw_only=True)
 
     def load(self, client: nn.Module, download: Download) -> None:
-        load_tensors(client, {**download.tensors, **self.personal.of(download.client_state)})
+        own = self.personal.of(download.client_state) if self.personal.names else {}
+        load_tensors(client, {**download.tensors, **own})
 
     def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
-        return self.personal.phases(client, None)
+        return self.personal.phases(client, None) if self.personal.names else None
 
     def epochs(self, local_epochs: int) -> int:
         return self.personal.epochs + local_epochs

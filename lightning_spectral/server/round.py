@@ -375,7 +375,7 @@ class OpenRound:
             options=self._options,
             seed=engine.seed,
         )
-        common = with_state(common, engine.client_states)
+        common = with_state(common, engine.client_states) if engine.half.device_half.keeps_state else common
         common = engine.frozen_base.mark(common) if engine.frozen_base.digests else common
         if self.masked is not None and unit.key not in self.masked.fallen:
             common = self.masked.masked(common)
@@ -503,36 +503,13 @@ class OpenRound:
             self.failure.__cause__ = error
 
     def gather(self) -> None:
-        """Add up the sums of all processes, and check that enough clients are in them.
+        """Exchange the outcomes of all processes, check that enough clients are left, and add up the sums.
 
         Raises:
             ClientError: If a client failed in one of several processes; raised in all of them.
             RoundError: If more clients were left out than `Faults` allows, or a client failed in one of several
                 processes because the server's weights are not finite; raised in all of them.
         """
-        outcomes = self.gathered = self._meet()
-        self.engine.faults.check_round(self.round_idx, outcomes, smaller_updates(self.engine.half))
-        if outcomes and not self._moves_server():
-            why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
-            warnings.warn(
-                f"Round {self.round_idx}: no client is left to average ({why}); the server's weights are unchanged.",
-                SpectralWarning,
-                stacklevel=3,
-            )
-        else:
-            with self.clock.measure("aggregate"):
-                if self.private is not None and self.engine.privacy is not None:
-                    self.engine.privacy.release(self.private, self.engine.processes, self.round_idx)
-                elif self.engine.processes.size > 1:  # a round without `sums` is played in a single process
-                    self.add_up(self.engine.processes)
-
-    def add_up(self, processes: Peers) -> None:
-        """Give every process the sums and the extremes over all processes."""
-        add_up(processes, self.opened.sums)
-        self.extremes.gather(processes)
-
-    def _meet(self) -> tuple[ClientOutcome, ...]:
-        """Exchange the outcomes of all processes: one per unit, in the cohort's order; raise if any of them failed."""
         processes, stores = self.engine.processes, self.engine.stores
         failure = None if self.failure is None else str(self.failure)
         written = [store.written() if processes.size > 1 else {} for store in stores]
@@ -552,7 +529,26 @@ class OpenRound:
                 f"Round {self.round_idx}: nothing was received from {', '.join(missing)}; an executor must return an "
                 "upload for every download."
             )
-        return tuple(by_key[unit.key] for unit in self.units)
+        outcomes = self.gathered = tuple(by_key[unit.key] for unit in self.units)
+        self.engine.faults.check_round(self.round_idx, outcomes, smaller_updates(self.engine.half))
+        if outcomes and not self._moves_server():
+            why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
+            warnings.warn(
+                f"Round {self.round_idx}: no client is left to average ({why}); the server's weights are unchanged.",
+                SpectralWarning,
+                stacklevel=3,
+            )
+        else:
+            with self.clock.measure("aggregate"):
+                if self.private is not None and self.engine.privacy is not None:
+                    self.engine.privacy.release(self.private, self.engine.processes, self.round_idx)
+                elif self.engine.processes.size > 1:  # a round without `sums` is played in a single process
+                    self.add_up(self.engine.processes)
+
+    def add_up(self, processes: Peers) -> None:
+        """Give every process the sums and the extremes over all processes."""
+        add_up(processes, self.opened.sums)
+        self.extremes.gather(processes)
 
     def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, none is needed, or it is private."""
@@ -600,6 +596,7 @@ class Turn:
 
     Attributes:
         num_examples: Number of the client's training examples.
+        round_idx: Communication round, from 0.
         receipt: What the server keeps of the download.
         download: What it was sent; ``None`` before `send`, and if it has no data.
         upload: What it sent back; ``None`` before `accept`.
@@ -608,7 +605,7 @@ class Turn:
     receipt: Receipt
 
     def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
-        self.round = opened
+        self.round, self.round_idx = opened, opened.round_idx
         self.unit = unit
         self.num_examples = opened.num_examples[unit.key]
         self.simulated = opened.simulated.outcomes[unit.key]
@@ -616,11 +613,6 @@ class Turn:
         self.upload: Upload | None = None
         self._is_bounded = False
         self._norm: float | None = None  # of the update, as it was before it was bounded; if that is known
-
-    @property
-    def round_idx(self) -> int:
-        """Communication round, from 0."""
-        return self.round.round_idx
 
     def send(self) -> None:
         """Draw the client's download. A client without data says so beforehand and is sent nothing."""

@@ -374,8 +374,15 @@ class LocalOptimizer:
             group.update(own)
         made: dict[tuple[int, str], dict[str, Any]] = {}
         for one, groups in self._groups:
-            before = list(one.param_groups)
-            one.param_groups[:] = [self._group(before[group.index], group, made) for group in groups]
+            before, one.param_groups[:] = list(one.param_groups), []
+            for part in groups:
+                whole = before[part.index]
+                key = id(whole), part.name  # a dictionary that two optimizers share stays shared
+                if key not in made:
+                    kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
+                    names = {"param_names": part.names} if "param_names" in whole else {}
+                    made[key] = {"params": part.parameters, **names, **kept, **self._overrides(part.name, kept)}
+                one.param_groups.append(made[key])
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
             self.optimizer.state[parameter] = copy.deepcopy(state, tensors)
@@ -397,16 +404,6 @@ class LocalOptimizer:
                     group.update(own)
 
         return put_back
-
-    def _group(
-        self, before: dict[str, Any], group: Group, made: dict[tuple[int, str], dict[str, Any]]
-    ) -> dict[str, Any]:
-        key = id(before), group.name  # a dictionary that two optimizers share stays shared
-        if key not in made:
-            options = {name: value for name, value in before.items() if name not in NO_OPTIONS}
-            names = {"param_names": group.names} if "param_names" in before else {}
-            made[key] = {"params": group.parameters, **names, **options, **self._overrides(group.name, options)}
-        return made[key]
 
     def _state_of_new(self) -> dict[Tensor, Any]:
         """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""

@@ -241,19 +241,45 @@ class MaskedLogits(LocalHook):
     @contextmanager
     def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
         """Mask the output of the layer within the block."""
-        masking = _Masking(self, data.classes())
-        handle = module.get_submodule(self.layer).register_forward_hook(masking)
+        classes, absent = data.classes(), list[Tensor]()  # the absent ones are known from the first pass on
+
+        def mask(layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+            dim = -1 if hasattr(layer, "out_features") else 1
+            if not absent:
+                absent.append(self._absent_from(output, dim, classes))
+            if not len(absent[0]):
+                return None
+            constant, largest = self.absent, torch.finfo(output.dtype).max
+            if not math.isinf(constant):
+                constant = max(-largest, min(constant, largest))  # half precision has no -1e9
+            masked: Tensor = output.index_fill(dim, absent[0], constant)
+            return masked
+
+        handle = module.get_submodule(self.layer).register_forward_hook(mask)
         try:
             yield
         finally:
             handle.remove()
-        if masking.absent is None:  # there was no forward pass
+        if not absent:  # there was no forward pass
             warnings.warn(
                 f"MaskedLogits has masked nothing: the layer {self.layer!r} was not called while a client trained. "
                 "Name the one that `training_step` calls.",
                 SpectralWarning,
                 stacklevel=2,
             )
+
+    def _absent_from(self, output: Any, dim: int, classes: Tensor) -> Tensor:
+        """The classes among the logits that are not a client's, on the device of the output."""
+        if not isinstance(output, Tensor) or output.ndim < 2:
+            got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(
+                f"MaskedLogits masks a tensor of logits, one for each class, and the output of {self.layer!r} is "
+                f"{got}; name the layer that makes the logits."
+            )
+        largest = int(classes.max()) if len(classes) else -1
+        if largest >= output.shape[dim]:
+            raise ValueError(_too_few(self.layer, output.shape[dim], largest))
+        return _absent(classes, output.shape[dim]).to(output.device)
 
     def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
         """The rows of absent classes in the parameters of a linear layer or convolution that no other layer shares."""
@@ -264,42 +290,6 @@ class MaskedLogits(LocalHook):
         owners = [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
         own = {f"{self.layer}.{name}": id(getattr(layer, name)) for name in ("weight", "bias")}
         return {name: rows for name, owner in own.items() if len(rows) and owners.count(owner) == 1}
-
-
-class _Masking:
-    """A forward hook that fills the logits of one client's absent classes, which it finds in the first pass."""
-
-    def __init__(self, hook: MaskedLogits, classes: Tensor) -> None:
-        self.hook = hook
-        self.classes = classes
-        self.absent: Tensor | None = None
-
-    def __call__(self, layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
-        """Return the masked output; ``None`` leaves it as it is."""
-        dim = -1 if hasattr(layer, "out_features") else 1
-        if self.absent is None:
-            self.absent = self._find(output, dim)
-        if not len(self.absent):
-            return None
-        constant, largest = self.hook.absent, torch.finfo(output.dtype).max
-        if not math.isinf(constant):
-            constant = max(-largest, min(constant, largest))  # half precision has no -1e9
-        masked: Tensor = output.index_fill(dim, self.absent, constant)
-        return masked
-
-    def _find(self, output: Any, dim: int) -> Tensor:
-        """The absent classes, on the device of the output."""
-        name = self.hook.layer
-        if not isinstance(output, Tensor) or output.ndim < 2:
-            got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(
-                f"MaskedLogits masks a tensor of logits, one for each class, and the output of {name!r} is {got}; name "
-                "the layer that makes the logits."
-            )
-        largest = int(self.classes.max()) if len(self.classes) else -1
-        if largest >= output.shape[dim]:
-            raise ValueError(_too_few(name, output.shape[dim], largest))
-        return _absent(self.classes, output.shape[dim]).to(output.device)
 
 
 def _absent(classes: Tensor, num_classes: int) -> Tensor:

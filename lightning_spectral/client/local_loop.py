@@ -43,7 +43,7 @@ class UserStep:
         defines: Whether the module defines a hook itself.
     """
 
-    def __init__(self, module: Any, defines: Defines = defines_all) -> None:
+    def __init__(self, module: Any, defines: Defines) -> None:
         def hook(name: str, otherwise: Callable[..., Any] = _nothing) -> Callable[..., Any]:
             return getattr(module, name) if defines(module, name) else otherwise
 
@@ -116,14 +116,6 @@ def loss_of(output: Any) -> Tensor | None:
             f"`training_step` must return a tensor, a mapping with 'loss' or None, got {type(output).__name__}."
         )
     return output
-
-
-def batch_outputs(output: Any, loss: Tensor | None) -> dict[str, Any]:
-    """The outputs for ``on_train_batch_end``: the step's mapping with its loss detached; empty for a skipped step."""
-    if loss is None:
-        return {}
-    extra = dict(output) if isinstance(output, Mapping) else {}
-    return {**extra, "loss": loss.detach()}
 
 
 def _nothing(*args: Any) -> None:
@@ -262,11 +254,6 @@ def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
     return restore
 
 
-def set_methods(module: Any, methods: Mapping[str, Callable[..., Any]]) -> None:
-    """Replace some of a module's methods by functions."""
-    vars(module).update(methods)
-
-
 @dataclass(frozen=True)
 class Placement:
     """Where and in which precision local steps run.
@@ -302,7 +289,7 @@ class LocalSettings:
     placement: Placement = field(default_factory=Placement)
     local_hooks: tuple[LocalHook, ...] = ()
     defines: Defines = defines_all
-    redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = set_methods
+    redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = lambda module, by: vars(module).update(by)
 
 
 @dataclass(frozen=True, eq=False)
@@ -392,7 +379,9 @@ class LocalLoop:
                     losses.append(loss.detach())
                     sizes.append(size)
                 if user.takes_outputs:
-                    user.on_train_batch_end(batch_outputs(output, loss), batch, batch_idx)
+                    extra = output if isinstance(output, Mapping) else {}
+                    outputs = {} if loss is None else {**extra, "loss": loss.detach()}
+                    user.on_train_batch_end(outputs, batch, batch_idx)
             user.on_train_epoch_end()
         return LocalResult(self.num_steps if self.is_manual else len(sizes), mean_per_example(losses, sizes))
 

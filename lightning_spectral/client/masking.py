@@ -48,13 +48,20 @@ class Parties:
         unit = asked.unit
         try:
             if asked.step == "keys":
-                return replace(asked, said={unit.client_id: self._new_party(asked).keys()})
-            if (party := self._party(unit, asked.round_idx)) is None:
+                from lightning_spectral.sums.masks import Party
+
+                context = context_of(unit, asked.round_idx)
+                own = {key: party for key, party in self._parties.items() if key[1] == unit.model}
+                for key in (key for key, party in own.items() if party.context != context):
+                    del self._parties[key]  # secrets of the model's earlier rounds are forgotten
+                party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
+                return replace(asked, said={unit.client_id: party.keys()})
+            if (found := self._party(unit, asked.round_idx)) is None:
                 return replace(asked, said={})
             if asked.step == "shares":
-                return replace(asked, said=party.shares(asked.said))
+                return replace(asked, said=found.shares(asked.said))
             del self._parties[unit.key]
-            return replace(asked, said=party.reveal(asked.said))
+            return replace(asked, said=found.reveal(asked.said))
         except ValueError as error:
             raise RecordError(str(error)) from error
 
@@ -87,16 +94,6 @@ class Parties:
         except ValueError as error:
             raise RecordError(str(error)) from error
         return replace(said, left_out="not_finite") if mean.coarse else replace(said, tensors=unflat(mean, values))
-
-    def _new_party(self, asked: Handshake) -> Party:
-        """A client with new secrets; those of the model's earlier rounds are forgotten."""
-        from lightning_spectral.sums.masks import Party
-
-        unit, context = asked.unit, context_of(asked.unit, asked.round_idx)
-        for key in [key for key, party in self._parties.items() if key[1] == unit.model and party.context != context]:
-            del self._parties[key]
-        party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
-        return party
 
     def _party(self, unit: WorkUnit, round_idx: int) -> Party | None:
         """A client that has secrets for a round."""

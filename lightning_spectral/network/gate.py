@@ -167,7 +167,8 @@ class UploadGate:
         except ValueError as error:
             raise RecordError(_text(str(error))) from error
         for name, rows in upload.untrained_rows.items():
-            if not (name in values and _are_rows(rows, values[name].shape)):
+            is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
+            if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):
                 raise RecordError(f"the untrained rows of {name} are no rows of a tensor that was asked for")
 
 
@@ -225,12 +226,6 @@ def _text(said: str) -> str:
 
 def _form_of(tensors: Mapping[str, Tensor]) -> Form:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _are_rows(rows: Tensor, shape: torch.Size) -> bool:
-    """Whether a tensor holds indices along the first dimension of a shape."""
-    is_list = rows.dtype is torch.int64 and rows.dim() == 1 and len(shape) > 0
-    return is_list and bool(((rows >= 0) & (rows < shape[0])).all())
 
 
 def _difference(found: Form, expected: Form) -> str:

@@ -200,11 +200,18 @@ class Kit:
         devices = sum((path / "node.pub").exists() for path in self.folder.iterdir())
         for index, name in enumerate(names):
             (folder := self.folder / name).mkdir()
-            write_node_key(folder)
+            key = ec.generate_private_key(ec.SECP384R1())
+            public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+            write(folder / "node", _private(key, serialization.PrivateFormat.OpenSSH))
+            write(folder / "node.pub", public, mode=0o644)
             write(folder / "ca.crt", (server / "ca.crt").read_bytes(), mode=0o644)
             unit = self.supernode(name, NODE_PORT + devices + index, node_config).unit()
             write(folder / "supernode.service", unit.encode(), mode=0o644)
-        write(self.folder / "README.md", self._readme(names).encode(), mode=0o644)
+        exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
+        who = {"names": " ".join(names), "python": sys.executable, "host": self.host, "user": getpass.getuser()}
+        ports = {"port": self.port, "link_port": self.link_port}
+        text = README.format(folder=self.folder, exports=exports, **who, **ports)
+        write(self.folder / "README.md", text.encode(), mode=0o644)
 
     def _is_of(self, server: Path) -> bool:
         """Whether devices reach a server that was written before as they would reach this one."""
@@ -213,11 +220,6 @@ class Kit:
             return False
         names = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
         return _general_name(self.host) in names.get_extension_for_class(x509.SubjectAlternativeName).value
-
-    def _readme(self, names: Sequence[str]) -> str:
-        exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
-        where = {"folder": self.folder, "python": sys.executable, "host": self.host, "user": getpass.getuser()}
-        return README.format(names=" ".join(names), exports=exports, **where, port=self.port, link_port=self.link_port)
 
     def superlink(self) -> Service:
         """The SuperLink, on loopback: its port is also that of ``flwr run``, where nobody is authenticated."""
@@ -269,22 +271,29 @@ def write_certificates(folder: Path, host: str) -> None:
     """
     authority, own = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     names = [_general_name(name) for name in dict.fromkeys((host, "127.0.0.1", "localhost"))]
+    issuer, subject = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)]) for common in ("lightning_spectral", "server")
+    )
+    signer, now = authority.public_key(), datetime.now(timezone.utc)
     folder.mkdir(parents=True, exist_ok=True)
-    for file, name, key, alternatives in (
-        ("ca.crt", "lightning_spectral", authority, []),
-        ("server.pem", "server", own, names),
-    ):
-        certificate = _certificate(name, key, authority, alternatives)
+    for file, name, key in (("ca.crt", issuer, signer), ("server.pem", subject, own.public_key())):
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(name)
+            .issuer_name(issuer)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(minutes=5))
+            .not_valid_after(now + VALID)
+            .add_extension(x509.BasicConstraints(ca=key is signer, path_length=None), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False)
+        )
+        if key is not signer:
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        certificate = builder.sign(authority, hashes.SHA256())
         write(folder / file, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
     write(folder / "server.key", _private(own, serialization.PrivateFormat.PKCS8))
-
-
-def write_node_key(folder: Path) -> None:
-    """Write the private key of a device, ``node``, and its public key, ``node.pub``."""
-    key = ec.generate_private_key(ec.SECP384R1())
-    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    write(folder / "node", _private(key, serialization.PrivateFormat.OpenSSH))
-    write(folder / "node.pub", public, mode=0o644)
 
 
 def write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
@@ -305,29 +314,6 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _certificate(name: str, key: Any, authority: Any, names: list[Any]) -> x509.Certificate:
-    """A certificate that the authority signs; its own if the key is the authority's."""
-    now = datetime.now(timezone.utc)
-    subject, issuer = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)]) for common in (name, "lightning_spectral")
-    )
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(minutes=5))
-        .not_valid_after(now + VALID)
-        .add_extension(x509.BasicConstraints(ca=key is authority, path_length=None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
-    )
-    if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
-    return builder.sign(authority, hashes.SHA256())
 
 
 def _private(key: Any, form: serialization.PrivateFormat) -> bytes:

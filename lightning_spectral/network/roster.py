@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -22,21 +21,6 @@ from lightning_spectral.server.cohorts import ClientDirectory
 ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there
 SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was refused is asked again
-
-
-@dataclass
-class Refusal:
-    """A node that was refused.
-
-    Attributes:
-        message: Why.
-        pause: Seconds until it is asked again; twice as many the next time.
-        until: When that is.
-    """
-
-    message: str
-    pause: float
-    until: float
 
 
 class Roster:
@@ -63,7 +47,7 @@ class Roster:
         self.names: list[str] = []
         self._holdings: dict[str, Mapping[str, Holding]] = {}
         self._node_of: dict[str, int] = {}
-        self._refused: dict[int, Refusal] = {}
+        self._refused: dict[int, tuple[str, float, float]] = {}  # why, for how many seconds, and until when
         self.is_closed = False
         self.admits: dict[str, Callable[[str, Holding], object]] = {}
         self._known: frozenset[int] = frozenset()  # nodes that are there and have said who they are
@@ -127,7 +111,7 @@ class Roster:
         there = frozenset(self.line.nodes())
         self._known &= there
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
-        paused = {node for node, refusal in self._refused.items() if now < refusal.until}
+        paused = {node for node, (_, _, until) in self._refused.items() if now < until}
         for node in sorted(there - self._known - self._heard.keys() - asked - paused):
             self._asking.ask(Question(node, WHO, seconds=ANSWER_SECONDS))
         for question, answer in self._asking.look():
@@ -175,10 +159,10 @@ class Roster:
 
     def _refuse(self, node: int, error: ValueError) -> None:
         """Leave a node out for a time; say so unless it was said before."""
-        last, message = self._refused.get(node), str(error)
-        pause = SHORTEST_PAUSE if last is None else min(2.0 * last.pause, LONGEST_PAUSE)
-        self._refused[node] = Refusal(message, pause, time.monotonic() + pause)
-        if last is None or last.message != message:
+        last, pause, _ = self._refused.get(node, ("", SHORTEST_PAUSE / 2.0, 0.0))
+        message, pause = str(error), min(2.0 * pause, LONGEST_PAUSE)
+        self._refused[node] = message, pause, time.monotonic() + pause
+        if message != last:
             rank_zero_warn(f"Node {node} was rejected: {message} (The next try is in {pause:g} s.)")
 
     def check_models(self, models: Collection[str]) -> None:

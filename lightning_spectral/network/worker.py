@@ -199,14 +199,11 @@ class Worker:
                     if asker.recv_bytes() != self.job.written():
                         return
                     asker.send_bytes(b"")
-                    self._serve_one(asker)
-
-    def _serve_one(self, asker: Connection) -> None:
-        question, parts = _receive(asker)
-        self._asker = asker
-        answer = self._answer(question, parts)
-        self._asker = None  # from now on it may hang up
-        _send(asker, "", answer)
+                    question, parts = _receive(asker)
+                    self._asker = asker
+                    answer = self._answer(question, parts)
+                    self._asker = None  # from now on it may hang up
+                    _send(asker, "", answer)
 
     def _end_with_others(self) -> None:
         has_ended = end_of(self.job.parent)

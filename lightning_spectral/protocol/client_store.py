@@ -52,20 +52,15 @@ class _Table:
             self.rows[client_id] = len(self._clients)
             self._clients.append(client_id)
             if len(self._clients) > self._room:
-                self._add_chunk()
+                count = min(max(self._room, 1), max(MOST_BYTES // max(self.row_bytes, 1), 1))
+                self._chunks.append({})
+                for name, dtype, shape, strides in self.layout:
+                    rows = (count, *shape), (prod(shape), *strides)
+                    self._chunks[-1][name] = torch.empty_strided(*rows, dtype=dtype)
+                self._starts.append(self._room)
+                self._room += count
         for name, kept in self.read(client_id).items():
             kept.copy_(tensors[name])
-
-    def _add_chunk(self) -> None:
-        count = min(max(self._room, 1), max(MOST_BYTES // max(self.row_bytes, 1), 1))
-        self._chunks.append(
-            {
-                name: torch.empty_strided((count, *shape), (prod(shape), *strides), dtype=dtype)
-                for name, dtype, shape, strides in self.layout
-            }
-        )
-        self._starts.append(self._room)
-        self._room += count
 
     def remove(self, client_id: int) -> None:
         """Remove an entry; the last one takes its row."""

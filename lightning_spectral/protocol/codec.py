@@ -126,8 +126,9 @@ def write_tensors(tensors: Mapping[str, Tensor]) -> bytes:
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = f"{tensor.dtype}, {tensor.layout}, on device {tensor.device}"
             raise RecordError(f"A tensor cannot be sent: it is not a dense tensor, but {kind}.")
-    try:
-        return safetensors.save({name: _apart(tensor) for name, tensor in tensors.items()})
+    values = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    try:  # one after another, on the CPU, in memory that no other tensor shares
+        return safetensors.save({n: torch.empty(v.shape, dtype=v.dtype).copy_(v) for n, v in values.items()})
     except Exception as error:  # which one depends on the version of safetensors
         raise RecordError(f"A tensor cannot be sent: {type(error).__name__}: {error}.") from error
 
@@ -147,12 +148,6 @@ def read_tensors(data: bytes) -> dict[str, Tensor]:
             raise RecordError("The record holds a Boolean tensor with values other than 0 and 1.")
         found[name] = tensor.clone()  # aligned as always, because matrix products may round differently if not
     return found
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """The values of a tensor one after another, on the CPU, in memory that no other tensor shares."""
-    values = tensor.detach().resolve_conj().resolve_neg()
-    return torch.empty(values.shape, dtype=values.dtype).copy_(values)
 
 
 def _checked(kind: type, value: Any) -> Any:

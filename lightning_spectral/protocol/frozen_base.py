@@ -134,8 +134,6 @@ class KeptTensors:
 
     def complete(self, download: Download) -> Download:
         """Keep the frozen tensors that were sent, and add those that were not, of which none may be `missing`."""
-        if not download.frozen:
-            return download
         arrived = {name: download.tensors[name] for name in download.frozen if name in download.tensors}
         self.tensors.update({name: (download.frozen[name], tensor) for name, tensor in arrived.items()})
         kept = {name: self.tensors[name][1] for name in download.held - arrived.keys()}

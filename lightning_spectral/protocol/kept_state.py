@@ -52,8 +52,11 @@ def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}[{index}]", part) for index, part in enumerate(whole))
     elif isinstance(whole, set | frozenset):
         yield from ((f"an element of {path}", part) for part in whole)
-    for name, part in _attributes(whole):  # of a container, too, if its class has any
-        yield (f"{path}.{name}" if path else name), part
+    own = getattr(whole, "__dict__", {})  # of a container, too, if its class has any
+    registered = OF_MODULES if isinstance(whole, nn.Module) else ()
+    attributes = [entry for name in registered for entry in own.get(name, {}).items()]
+    attributes += [(name, part) for name, part in own.items() if name not in (*registered, *BACK)]
+    yield from ((f"{path}.{name}" if path else name, part) for name, part in attributes)
 
 
 def all_parts(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -77,14 +80,6 @@ def path_to(wanted: Any, roots: Mapping[str, Any]) -> str | None:
         'LAYERS[1].bias'
     """
     return next((path for path, part in all_parts(roots) if part is wanted), None)
-
-
-def _attributes(whole: Any) -> Iterator[tuple[str, Any]]:
-    own = getattr(whole, "__dict__", {})
-    registered = OF_MODULES if isinstance(whole, nn.Module) else ()
-    for name in registered:
-        yield from own.get(name, {}).items()
-    yield from ((name, part) for name, part in own.items() if name not in (*registered, *BACK))
 
 
 # What holds nothing that could change, or is not the module's alone
@@ -213,7 +208,10 @@ class KeptState:
             if not _same_content(container, content):
                 _refill(container, content)
         for value, slots in self._slots:
-            _refill_slots(value, slots)
+            for name in dict(_slots_of(value)).keys() - slots.keys():
+                object.__delattr__(value, name)
+            for name, held in slots.items():
+                object.__setattr__(value, name, held)
         for restore in self._restores:
             restore()
         for tensor, when, hooks in self._gradient_hooks:
@@ -581,13 +579,6 @@ def _is_writable(tensor: Tensor) -> bool:
 
 def _access_to(generator: Any) -> Any:
     return next(access for kind, access in GENERATORS.items() if isinstance(generator, kind))
-
-
-def _refill_slots(value: Any, slots: dict[str, Any]) -> None:
-    for name in dict(_slots_of(value)).keys() - slots.keys():
-        object.__delattr__(value, name)
-    for name, held in slots.items():
-        object.__setattr__(value, name, held)
 
 
 def _slots_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -122,7 +122,10 @@ def assign(value: PerClient[T], num_clients: int, seed: int, purpose: str) -> As
     if len(values) == 1:
         return Assigned(values, torch.zeros(1, dtype=torch.long).expand(num_clients))
     if isinstance(value, Mapping):
-        in_order = torch.arange(len(values)).repeat_interleave(_exact_counts(list(value.values()), num_clients))
+        wanted = torch.tensor(list(value.values()), dtype=torch.float64) * num_clients
+        counts = (wanted + 1e-9).floor().long()
+        counts[(counts - wanted).argsort(stable=True)[: num_clients - int(counts.sum())]] += 1
+        in_order = torch.arange(len(values)).repeat_interleave(counts)
         return Assigned(values, in_order[torch.randperm(num_clients, generator=derived_generator(seed, purpose))])
     index_of = {entry: index for index, entry in enumerate(values)}
     return Assigned(values, torch.tensor([index_of[entry] for entry in entries]))
@@ -154,15 +157,6 @@ def _plain_shares(argument: str, given: Mapping[T, float]) -> dict[T, float]:
             "clients}."
         )
     return shares
-
-
-def _exact_counts(shares: Sequence[float], num_clients: int) -> Tensor:
-    wanted = torch.tensor(shares, dtype=torch.float64) * num_clients
-    counts = (wanted + 1e-9).floor().long()
-    left_over = num_clients - int(counts.sum())
-    order = (counts - wanted).argsort(stable=True)
-    counts[order[:left_over]] += 1
-    return counts
 
 
 class _NamedInYaml:

@@ -279,7 +279,12 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
         suspects = (
             "These are the initial weights: look at how your module sets them, and at the checkpoint they come from."
         )
-    if broken := [repr(name) for name, parameter in server.named_parameters() if _is_broken(parameter)]:
+    broken = []
+    for name, parameter in server.named_parameters():  # a frozen one may be a mask, which is infinite on purpose
+        wrong = ~torch.isfinite(parameter) if parameter.requires_grad else torch.isnan(parameter)
+        if bool(wrong.any()):
+            broken.append(repr(name))
+    if broken:
         raise RoundError(
             f"Round {round_idx}: the server's weights were not finite before it began: {first_of(broken, NAMED)} had a "
             f"NaN or an infinite value, so no client can train from them. {suspects}"
@@ -294,9 +299,3 @@ def suspecting_weights(server: nn.Module, round_idx: int) -> Iterator[None]:
     except Exception as error:
         check_weights(server, round_idx, error)
         raise
-
-
-def _is_broken(parameter: nn.Parameter) -> bool:
-    """Whether training from a parameter is impossible; a frozen one may be a mask, which is infinite on purpose."""
-    wrong = ~torch.isfinite(parameter) if parameter.requires_grad else torch.isnan(parameter)
-    return bool(wrong.any())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary
@@ -53,7 +53,9 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         own["measured_clients"] = float(len(measured))
         own["measured_examples"] = float(sum(client.num_examples for client in measured))
         own["bytes_measuring"] = float(sum(client.downlink_bytes + client.uplink_bytes for client in measured))
-    if count := sum(not math.isfinite(value) for client in kept for value in _said(client)):
+    said = [client.loss for client in kept if client.num_steps > 0 and not client.is_masked]
+    said += [entry.value for client in kept for entry in client.logged.values()]
+    if count := sum(not math.isfinite(value) for value in said):
         own["values_not_finite"] = float(count)
     if summary.is_private:
         own = {}
@@ -82,13 +84,6 @@ def round_means(clients: Sequence[ClientOutcome]) -> dict[str, LoggedValue]:
         name: replace(entries[0][0], value=_weighted_mean([(entry.value, size) for entry, size in entries]))
         for name, entries in by_name.items()
     }
-
-
-def _said(client: ClientOutcome) -> Iterator[float]:
-    """The figures that a client reports besides its update."""
-    if client.num_steps > 0 and not client.is_masked:
-        yield client.loss
-    yield from (entry.value for entry in client.logged.values())
 
 
 def _weighted_mean(values: Sequence[tuple[float, int]]) -> float:

@@ -59,7 +59,6 @@ class FedAvgM(FedOptimizer):
         check_fields(self, lr=POSITIVE, momentum=DECAY)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimizer of the server's parameters."""
         return SGD(parameters, lr=self.lr, momentum=self.momentum)
 
 
@@ -117,7 +116,6 @@ class BoundedMomentum(FedOptimizer):
         check_fields(self, lr=POSITIVE, momentum=DECAY)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimizer of the server's parameters."""
         return BoundedMomentumSGD(parameters, self.lr, self.momentum)
 
 
@@ -156,7 +154,6 @@ class FedAdagrad(FedOptimizer):
         check_fields(self, lr=POSITIVE, momentum=DECAY, tau=POSITIVE)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimizer of the server's parameters."""
         return ServerAdagrad(parameters, self.lr, (self.momentum, 0.0), self.tau)
 
 
@@ -198,7 +195,6 @@ class FedAdam(_TwoMoments):
     """
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimizer of the server's parameters."""
         return ServerAdam(parameters, self.lr, self.betas, self.tau)
 
 
@@ -225,7 +221,6 @@ class FedYogi(_TwoMoments):
     """
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Create the optimizer of the server's parameters."""
         return ServerYogi(parameters, self.lr, self.betas, self.tau)
 
 
@@ -315,28 +310,25 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
         """Update the server's parameters at the end of a round."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            if parameters := [p for p in group["params"] if p.grad is not None]:
-                self._step_group(parameters, group)
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            for parameter in parameters:
+                if not (state := self.state[parameter]):
+                    state["first_moment"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    state["second_moment"] = torch.full_like(
+                        parameter, group["tau"] ** 2, memory_format=torch.preserve_format
+                    )
+            gradients, states = [p.grad for p in parameters], [self.state[p] for p in parameters]
+            first, second = [s["first_moment"] for s in states], [s["second_moment"] for s in states]
+            beta1, beta2 = group["betas"]
+            torch._foreach_mul_(first, beta1)
+            torch._foreach_add_(first, gradients, alpha=1 - beta1)
+            self.accumulate(second, list(torch._foreach_mul(gradients, gradients)), beta2)
+            roots = torch._foreach_sqrt(second)
+            torch._foreach_add_(roots, group["tau"])
+            torch._foreach_addcdiv_(parameters, first, roots, value=-group["lr"])
         return loss
-
-    def _step_group(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        states = [self._state_of(p, group["tau"]) for p in parameters]
-        first, second = [s["first_moment"] for s in states], [s["second_moment"] for s in states]
-        beta1, beta2 = group["betas"]
-        torch._foreach_mul_(first, beta1)
-        torch._foreach_add_(first, gradients, alpha=1 - beta1)
-        self.accumulate(second, list(torch._foreach_mul(gradients, gradients)), beta2)
-        roots = torch._foreach_sqrt(second)
-        torch._foreach_add_(roots, group["tau"])
-        torch._foreach_addcdiv_(parameters, first, roots, value=-group["lr"])
-
-    def _state_of(self, parameter: Tensor, tau: float) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["first_moment"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state["second_moment"] = torch.full_like(parameter, tau**2, memory_format=torch.preserve_format)
-        return state
 
 
 class ServerAdagrad(AdaptiveServerOptimizer):

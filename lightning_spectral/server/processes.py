@@ -16,12 +16,11 @@ from torch import distributed as dist
 from lightning_spectral.errors import LostProcessError, RoundError
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import WorkUnit
-from lightning_spectral.sums.exact_mean import Peers
+from lightning_spectral.sums.exact_mean import MESSAGE, Peers
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Layout = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
-_BUCKET = 2**22  # values that are added up at a time
 PATIENCE = 5.0  # seconds to wait for the store, or for processes that have just been disconnected
 
 
@@ -80,7 +79,13 @@ class Processes(Peers, Workers):
         """Replace int64 tensors by their sums over processes, in place."""
         if self.size == 1:
             return
-        for bucket in _buckets(tensors):
+        buckets: list[list[Tensor]] = []  # of one message each
+        for tensor in tensors:
+            if buckets and sum(t.numel() for t in [*buckets[-1], tensor]) <= MESSAGE:
+                buckets[-1].append(tensor)
+            else:
+                buckets.append([tensor])
+        for bucket in buckets:
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             with self._meeting():
                 dist.all_reduce(flat)
@@ -156,18 +161,6 @@ def _text(error: Exception | None, kind: type[Exception] | None = None) -> str |
     if error is None:
         return None
     return str(error) if kind is not None and type(error) is kind else f"{type(error).__name__}: {error}"
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors that together have at most 2^22 values, or of a single larger tensor."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in [*bucket, tensor]) > _BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:

@@ -72,9 +72,6 @@ class DenseSide(ClientSide):
     def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
         return self.personal.phases(client, None) if self.personal.names else None
 
-    def epochs(self, local_epochs: int) -> int:
-        return self.personal.epochs + local_epochs
-
     def collect(self, client: nn.Module, download: Download) -> Upload:
         tensors = select_tensors(client, self.returned)
         return Upload(download.unit, self.feedback.packed(tensors, download) if self.feedback.names else tensors)

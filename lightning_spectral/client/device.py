@@ -159,10 +159,6 @@ class ClientSide(ABC):
         """
         return None
 
-    def epochs(self, local_epochs: int) -> int:
-        """Passes over its data that a client makes in all phases of a turn."""
-        return local_epochs
-
     @abstractmethod
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """Return the unit and the tensors that a trained client sends back."""

@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.client.device import phases_of
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.participation import Figure
@@ -115,7 +116,7 @@ class Engine:
     privacy: PrivateFit | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
-    _sizes: dict[float, tuple[int, int, int]] = field(default_factory=dict, init=False)
+    _tasks: dict[float, SimulatedTask] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
     _has_measured: bool = field(default=False, init=False)
@@ -156,22 +157,35 @@ class Engine:
         clients = self.clients.sizes.nonzero().squeeze(1).tolist()
         return [WorkUnit(client, coefficient=self.privacy.weight) for client in clients]
 
-    def size_of(self, opened: Round, unit: WorkUnit, capacity: float) -> tuple[int, int, int]:
-        """The number of parameters of a unit's sub-model, and the bytes that it is sent and sends back.
+    def task_of(self, opened: Round, unit: WorkUnit, capacity: float) -> SimulatedTask:
+        """The task of a client for the simulation.
 
-        Measured once for each capacity, on a temporary sub-model.
+        Only a virtual clock needs the size of its sub-model, and how often it passes over its data: measured once for
+        each capacity, on a temporary sub-model.
         """
-        if capacity not in self._sizes:
-            download, _ = opened.send(unit)
-            side = self.half.device_half
+        task = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), self.local_epochs)
+        if self.conditions.clock is None:
+            return task
+        if capacity not in self._tasks:
+            side, download = self.half.device_half, replace(opened.send(unit)[0], local_epochs=self.local_epochs)
             with Forms(self.server, side.take_form).client(download.capacity) as client:
+                side.load(client, download)
+                phases = phases_of(side.start(client, download))
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
                 collected = side.collect(client, download)
             uplink_bytes = collected.num_bytes
             if self.secure_sums is not None:  # numbers of 64 bits
                 uplink_bytes = sum(8 * tensor.numel() for tensor in collected.tensors.values())
-            self._sizes[capacity] = num_parameters, download.num_bytes, uplink_bytes
-        return self._sizes[capacity]
+            self._tasks[capacity] = replace(
+                task,
+                local_epochs=sum(self.local_epochs if phase.epochs is None else phase.epochs for phase in phases),
+                num_parameters=num_parameters,
+                downlink_bytes=download.num_bytes,
+                uplink_bytes=uplink_bytes,
+            )
+        usual = self._tasks[capacity]
+        downlink_bytes = usual.downlink_bytes - self.frozen_base.bytes_held_by(unit)
+        return replace(usual, num_examples=task.num_examples, downlink_bytes=downlink_bytes)
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
         """Open a round and prepare it for its cohort, from the server's weights.
@@ -330,7 +344,7 @@ class OpenRound:
             self.private = None if engine.privacy is None else self._private_sums(engine.privacy)
             limits = engine.half.buffers.limits
             self.extremes = Extremes(select_tensors(engine.server, limits), limits)
-            tasks = {unit: self._simulated_task(unit) for unit in self.units}
+            tasks = {unit: engine.task_of(self.opened, unit, self.cohort.capacity_of(unit)) for unit in self.units}
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
@@ -351,17 +365,6 @@ class OpenRound:
             side.load(client, download)
             self.opened.add(receipt, side.unpack(download, side.collect(client, download)))
         return privacy.open(self.opened, self.round_idx)
-
-    def _simulated_task(self, unit: WorkUnit) -> SimulatedTask:
-        """The task of a client for the simulation; only a virtual clock needs the size of its sub-model."""
-        engine, capacity = self.engine, self.cohort.capacity_of(unit)
-        num_parameters = downlink_bytes = uplink_bytes = 0
-        if engine.conditions.clock is not None:
-            num_parameters, downlink_bytes, uplink_bytes = engine.size_of(self.opened, unit, capacity)
-            downlink_bytes -= engine.frozen_base.bytes_held_by(unit)
-        num_examples = engine.clients.epoch_of(unit.client_id)
-        epochs = engine.half.device_half.epochs(engine.local_epochs)
-        return SimulatedTask(capacity, num_examples, epochs, num_parameters, downlink_bytes, uplink_bytes)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and complete it with the fields that all downloads share."""

@@ -140,8 +140,19 @@ def test_conditions_that_are_the_same_for_a_million_clients_cost_no_memory() -> 
         assert (len(assigned), assigned.indices.untyped_storage().nbytes()) == (10**6, 8)
 
 
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})], ids=repr)
-def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, fit: Fit, algorithm: Any) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "epochs"),  # in all phases of a turn, with two local epochs
+    [
+        (ls.FedAvg(), 2),
+        (ls.FedAvg(personal=["*.bias"], personal_epochs=3), 5),
+        (ls.Ditto(pull=0.1), 4),
+        (ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), 2),
+    ],
+    ids=repr,
+)
+def test_the_clock_of_a_run_counts_what_the_ledger_counts(
+    lit: Any, data: Any, fit: Fit, algorithm: Any, epochs: int
+) -> None:
     """Every client's seconds, from its bytes in the ledger and the parameters of its sub-model."""
     sizes: dict[float, int] = {}
 
@@ -156,7 +167,7 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(lit: Any, data: Any, f
     fitted = fit(lit, data, max_epochs=2, callbacks=[Weigh()], **settings)
     history, ledger = fitted.history, fitted.ledger
     for row in ledger.rows:
-        work = 3 * sizes[row.keep_ratio] * 10 * 2  # ten examples each, two epochs
+        work = 3 * sizes[row.keep_ratio] * 10 * epochs  # ten examples each
         by_hand = row.downlink_bytes / 1e4 + work / 1e5 + row.uplink_bytes / 1e3
         assert row.virtual_seconds == pytest.approx(by_hand, rel=1e-12)
     for round_idx, seconds in enumerate(history.column("fl/virtual_seconds")):

@@ -48,9 +48,6 @@ class DittoSide(DenseSide):
         load_own = partial(load_tensors, client, download.client_state)
         return [StepActions(before_step=pulls, prepare=load_own), StepActions(prepare=share)]
 
-    def epochs(self, local_epochs: int) -> int:
-        return 2 * local_epochs
-
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         own: Tensors = vars(client).pop(OWN, download.client_state)
         return own

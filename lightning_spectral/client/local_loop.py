@@ -30,11 +30,6 @@ Defines = Callable[[Any, str], bool]
 OWN_WAYS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
 
 
-def defines_all(module: Any, hook: str) -> bool:
-    """Treat every hook as defined by the module, so that all of them are called."""
-    return True
-
-
 class UserStep:
     """The hooks of one sub-model, looked up once; those that the user did not define cost nothing.
 
@@ -233,10 +228,6 @@ def metrics_of(module: nn.Module) -> list[Metric]:
     return [part for _, part in all_parts({"": module}) if is_metric(part)]
 
 
-def _never() -> bool:
-    return False
-
-
 def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
     """Keep ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
 
@@ -250,7 +241,7 @@ def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
             metric.distributed_available_fn = is_available
 
     for metric in metrics:
-        metric.distributed_available_fn = _never
+        metric.distributed_available_fn = bool  # which returns False
     return restore
 
 
@@ -288,7 +279,7 @@ class LocalSettings:
 
     placement: Placement = field(default_factory=Placement)
     local_hooks: tuple[LocalHook, ...] = ()
-    defines: Defines = defines_all
+    defines: Defines = lambda module, hook: True
     redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = lambda module, by: vars(module).update(by)
 
 

@@ -55,7 +55,11 @@ class LocalNetwork:
 
     def _start_listening(self, name: str, service: Service, port: int) -> None:
         process, until = self.start(name, service.command, service.environment), time.monotonic() + START_SECONDS
-        while not is_listening(port):
+        while True:
+            with socket.socket() as tried:
+                tried.settimeout(1.0)
+                if tried.connect_ex(("127.0.0.1", port)) == 0:
+                    return
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"The {name} does not listen:\n{self.log(name)}")
             time.sleep(0.1)
@@ -113,13 +117,6 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def is_listening(port: int) -> bool:
-    """Whether something listens on a port of this machine."""
-    with socket.socket() as tried:
-        tried.settimeout(1.0)
-        return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
 def end(process: subprocess.Popen[bytes], *, without_warning: bool = False) -> None:

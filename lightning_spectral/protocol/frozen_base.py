@@ -94,7 +94,8 @@ class FrozenBase:
     def note_outcomes(self, outcomes: Collection[ClientOutcome]) -> None:
         """Note what is known of some clients after their turns."""
         self._noted.update({outcome.unit.key: -1 for outcome in outcomes if outcome.missing})
-        self.note(outcome.unit for outcome in outcomes if outcome.reported_back)
+        reported = (None, "not_finite", "no_update")  # it sent back an update, usable or not
+        self.note(outcome.unit for outcome in outcomes if outcome.left_out in reported)
 
     def commit(self) -> None:
         """Keep what was noted in a round that has ended."""

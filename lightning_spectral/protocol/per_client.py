@@ -78,7 +78,16 @@ def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
         )
     plain = [rule(argument, entry) for entry in entries]
     if isinstance(value, Mapping):
-        return _plain_shares(argument, dict(zip(plain, value.values(), strict=True)))
+        share_of = Number(above=0, hint="it is a share of the clients: leave out values that no client has")
+        pairs = zip(plain, value.values(), strict=True)
+        shares = {entry: share_of(f"{argument}[{entry!r}]", share) for entry, share in dict(pairs).items()}
+        if abs(sum(shares.values()) - 1.0) > 1e-9:
+            terms = " + ".join(f"{share:g}" for share in shares.values())
+            raise ValueError(
+                f"Shares of `{argument}` must sum to 1, got {terms} = {sum(shares.values()):g}; write {{value: share "
+                "of clients}."
+            )
+        return shares
     if not _is_list(value):
         return plain[0]
     return tuple(plain) if isinstance(value, tuple) else plain
@@ -145,18 +154,6 @@ def entries_of(value: PerClient[T]) -> Sequence[T]:
     if isinstance(value, Mapping):
         return list(value)
     return cast("Sequence[T]", value) if _is_list(value) else [cast("T", value)]
-
-
-def _plain_shares(argument: str, given: Mapping[T, float]) -> dict[T, float]:
-    share_of = Number(above=0, hint="it is a share of the clients: leave out values that no client has")
-    shares = {value: share_of(f"{argument}[{value!r}]", share) for value, share in given.items()}
-    if abs(sum(shares.values()) - 1.0) > 1e-9:
-        terms = " + ".join(f"{share:g}" for share in shares.values())
-        raise ValueError(
-            f"Shares of `{argument}` must sum to 1, got {terms} = {sum(shares.values()):g}; write {{value: share of "
-            "clients}."
-        )
-    return shares
 
 
 class _NamedInYaml:

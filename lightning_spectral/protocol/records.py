@@ -324,11 +324,6 @@ class ClientOutcome:
         """The client's id, from 0."""
         return self.unit.client_id
 
-    @property
-    def reported_back(self) -> bool:
-        """Whether the client sent back an update, usable or not."""
-        return self.left_out in (None, "not_finite", "no_update")
-
 
 @dataclass(frozen=True)
 class RoundSummary:

@@ -81,7 +81,12 @@ class GlobalGenerators:
     """
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        self._of_torch = [torch.default_generator, *_cuda_generators(devices)]
+        self._of_torch = [torch.default_generator]
+        if indices := {device.index for device in map(torch.device, devices) if device.type == "cuda"}:
+            torch.cuda.init()  # type: ignore[no-untyped-call]  # not without such a device
+            current = torch.cuda.current_device()
+            of_cuda = sorted({current if index is None else index for index in indices})
+            self._of_torch += [torch.cuda.default_generators[index] for index in of_cuda]
         self._saved: tuple[Any, Any, list[torch.Tensor]] | None = None
 
     def save(self) -> None:
@@ -140,13 +145,3 @@ def _encode(part: int | str) -> bytes:
     kind, text = ("s", part) if isinstance(part, str) else ("i", str(operator.index(part)))
     content = text.encode()
     return f"{kind}{len(content)}:".encode() + content
-
-
-def _cuda_generators(devices: Sequence[torch.device]) -> list[torch.Generator]:
-    """Global generators of the distinct CUDA devices in ``devices``."""
-    indices = {device.index for device in map(torch.device, devices) if device.type == "cuda"}
-    if not indices:
-        return []  # do not initialise CUDA
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    current = torch.cuda.current_device()
-    return [torch.cuda.default_generators[i] for i in sorted({current if i is None else i for i in indices})]

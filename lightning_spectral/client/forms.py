@@ -302,13 +302,11 @@ class Group:
 
     Attributes:
         index: Index of the user's group.
-        name: Name of the first parameter, from which differing options follow.
-        names: Names of all of them.
+        names: Names of the parameters; differing options follow from the first.
         parameters: The parameters.
     """
 
     index: int
-    name: str
     names: list[str]
     parameters: list[nn.Parameter]
 
@@ -377,11 +375,11 @@ class LocalOptimizer:
             before, one.param_groups[:] = list(one.param_groups), []
             for part in groups:
                 whole = before[part.index]
-                key = id(whole), part.name  # a dictionary that two optimizers share stays shared
+                key = id(whole), part.names[0]  # a dictionary that two optimizers share stays shared
                 if key not in made:
                     kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
                     names = {"param_names": part.names} if "param_names" in whole else {}
-                    made[key] = {"params": part.parameters, **names, **kept, **self._overrides(part.name, kept)}
+                    made[key] = {"params": part.parameters, **names, **kept, **self._overrides(part.names[0], kept)}
                 one.param_groups.append(made[key])
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
@@ -477,7 +475,7 @@ def _groups_of(
         if (index := index_of.get(origin(name))) is None:
             continue  # not in the user's optimizer, so it is not trained
         key = index, tuple(overrides(name, options[index]).items())
-        group = found.setdefault(key, Group(index, name, [], []))
+        group = found.setdefault(key, Group(index, [], []))
         group.names.append(name)
         group.parameters.append(parameter)
     return sorted(found.values(), key=lambda group: group.index)

@@ -46,8 +46,7 @@ class Counted(Line):
     def nodes(self):
         return list(self.services)
 
-    def ask(self, questions):
-        (question,) = questions
+    def ask(self, question):
         parts = self.services[question.node].answer(question.kind, question.parts)
         if question.kind != WHO:
             self.num_bytes["down"] += sum(map(len, question.parts.values()))
@@ -55,7 +54,7 @@ class Counted(Line):
         ticket, is_lost = f"{time.perf_counter_ns()}", bool(self.lost) and question.node % self.lost == 0
         is_lost &= question.kind == TRAIN
         self.ready[ticket] = Answer(ticket, {} if is_lost else parts, "dropped_out" if is_lost else None)
-        return [ticket]
+        return ticket
 
     def answers(self, tickets):
         return [self.ready.pop(ticket) for ticket in tickets if ticket in self.ready]

@@ -74,10 +74,7 @@ class FakeLine(Line):
     def nodes(self) -> Collection[int]:
         return list(self.there)
 
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
-        return [self._ask(question) for question in questions]
-
-    def _ask(self, question: Question) -> str | None:
+    def ask(self, question: Question) -> str | None:
         if question.node not in self.there or self._happens(0.2):
             return None
         self.asked.append(question)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.errors import check_is, from_extra
@@ -172,22 +172,18 @@ class FlowerLine(Line):
         """The nodes that are connected."""
         return list(self._grid.get_node_ids())
 
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
-        """Push messages; a body that Flower refuses as too large has no ticket."""
-        tickets = list(self._grid.push_messages([_message(question) for question in questions]))
-        return [ticket or None for ticket in tickets] if len(tickets) == len(questions) else [None] * len(questions)
+    def ask(self, question: Question) -> str | None:
+        """Push a message; a body that Flower refuses as too large has no ticket."""
+        ttl = DEFAULT_TTL if question.seconds is None else question.seconds + SLACK
+        content, group = as_records(question.parts), str(question.round_idx)
+        message = Message(content, dst_node_id=question.node, message_type=question.kind, ttl=ttl, group_id=group)
+        return next(iter(self._grid.push_messages([message])), None) or None
 
     def answers(self, tickets: Collection[str]) -> Iterator[Answer]:
         """Pull what has arrived, a few answers at a time."""
         open_ones = list(tickets)
         for begin in range(0, len(open_ones), AT_A_TIME):
             yield from map(_answer, self._grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
-
-
-def _message(question: Question) -> Message:
-    ttl = DEFAULT_TTL if question.seconds is None else question.seconds + SLACK
-    content, group = as_records(question.parts), str(question.round_idx)
-    return Message(content, dst_node_id=question.node, message_type=question.kind, ttl=ttl, group_id=group)
 
 
 def _answer(reply: Message) -> Answer:

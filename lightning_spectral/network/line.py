@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,8 @@ class Line(ABC):
         """The nodes that are there now."""
 
     @abstractmethod
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
-        """Send questions; return the ticket of each, or ``None`` for those that could not be sent."""
+    def ask(self, question: Question) -> str | None:
+        """Send a question; return its ticket, or ``None`` if it could not be sent."""
 
     @abstractmethod
     def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
@@ -90,8 +90,7 @@ class Asking:
         """Send a question; one that cannot be sent is answered by ``dropped_out``."""
         asked = replace(question, parts={})
         for _ in range(TRIES):
-            (ticket,) = self.line.ask([question])
-            if ticket is not None:
+            if (ticket := self.line.ask(question)) is not None:
                 until = time.monotonic() + (float("inf") if question.seconds is None else question.seconds)
                 self.waiting[ticket] = asked, until
                 return

@@ -99,7 +99,7 @@ def test_what_is_not_a_part_is_left_out() -> None:
 def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
     grid = FakeGrid(lambda message, context: Message(Error(code=code, reason="why"), reply_to=message), {7: {}})
     line = FlowerLine(grid)
-    (ticket,) = line.ask([Question(7, "train", {"a": b"b"})])
+    ticket = line.ask(Question(7, "train", {"a": b"b"}))
     assert ticket is not None
     (answer,) = line.answers([ticket])
     assert (answer.ticket, answer.reason, answer.message) == (ticket, reason, "why")
@@ -109,7 +109,7 @@ def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
 def test_a_body_that_is_too_large_has_no_ticket() -> None:
     grid = FakeGrid(None, {7: {}})
     grid.push_messages = lambda messages: []  # type: ignore[method-assign]
-    assert FlowerLine(grid).ask([Question(7, "train")]) == [None]
+    assert FlowerLine(grid).ask(Question(7, "train")) is None
 
 
 @pytest.fixture(autouse=True)

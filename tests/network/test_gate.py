@@ -283,8 +283,8 @@ class Lying(FakeLine):
 
     lie: Callable[[Parts], Any] = dict
 
-    def _ask(self, question: Question) -> str | None:
-        ticket = super()._ask(question)
+    def ask(self, question: Question) -> str | None:
+        ticket = super().ask(question)
         if question.kind == EVALUATE and question.node == FIRST and ticket is not None:
             told = self.lie(dict(self._ready[ticket].parts))
             self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else told

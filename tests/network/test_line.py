@@ -34,10 +34,7 @@ class Hazardous(Line):
             self.there.remove(self.chance.choice(sorted(self.there)))
         return self.there
 
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
-        return [self._ask(question) for question in questions]
-
-    def _ask(self, question: Question) -> str | None:
+    def ask(self, question: Question) -> str | None:
         self.count += 1
         if self.chance.random() < 0.3:
             return None
@@ -78,7 +75,7 @@ def _checked(question: Question, answer: Answer) -> int:
 
 def test_a_line_that_answers_for_another_is_not_believed() -> None:
     line = Hazardous(0, [1])
-    line.ask = lambda questions: ["ours"]  # type: ignore[method-assign]
+    line.ask = lambda question: "ours"  # type: ignore[method-assign]
     line.answers = lambda tickets: [Answer("theirs", {"node": b"1"})]  # type: ignore[method-assign]
     open_ones = Asking(line)
     open_ones.ask(Question(1, "train", seconds=0.05))
@@ -105,16 +102,15 @@ class Counting(FakeLine):
         self.given: list[ref[Answer]] = []
         self.sent: list[ref[Question]] = []
 
-    def ask(self, questions: Sequence[Question]) -> list[str | None]:
+    def ask(self, question: Question) -> str | None:
         """Encode what was asked, so that the question itself can go."""
-        (question,) = questions
         if question.kind != TRAIN:
-            return super().ask(questions)
+            return super().ask(question)
         self.sent.append(ref(question))
         ticket = f"{question.round_idx} {question.node} {len(question.parts)}"
         self.held[ticket] = question.node, question.kind, dict(question.parts)
         self.most_open = max(self.most_open, len(self.held))
-        return [ticket]
+        return ticket
 
     def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
         yield from super().answers(tickets)

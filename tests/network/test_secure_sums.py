@@ -57,10 +57,10 @@ class Meddling(FakeLine):
     node: int = FIRST
     heard: list[tuple[str, Parts]] = field(default_factory=list)
 
-    def _ask(self, question: Question) -> str | None:
+    def ask(self, question: Question) -> str | None:
         is_meant = question.node == self.node and step_of(question) == self.at
         asked = replace(question, parts=self.before(dict(question.parts))) if is_meant else question
-        if (ticket := super()._ask(asked)) is None:
+        if (ticket := super().ask(asked)) is None:
             return None
         parts = dict(self._ready[ticket].parts)
         self.heard.append((step_of(asked), parts))
@@ -218,8 +218,8 @@ def test_an_update_in_the_clear_is_refused(fit: Fit) -> None:
 class Repeating(Meddling):
     """Asks everything twice of the devices behind the server's back, and keeps the second answers, by the step."""
 
-    def _ask(self, question: Question) -> str | None:
-        ticket = super()._ask(question)
+    def ask(self, question: Question) -> str | None:
+        ticket = super().ask(question)
         if step_of(question) in ("shares", "train", "reveal"):
             self.heard.append((f"{step_of(question)} again", self.there[question.node].answer(question)))
         return ticket
@@ -243,10 +243,10 @@ def test_a_device_that_is_restarted_in_a_round_has_dropped_out(fit: Fit) -> None
     """Its update cannot be masked; the others' masks with it are removed."""
 
     class Restarting(Meddling):
-        def _ask(self, question: Question) -> str | None:
+        def ask(self, question: Question) -> str | None:
             if question.node == FIRST and step_of(question) == "train":
                 self.there[FIRST] = Node(self.there[FIRST].make)
-            return super()._ask(question)
+            return super().ask(question)
 
     secure = secure_fit(fit, Restarting(toy_line(LitMLP).there))
     assert [row["fl/left_out_dropped_out"] for row in secure.rows] == [1, 1]

@@ -1,23 +1,19 @@
-"""Lets devices train, and evaluate, that a network reaches."""
+"""Lets devices train that a network reaches."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from lightning_spectral.errors import RecordError, SpectralWarning
-from lightning_spectral.network.gate import UploadGate, read_handshake, read_metrics
+from lightning_spectral.errors import RecordError
+from lightning_spectral.network.gate import UploadGate, read_handshake
 from lightning_spectral.network.line import Answer, Asking, Question
 from lightning_spectral.network.messages import (
     AGREE,
     DIGEST,
-    EVALUATE,
     LACKS,
-    MODEL,
-    PRECISION,
     REFUSED,
     START,
     TRAIN,
@@ -28,8 +24,6 @@ from lightning_spectral.network.messages import (
 )
 from lightning_spectral.network.objects import write_object
 from lightning_spectral.network.roster import Roster
-from lightning_spectral.protocol.client_store import with_state
-from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Handshake, Upload, WorkUnit
 from lightning_spectral.server.executor import Executor
 
@@ -138,38 +132,3 @@ def _read(unit: WorkUnit, answer: Answer, read: Callable[[Answer], T]) -> T | Up
     except RecordError as error:
         failure = Failure("network", f"The device's answer cannot be used: {error}")
         return Upload(unit, {}, left_out="error", failure=failure)
-
-
-def evaluate_on_devices(
-    roster: Roster, model: str, owner: Any, round_idx: int, client_ids: Sequence[int], deadline: float | None
-) -> dict[int, Mapping[str, float]]:
-    """The metrics of each client that answers; those that do not are named in a warning.
-
-    Args:
-        roster: Who is there.
-        model: The model's name; empty if there is only one.
-        owner: The `FederatedModule`, whose weights all clients get.
-        round_idx: The round, from 0.
-        client_ids: Clients to evaluate.
-        deadline: Seconds that a client may take; ``None`` for as long as the network allows.
-    """
-    asking, client_of = Asking(roster.line), dict[int, int]()
-    tensors = travelling_tensors(owner.module)
-    common = {MODEL: model.encode(), PRECISION: owner.trainer.precision.encode()}
-    for client_id in client_ids:
-        if (node := roster.node_of(client_id)) is not None:
-            client_of[node] = client_id
-            download = Download(WorkUnit(client_id, model), 1.0, tensors, round_idx, seed=owner.seed)
-            download = with_state(download, owner.client_states)
-            asking.ask(Question(node, EVALUATE, {**record_parts(download), **common}, round_idx, deadline))
-    found: dict[int, Mapping[str, float]] = {}
-    for question, answer in asking.arrived(wait=True):
-        client_id = client_of[question.node]
-        try:
-            found[client_id] = read_metrics(answer)
-        except RecordError as error:
-            name = roster.names[client_id]
-            warnings.warn(
-                f"Round {round_idx}: client {name!r} is not evaluated: {error}.", SpectralWarning, stacklevel=2
-            )
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,11 +15,11 @@ from lightning_spectral.algorithms.costs import round_bytes
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
-from lightning_spectral.errors import RoundError, check_is
-from lightning_spectral.network.executor import RemoteExecutor, evaluate_on_devices
-from lightning_spectral.network.gate import UploadGate
-from lightning_spectral.network.line import Line
-from lightning_spectral.network.messages import Start
+from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, check_is
+from lightning_spectral.network.executor import RemoteExecutor
+from lightning_spectral.network.gate import UploadGate, read_metrics
+from lightning_spectral.network.line import Asking, Line, Question
+from lightning_spectral.network.messages import EVALUATE, MODEL, PRECISION, Start, record_parts
 from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
@@ -26,7 +27,10 @@ from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, 
 from lightning_spectral.plugin.module import FederatedModule
 from lightning_spectral.plugin.several import MultiModelModule
 from lightning_spectral.plugin.trainer import num_rounds
+from lightning_spectral.protocol.client_store import with_state
+from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.per_client import Assigned
+from lightning_spectral.protocol.records import Download, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import UpdateBound, UsualUpdateNorm
@@ -221,8 +225,35 @@ class RemoteClients(ServerData):
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
-        """Let clients evaluate the server's model on their own held-out examples."""
-        return evaluate_on_devices(self.roster, self.model, owner, round_idx, client_ids, self.deadline)
+        """Let clients evaluate the server's model on their own held-out examples.
+
+        Args:
+            owner: The `FederatedModule`, whose weights all clients get.
+            round_idx: The round, from 0.
+            client_ids: Clients to evaluate.
+
+        Returns:
+            The metrics of each client that answers; those that do not are named in a warning.
+        """
+        roster, client_of, found = self.roster, dict[int, int](), dict[int, Mapping[str, float]]()
+        asking, tensors = Asking(roster.line), travelling_tensors(owner.module)
+        common = {MODEL: self.model.encode(), PRECISION: owner.trainer.precision.encode()}
+        for client_id in client_ids:
+            if (node := roster.node_of(client_id)) is not None:
+                client_of[node] = client_id
+                download = Download(WorkUnit(client_id, self.model), 1.0, tensors, round_idx, seed=owner.seed)
+                parts = {**record_parts(with_state(download, owner.client_states)), **common}
+                asking.ask(Question(node, EVALUATE, parts, round_idx, self.deadline))
+        for question, answer in asking.arrived(wait=True):
+            client_id = client_of[question.node]
+            try:
+                found[client_id] = read_metrics(answer)
+            except RecordError as error:
+                name = roster.names[client_id]
+                warnings.warn(
+                    f"Round {round_idx}: client {name!r} is not evaluated: {error}.", SpectralWarning, stacklevel=2
+                )
+        return found
 
     def check_clients(self) -> None:
         """Raise ``ValueError`` if a client has no examples."""

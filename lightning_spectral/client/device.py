@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -294,7 +294,7 @@ class Device:
         is_watched = download.round_idx < WATCHED_ROUNDS
         watched = self.side.watched(module) if is_watched else {}
         stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
-        with GradientWatch(watched) as watch, clock.measure("train"), stage:
+        with watching(watched) as unreached, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             kept.seed(download.seed, download.ids)
             trains, data = download.local_epochs > 0, self.data(download)
@@ -334,7 +334,7 @@ class Device:
             client_state=state,
             logged=logged,
             untrained_rows=rows,
-            unreached=watch.unreached if is_watched and result.num_steps > 0 else None,
+            unreached=tuple(unreached) if is_watched and result.num_steps > 0 else None,
             discarded=discarded_changes(module, self.optimizers, sent, returned) if is_watched else (),
             put_back=put_back,
         )
@@ -422,35 +422,27 @@ def _during(
         raise _Failed(Failure(stage, message, error, remedy)) from error
 
 
-class GradientWatch:
-    """Records which parameters receive a gradient, until its ``with`` block ends.
+@contextmanager
+def watching(parameters: Mapping[str, nn.Parameter]) -> Iterator[Collection[str]]:
+    """Watch which parameters receive a gradient within the block; the names of those that have not are yielded.
 
     Args:
         parameters: The parameters to watch, by the name of the layer that each belongs to.
     """
+    unreached = dict.fromkeys(parameters)
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self.reached = dict.fromkeys(parameters, False)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._record, name))  # type: ignore[no-untyped-call]
-            for name, parameter in parameters.items()
-        ]
+    def note(name: str, parameter: Tensor) -> None:
+        unreached.pop(name, None)
 
-    def _record(self, name: str, parameter: Tensor) -> None:
-        self.reached[name] = True
-
-    def __enter__(self) -> GradientWatch:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
+        for name, parameter in parameters.items()
+    ]
+    try:
+        yield unreached.keys()
+    finally:
+        for handle in handles:
             handle.remove()
-
-    @property
-    def unreached(self) -> tuple[str, ...]:
-        """Names of the layers without a gradient."""
-        return tuple(name for name, reached in self.reached.items() if not reached)
 
 
 def check_not_reached(replaced: Mapping[str, Tensor]) -> None:

@@ -614,6 +614,7 @@ class Turn:
         self.simulated = opened.simulated.outcomes[unit.key]
         self.download: Download | None = None
         self.upload: Upload | None = None
+        self._fallen = None if opened.masked is None else opened.masked.fallen.get(unit.key)
         self._is_bounded = False
         self._norm: float | None = None  # of the update, as it was before it was bounded; if that is known
 
@@ -628,10 +629,6 @@ class Turn:
     def trains(self) -> bool:
         """Whether the client trains: one that will not report back does not."""
         return self.download is not None and self.simulated.left_out is None and self._fallen is None
-
-    @property
-    def _fallen(self) -> Upload | None:
-        return None if self.round.masked is None else self.round.masked.fallen.get(self.unit.key)
 
     @property
     def is_masked(self) -> bool:

@@ -14,7 +14,7 @@ from lightning_spectral.functional.checks import as_inclusion_probs
 from lightning_spectral.functional.sampling.cohorts import coordinated_multipliers, draw_coordinated
 from lightning_spectral.functional.sampling.conditional_poisson import (
     conditional_poisson_joint_probs,
-    draw_rejectively,
+    draw_conditional_poisson,
     fit_conditional_poisson,
     fit_conditional_poissons,
     working_open_terms,
@@ -26,9 +26,9 @@ from lightning_spectral.functional.sampling.successive_sampling import (
     successive_joint_probs,
 )
 from lightning_spectral.functional.sampling.without_fit import (
-    draw_along,
+    draw_brewer,
     draw_from_support,
-    draw_one_by_one,
+    draw_systematic,
     minimum_support,
     support_joint_probs,
     systematic_support,
@@ -150,7 +150,8 @@ class ConditionalPoisson(JointDesign):
         fitted = fit_conditional_poissons(inclusion_probs)
         num_terms = [as_inclusion_probs(probs)[1] for probs in inclusion_probs]
         # checked and centred once: in a federation every client draws separately
-        return [FittedDesign(draw_rejectively, working_open_terms(*of)) for of in zip(fitted, num_terms, strict=True)]
+        parts = map(working_open_terms, fitted, num_terms)
+        return [FittedDesign(draw_conditional_poisson, own) for own in parts]
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         _, num_terms = as_inclusion_probs(inclusion_probs)
@@ -173,7 +174,7 @@ class Brewer(Design):
     """
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
-        return FittedDesign(draw_one_by_one, open_terms(inclusion_probs))
+        return FittedDesign(draw_brewer, open_terms(inclusion_probs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,7 +239,7 @@ class Systematic(JointDesign):
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         parts = open_terms(inclusion_probs)
-        return FittedDesign(draw_along, parts, whole_units(parts), shuffled=False)
+        return FittedDesign(draw_systematic, parts, whole_units(parts), shuffled=False)
 
     def joint_inclusion_probs(self, inclusion_probs: Tensor) -> Tensor:
         return support_joint_probs(systematic_support(inclusion_probs), len(inclusion_probs))
@@ -261,7 +262,7 @@ class RandomSystematic(Design):
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         parts = open_terms(inclusion_probs)
-        return FittedDesign(draw_along, parts, whole_units(parts), shuffled=True)
+        return FittedDesign(draw_systematic, parts, whole_units(parts), shuffled=True)
 
 
 @dataclass(frozen=True)

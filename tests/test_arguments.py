@@ -23,8 +23,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral import functional, testing
-from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
-from lightning_spectral.functional.sampling.without_fit import draw_brewer
+from lightning_spectral.functional.sampling.conditional_poisson import working_open_terms
 
 
 class LitLine(pl.LightningModule):
@@ -205,8 +204,12 @@ def fitting(**options: Any) -> Any:
     return ls.largest_that_fits(**{"module": net(), "algorithm": ls.LoRA(), "budget_bytes": 1e6, **options})
 
 
-def drawn(draw: Any, num_samples: Any = 5, **options: Any) -> Any:
-    return draw(PROBS, num_samples=num_samples, generator=torch.Generator(), **options)
+def drawn(num_samples: Any) -> Any:
+    return ls.Brewer().sample(PROBS, num_samples, torch.Generator())
+
+
+def conditioned(num_terms: Any) -> Any:
+    return working_open_terms(PROBS, num_terms)
 
 
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
@@ -259,8 +262,8 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),
     (testing.check_channel_choice, {"channels": 3}, r"`channels` must be an instance of ChannelChoice, got 3"),
     (testing.check_partitioner, {"partitioner": ls.IIDPartitioner, "num_examples": 9}, r"got the class IIDPartitioner"),
-    (drawn, {"draw": draw_conditional_poisson, "num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
-    (drawn, {"draw": draw_brewer, "num_samples": 2.5}, r"`num_samples` must be a whole number, got 2\.5"),
+    (conditioned, {"num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
+    (drawn, {"num_samples": 2.5}, r"`num_samples` must be a whole number, got 2\.5"),
 ]
 
 

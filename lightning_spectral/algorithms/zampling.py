@@ -284,9 +284,10 @@ class ZamplingHalf(ServerHalf):
     def open(self, cohort: Cohort) -> ZamplingRound:
         return ZamplingRound(self, cohort)
 
+    @torch.no_grad()
     def settle(self) -> None:
-        """Bring probabilities back into [0, 1], which a server optimizer may have left, and write Qp."""
-        self.state.settle()
+        """Bring probabilities back into [0, 1] and onto the grid, which a server optimizer may have left; write Qp."""
+        self.state.probs.copy_(on_grid(self.state.probs))
         load_tensors(self.server, self.state.network())
 
     def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
@@ -401,11 +402,6 @@ class ZamplingState(nn.Module):
         parts = split_weights(self.matrix.expand(z), [weight.shape for weight in self.weights])
         return {weight.name: values for weight, values in zip(self.weights, parts, strict=True)}
 
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Bring probabilities back into [0, 1] and onto the grid, which a server optimizer may have left."""
-        self.probs.copy_(on_grid(self.probs))
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZamplingState:
         """Move to another device, but stay in float32, whatever the Trainer's precision: the grid needs it."""
         super()._apply(keeping_type(fn), recurse)  # type: ignore[no-untyped-call]
@@ -470,7 +466,15 @@ class ZamplingSide(ClientSide):
                 return Upload(download.unit, {}, left_out="not_finite")
             moved = float((trained - probs).square().mean().sqrt())
             logged = {MOVED: LoggedValue(moved, prog_bar=False, logger=True)}
-        bits = pack_bits(_drawn(trained, download))
+        own = derived_generator(download.seed, "uploaded bits", *download.ids)
+        if PLACE in download.tensors:  # with bits that depend on those of other clients
+            place, num_places = download.tensors[PLACE].tolist()
+            shared = derived_generator(download.seed, "strata of bits", download.round_idx, download.unit.model)
+            numbers = coordinated_uniforms(len(trained), place, num_places, shared, own)
+            drawn = (numbers < trained.cpu()).to(trained.device)
+        else:
+            drawn = draw_bits(trained, own)
+        bits = pack_bits(drawn)
         return Upload(download.unit, {BITS: bits, **select_tensors(client, self.dense)}, logged=logged)
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
@@ -481,17 +485,6 @@ class ZamplingSide(ClientSide):
         if self.downlink_bits is None:
             return sent
         return unpack_levels(sent, self.matrix.num_columns, self.downlink_bits)
-
-
-def _drawn(probs: Tensor, download: Download) -> Tensor:
-    """The bits to send: drawn independently of other clients', unless the server gives the client a place."""
-    own = derived_generator(download.seed, "uploaded bits", *download.ids)
-    if PLACE not in download.tensors:
-        return draw_bits(probs, own)
-    place, num_places = download.tensors[PLACE].tolist()
-    shared = derived_generator(download.seed, "strata of bits", download.round_idx, download.unit.model)
-    numbers = coordinated_uniforms(len(probs), place, num_places, shared, own)
-    return (numbers < probs.cpu()).to(probs.device)
 
 
 def sampled_weights(client: nn.Module) -> SampledWeights:

@@ -25,7 +25,7 @@ from lightning_spectral.designs import (
     Systematic,
 )
 from lightning_spectral.functional.checks import as_inclusion_probs
-from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
+from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson, working_open_terms
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, proportional_inclusion_probs
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive, successive_inclusion_probs
 from lightning_spectral.testing import check_design
@@ -83,6 +83,10 @@ def num_terms(probs: Tensor) -> int:
     return round(float(probs.sum()))
 
 
+def unfitted(probs: Tensor) -> FittedDesign:
+    return FittedDesign(draw_conditional_poisson, working_open_terms(probs, num_terms(probs)))
+
+
 @dataclass(frozen=True)
 class Unchecked(ConditionalPoisson):
     """Normalises bad input instead of refusing it."""
@@ -104,7 +108,7 @@ class Swapped(ConditionalPoisson):
     ("design", "message"),
     [
         # inclusion probabilities as working probabilities; numpy.random.choice(replace=False, p=inclusion_probs / n)
-        (Broken(call_draw, lambda pi: FittedDesign(draw_conditional_poisson, pi, num_terms(pi))), "has frequency"),
+        (Broken(call_draw, unfitted), "has frequency"),
         (Broken(call_draw, lambda pi: FittedDesign(draw_successive, choice_sizes(pi), num_terms(pi))), "has frequency"),
         (Broken(lambda inner, k, g: inner.draw(k, g)[::2].repeat_interleave(2, dim=0)[:k]), "samples are correlated"),
         (Broken(lambda inner, k, g: inner.draw(k, g).flip(1)), "not sorted and distinct"),
@@ -189,7 +193,7 @@ def test_unfitted_odds_are_detected():
     n = 7
     pi = proportional_inclusion_probs(S[:32], n)
     joint = ConditionalPoisson().joint_inclusion_probs(pi)
-    draws = draw_conditional_poisson(pi, n, 5 * SIZE, torch.Generator().manual_seed(0))
+    draws = draw_conditional_poisson(working_open_terms(pi, n), 5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) > 5
     draws = ConditionalPoisson().sample(pi, 5 * SIZE, torch.Generator().manual_seed(0))
     assert surprise(draws, pi, joint) <= 5

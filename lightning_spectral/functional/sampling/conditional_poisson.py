@@ -167,7 +167,11 @@ def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -
 
 
 def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
-    """Set aside the certain and the impossible terms of a conditional Poisson design."""
+    """Set aside the certain and the impossible terms of a conditional Poisson design.
+
+    The working probabilities are those of `fit_conditional_poisson`; n must be between the number of ones and that of
+    positive entries.
+    """
     probs = as_probabilities(working_probs, "working_probs")
     check_num_terms(num_terms, len(probs))
     ones, positive = int((probs >= 1 - SNAP).sum()), int((probs > SNAP).sum())
@@ -179,17 +183,14 @@ def working_open_terms(working_probs: Tensor, num_terms: int) -> OpenTerms:
     return open_terms(probs, num_terms)
 
 
-def draw_conditional_poisson(
-    working_probs: Tensor, num_terms: int, num_samples: int, generator: torch.Generator
-) -> Tensor:
+def draw_conditional_poisson(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
     r"""Draw exact independent samples: generate rows of Bernoulli variables and keep those with n ones.
 
     A row is kept with probability near :math:`1 / \sqrt{2 \pi V}`, where V is the variance of its number of ones: about
     one in eight for 64 terms, one in eighty for 4096 with 2048 drawn. Memory is bounded by drawing in chunks.
 
     Args:
-        working_probs: From :func:`fit_conditional_poisson`, shape ``(N,)``.
-        num_terms: Sample size n, between the number of ones and the number of positive entries.
+        parts: From `working_open_terms` of the design.
         num_samples: Number of draws.
         generator: Source of randomness.
 
@@ -197,14 +198,10 @@ def draw_conditional_poisson(
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
     Example:
-        >>> draw_conditional_poisson(torch.tensor([1.0, 0.5, 0.5, 0.0]), 3, 1, torch.Generator())
+        >>> parts = working_open_terms(torch.tensor([1.0, 0.5, 0.5, 0.0]), num_terms=3)
+        >>> draw_conditional_poisson(parts, 1, torch.Generator())
         tensor([[0, 1, 2]])
     """
-    return draw_rejectively(working_open_terms(working_probs, num_terms), num_samples, generator)
-
-
-def draw_rejectively(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draw like :func:`draw_conditional_poisson`, from the `working_open_terms` of a design."""
     check_num_samples(num_samples)
     if parts.num_terms == 0:
         return parts.samples(torch.empty(num_samples, 0, dtype=torch.int64, device=generator.device))

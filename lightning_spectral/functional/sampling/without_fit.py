@@ -19,7 +19,7 @@ from lightning_spectral.functional.checks import check_num_samples
 from lightning_spectral.functional.sampling.open_terms import OpenTerms, in_chunks, open_terms
 
 
-def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Generator) -> Tensor:
+def draw_brewer(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
     r"""Draw independent samples by Brewer's draw-by-draw procedure, all samples at once.
 
     With r terms still to draw and R the sum of the probabilities of the terms not drawn yet, the next one is
@@ -33,8 +33,7 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
     ``num_samples`` N n.
 
     Args:
-        inclusion_probs: Shape ``(N,)``, in ``[0, 1]``, summing to an integer n within 1e-6 n. Entries closer than
-            1e-13 to 0 or 1 count as 0 or 1.
+        parts: From `open_terms` of the inclusion probabilities.
         num_samples: Number of draws.
         generator: Source of randomness.
 
@@ -46,14 +45,9 @@ def draw_brewer(inclusion_probs: Tensor, num_samples: int, generator: torch.Gene
         Sampling Algorithms.
 
     Example:
-        >>> draw_brewer(torch.tensor([1.0, 0.0, 1.0]), 1, torch.Generator())
+        >>> draw_brewer(open_terms(torch.tensor([1.0, 0.0, 1.0])), 1, torch.Generator())
         tensor([[0, 2]])
     """
-    return draw_one_by_one(open_terms(inclusion_probs), num_samples, generator)
-
-
-def draw_one_by_one(parts: OpenTerms, num_samples: int, generator: torch.Generator) -> Tensor:
-    """Draw like :func:`draw_brewer`, from terms that are already prepared."""
     probs = parts.probs.to(generator.device)
     complement = 1 - probs
 
@@ -215,12 +209,13 @@ def _pick(ends: Tensor, start: Tensor, num_terms: int) -> Tensor:
 
 
 def draw_systematic(
-    inclusion_probs: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool = False
+    parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
 ) -> Tensor:
     """Draw independent systematic samples, with one uniform number each.
 
     Args:
-        inclusion_probs: As for :func:`systematic_support`.
+        parts: From `open_terms` of the inclusion probabilities.
+        units: Their `whole_units`.
         num_samples: Number of draws.
         generator: Source of randomness.
         shuffled: Whether to put the terms in a new random order for each sample. Then nearly all sets of terms can
@@ -230,17 +225,10 @@ def draw_systematic(
         Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
     Example:
-        >>> draw_systematic(torch.tensor([1.0, 0.0, 1.0]), 1, torch.Generator())
+        >>> parts = open_terms(torch.tensor([1.0, 0.0, 1.0]))
+        >>> draw_systematic(parts, whole_units(parts), 1, torch.Generator(), shuffled=False)
         tensor([[0, 2]])
     """
-    parts = open_terms(inclusion_probs)
-    return draw_along(parts, whole_units(parts), num_samples, generator, shuffled=shuffled)
-
-
-def draw_along(
-    parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
-) -> Tensor:
-    """Draw like :func:`draw_systematic`, from terms that are already prepared and their `whole_units`."""
     lengths, device = units.to(generator.device), generator.device
 
     def pick(ends: Tensor, size: int) -> Tensor:

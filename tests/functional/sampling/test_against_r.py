@@ -13,6 +13,7 @@ from lightning_spectral.functional.sampling.conditional_poisson import (
     fit_conditional_poisson,
 )
 from lightning_spectral.functional.sampling.inclusion import proportional_inclusion_probs
+from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.successive_sampling import manly_inclusion_probs, successive_inclusion_probs
 from lightning_spectral.functional.sampling.without_fit import draw_brewer, support_joint_probs, systematic_support
 
@@ -57,7 +58,7 @@ def test_systematic_joint_probs_equal_upsystematicpi2(case):
 def test_brewer_pairs_are_as_frequent_as_those_of_upbrewer(case):
     """Two estimates of the same probability: five standard deviations of their difference, and one sample."""
     size, draws = case["brewer_draws"], 40_000
-    samples = draw_brewer(inclusion_probs(case), draws, torch.Generator().manual_seed(0))
+    samples = draw_brewer(open_terms(inclusion_probs(case)), draws, torch.Generator().manual_seed(0))
     drawn = torch.zeros(draws, len(case["sizes"]), dtype=torch.float64).scatter_(1, samples, 1.0)
     ours, theirs = drawn.T @ drawn / draws, numbers(case, "brewer_pair_counts") / size
     pooled = (ours * draws + theirs * size) / (draws + size)

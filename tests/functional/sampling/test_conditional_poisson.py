@@ -17,6 +17,7 @@ from lightning_spectral.functional.sampling.conditional_poisson import (
     fit_conditional_poisson,
     fit_conditional_poissons,
     poisson_conditional_inclusion_probs,
+    working_open_terms,
 )
 from lightning_spectral.functional.sampling.inclusion import collective_inclusion_probs, proportional_inclusion_probs
 from lightning_spectral.functional.sampling.open_terms import (
@@ -124,7 +125,7 @@ def test_fit_and_draw_handle_4096_terms():
     pi = proportional_inclusion_probs(torch.linspace(3, 1, 4096, dtype=torch.float64), n)
     p = fit_conditional_poisson(pi)
     np.testing.assert_allclose(marginals_by_dynamic_programme(p.numpy(), n), pi, atol=1e-12, rtol=0)
-    draws = draw_conditional_poisson(p, n, 5, torch.Generator().manual_seed(0))
+    draws = draw_conditional_poisson(working_open_terms(p, n), 5, torch.Generator().manual_seed(0))
     assert draws.shape == (5, n)
     assert (draws.diff(dim=1) > 0).all()
 
@@ -135,7 +136,7 @@ def test_designs_with_little_or_no_choice(pi):
     n = round(float(pi.sum()))
     p = fit_conditional_poisson(pi)
     torch.testing.assert_close(poisson_conditional_inclusion_probs(p, n), pi, rtol=0, atol=1e-12)
-    assert draw_conditional_poisson(p, n, 3, torch.Generator()).shape == (3, n)
+    assert draw_conditional_poisson(working_open_terms(p, n), 3, torch.Generator()).shape == (3, n)
 
 
 def test_float32_probabilities_sum_closely_enough_to_an_integer():
@@ -172,7 +173,8 @@ def test_draws_have_the_enumerated_joint_law():
     p = fit_conditional_poisson(pi)
     rows, probs = conditional_poisson_law(p.numpy(), n)
     law = {tuple(row.nonzero()[0].tolist()): float(p) for row, p in zip(rows, probs, strict=True)}
-    right, wrong = (draw_conditional_poisson(w, n, size, torch.Generator().manual_seed(3)) for w in (p, pi))
+    designs = (working_open_terms(w, n) for w in (p, pi))
+    right, wrong = (draw_conditional_poisson(parts, size, torch.Generator().manual_seed(3)) for parts in designs)
     assert excess(right, law) <= 1
     assert excess(wrong, law) > 1  # negative control: inclusion probabilities are not working probabilities
 
@@ -184,7 +186,7 @@ def test_equal_working_odds_up_to_a_factor_draw_the_same_law():
         poisson_conditional_inclusion_probs(scaled, 2), poisson_conditional_inclusion_probs(p, 2), rtol=1e-8, atol=0
     )
     # Uncentred rows would have two ones once in 1e17 tries; the draw centres them first.
-    assert draw_conditional_poisson(scaled, 2, 100, torch.Generator()).shape == (100, 2)
+    assert draw_conditional_poisson(working_open_terms(scaled, 2), 100, torch.Generator()).shape == (100, 2)
 
 
 @pytest.mark.parametrize("kind", ["even", "steep", "tiny", "half"])
@@ -215,7 +217,6 @@ def test_leave_one_out_probabilities_equal_the_dynamic_programme(N, kind):
 
 
 def test_bad_input_is_named():
-    generator = torch.Generator()
     half = torch.full((4,), 0.5)
     for pi, message in [
         (torch.full((3,), 0.5), "got the sum 1.5"),
@@ -229,7 +230,7 @@ def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"`num_terms` must be in \[1, N=4\], got 5"):
         poisson_conditional_inclusion_probs(half, 5)
     with pytest.raises(ValueError, match=r"number of ones \(0\) and of positive entries \(1\).*got 2"):
-        draw_conditional_poisson(torch.tensor([0.5, 0.0, 0.0]), 2, 1, generator)
+        working_open_terms(torch.tensor([0.5, 0.0, 0.0]), 2)
 
 
 def conditional_poisson_by_enumeration(p: np.ndarray, n: int) -> np.ndarray:

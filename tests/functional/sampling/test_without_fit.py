@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sampling_laws import excess, spectra
 from torch import Tensor
 
-from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson
+from lightning_spectral.designs import RandomSystematic, Systematic
+from lightning_spectral.functional.sampling.conditional_poisson import draw_conditional_poisson, working_open_terms
 from lightning_spectral.functional.sampling.inclusion import proportional_inclusion_probs
 from lightning_spectral.functional.sampling.open_terms import open_terms
 from lightning_spectral.functional.sampling.successive_sampling import draw_successive
@@ -20,7 +21,6 @@ from lightning_spectral.functional.sampling.without_fit import (
     ONE,
     draw_brewer,
     draw_from_support,
-    draw_systematic,
     minimum_support,
     support_joint_probs,
     systematic_support,
@@ -58,7 +58,7 @@ def test_draws_have_the_enumerated_joint_law(name):
     law = law_by_enumeration(pi, round(pi.sum()))
     marginals = sum(p * np.isin(range(len(pi)), terms) for terms, p in law.items())
     np.testing.assert_allclose(marginals, pi, atol=1e-13, rtol=0)  # of the published formula
-    assert excess(draw_brewer(torch.tensor(pi), 40_000, torch.Generator().manual_seed(0)), law) <= 1
+    assert excess(draw_brewer(open_terms(torch.tensor(pi)), 40_000, torch.Generator().manual_seed(0)), law) <= 1
 
 
 def test_draws_without_the_correction_are_detected():
@@ -70,8 +70,8 @@ def test_draws_without_the_correction_are_detected():
 
 def test_certain_and_impossible_terms_do_not_affect_the_other_terms():
     pi = torch.tensor([1.0, 0.9, 0.0, 0.7, 0.4, 1.0], dtype=torch.float64)
-    with_them = draw_brewer(pi, 100, torch.Generator().manual_seed(0))
-    without = draw_brewer(pi[[1, 3, 4]], 100, torch.Generator().manual_seed(0))
+    with_them = draw_brewer(open_terms(pi), 100, torch.Generator().manual_seed(0))
+    without = draw_brewer(open_terms(pi[[1, 3, 4]]), 100, torch.Generator().manual_seed(0))
     assert (with_them[:, [0, -1]] == torch.tensor([0, 5])).all()
     assert torch.equal(with_them[:, 1:-1], torch.tensor([1, 3, 4])[without])
 
@@ -157,7 +157,7 @@ def test_draws_from_a_list_have_its_law(parts):
     generator = torch.Generator().manual_seed(0)
     support = minimum_support(pi)
     assert excess(draw_from_support(support, 10_000, generator), law_of(support)) <= 1
-    assert excess(draw_systematic(pi, 10_000, generator), law_of(systematic_support(pi))) <= 1
+    assert excess(Systematic().sample(pi, 10_000, generator), law_of(systematic_support(pi))) <= 1
 
 
 def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
@@ -168,9 +168,9 @@ def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
         for terms, p in systematic_by_stepping(pi, order, 2 * STEP).items():
             law[terms] = law.get(terms, Fraction(0)) + p / len(orders)
     probs = torch.tensor(parts, dtype=torch.float64) / 64
-    assert excess(draw_systematic(probs, 20_000, torch.Generator().manual_seed(1), shuffled=True), law) <= 1
+    assert excess(RandomSystematic().sample(probs, 20_000, torch.Generator().manual_seed(1)), law) <= 1
     # Negative control: without shuffling the same sets come up, at most six of them, far too often.
-    assert excess(draw_systematic(probs, 20_000, torch.Generator().manual_seed(1)), law) > 1
+    assert excess(Systematic().sample(probs, 20_000, torch.Generator().manual_seed(1)), law) > 1
 
 
 @settings(deadline=None, max_examples=150)
@@ -217,13 +217,13 @@ def test_too_many_terms_for_whole_units_are_named():
 
 PI = torch.full((10,), 0.4)
 CHUNKED: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "conditional Poisson": lambda size, generator: draw_conditional_poisson(PI, 4, size, generator),
+    "conditional Poisson": lambda size, generator: draw_conditional_poisson(working_open_terms(PI, 4), size, generator),
     "successive": lambda size, generator: draw_successive(torch.zeros(10), 4, size, generator),
-    "Brewer": lambda size, generator: draw_brewer(PI, size, generator),
-    "shuffled systematic": lambda size, generator: draw_systematic(PI, size, generator, shuffled=True),
+    "Brewer": lambda size, generator: draw_brewer(open_terms(PI), size, generator),
+    "shuffled systematic": lambda size, generator: RandomSystematic().sample(PI, size, generator),
 }
 OTHERS = {
-    "systematic": lambda size, generator: draw_systematic(PI, size, generator),
+    "systematic": lambda size, generator: Systematic().sample(PI, size, generator),
     "from a list": lambda size, generator: draw_from_support(minimum_support(PI), size, generator),
 }
 

@@ -121,19 +121,21 @@ class AdapterAggregation(ABC):
     """How the adapters of many clients are combined into one.
 
     Attributes:
+        round: What `open` makes of each adapted layer.
         has_multipliers: Whether terms have multipliers if clients have different ranks.
         folds: Whether a client is also sent the terms that it does not train, as part of its frozen weight; only where
             the average of a term does not count those clients.
         frozen: The factors that never change.
     """
 
+    round: ClassVar[type[AdapterRound]]
     has_multipliers: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     frozen: ClassVar[tuple[str, ...]] = ()
 
-    @abstractmethod
     def open(self, opened: OpenAdapter) -> AdapterRound:
         """Open a round of one adapted layer."""
+        return self.round(opened)
 
     def open_all(self, opened: Sequence[OpenAdapter]) -> list[AdapterRound]:
         """Open a round of all adapted layers, in their order; by default one after another."""
@@ -190,8 +192,7 @@ class PaddedFactors(AdapterAggregation):
         Zhang et al. (2024), FedIT; Cho et al. (2024), HetLoRA, without its pruning and its weights by sparsity.
     """
 
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return PaddedRound(opened)
+    round = PaddedRound
 
 
 class TermMeanRound(AdapterRound):
@@ -225,13 +226,11 @@ class FrozenA(AdapterAggregation):
         Sun et al. (2024), FFA-LoRA, for equal ranks.
     """
 
-    frozen: ClassVar[tuple[str, ...]] = ("A",)
+    round = TermMeanRound
+    frozen = ("A",)
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return ("B",)
-
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return TermMeanRound(opened)
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
         return ("B",)
@@ -247,8 +246,7 @@ class AlternatingFactors(AdapterAggregation):
         Chen et al. (2024), RoLoRA, for equal ranks.
     """
 
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return TermMeanRound(opened)
+    round = TermMeanRound
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
         """B first: while it is zero, A has no gradient."""
@@ -310,12 +308,11 @@ class TruncatedProducts(AdapterAggregation):
         Bai et al. (2024), FlexLoRA.
     """
 
+    round = TruncatedRound
+
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         """None: new factors have no coordinates in common with the old ones."""
         return ()
-
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return TruncatedRound(opened)
 
 
 class StackedRound(AdapterRound):
@@ -432,12 +429,11 @@ class OrthonormalA(AdapterAggregation):
         Lee et al. (2025), FedSVD, for equal ranks.
     """
 
+    round = OrthonormalRound
+
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         """None: new factors have no coordinates in common with the old ones."""
         return ()
-
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return OrthonormalRound(opened)
 
     def trained(self, round_idx: int) -> tuple[str, ...]:
         return ("B",)
@@ -468,10 +464,8 @@ class ParallelTerms(AdapterAggregation):
         layer, client and round.
     """
 
-    folds: ClassVar[bool] = True
-
-    def open(self, opened: OpenAdapter) -> AdapterRound:
-        return ParallelRound(opened)
+    round = ParallelRound
+    folds = True
 
 
 class SampledRound(TermMeanRound):
@@ -515,7 +509,7 @@ class SampledTerms(AdapterAggregation):
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
     """
 
-    has_multipliers: ClassVar[bool] = True
+    has_multipliers = True
 
     strategy: ShardingStrategy = field(default_factory=Collective)
     design: Design | None = None
@@ -559,8 +553,8 @@ class FoldedTerms(SampledTerms):
         Zhang, Hu & Xu (2026), Fed-PLoRA, for folding; their own terms are those of `ParallelTerms`.
     """
 
-    has_multipliers: ClassVar[bool] = False  # a folded weight is the server's, whose terms no multiplier may change
-    folds: ClassVar[bool] = True
+    has_multipliers = False  # a folded weight is the server's, whose terms no multiplier may change
+    folds = True
 
 
 def term_sizes(B: Tensor, A: Tensor) -> Tensor:

@@ -390,26 +390,24 @@ def sampling_scores(population: Population, figures: Tensor | None) -> Tensor:
         tensor([[1.5000],
                 [0.5000]], dtype=torch.float64)
     """
-    known = torch.ones_like(population.shares) if figures is None else _completed(population, figures)
+    known = torch.ones_like(population.shares)
+    if figures is not None:
+        expected = tuple(population.num_examples.shape)
+        if tuple(figures.shape) != expected:
+            raise ValueError(f"`figures` must have shape (N, S) = {expected}, got {tuple(figures.shape)}.")
+        # those of clients without examples do not matter
+        values = torch.where(population.num_examples > 0, figures.detach().double().cpu(), torch.nan)
+        if values.isinf().any():
+            client, model = values.isinf().nonzero()[0].tolist()
+            raise ValueError(
+                f"`figures` must be finite, or NaN if not known, got {values[client, model].item()} of client "
+                f"{client}, model {model}; its training diverged: lower the learning rate, or pass NaN."
+            )
+        values = values.clamp(min=0.0)  # leaves NaN
+        largest = values.nan_to_num(-1.0).amax(0)
+        known = torch.where(values.isnan(), torch.where(largest < 0, 1.0, largest), values)
     scores = population.weights * known[population.owner]
     return torch.where((scores == 0).all(0), population.weights, scores)
-
-
-def _completed(population: Population, figures: Tensor) -> Tensor:
-    """Figures without gaps or negative ones; those of clients without examples do not matter."""
-    expected = tuple(population.num_examples.shape)
-    if tuple(figures.shape) != expected:
-        raise ValueError(f"`figures` must have shape (N, S) = {expected}, got {tuple(figures.shape)}.")
-    values = torch.where(population.num_examples > 0, figures.detach().double().cpu(), torch.nan)
-    if values.isinf().any():
-        client, model = values.isinf().nonzero()[0].tolist()
-        raise ValueError(
-            f"`figures` must be finite, or NaN if not known, got {values[client, model].item()} of client {client}, "
-            f"model {model}; its training diverged: lower the learning rate, or pass NaN."
-        )
-    values = values.clamp(min=0.0)  # leaves NaN
-    largest = values.nan_to_num(-1.0).amax(0)
-    return torch.where(values.isnan(), torch.where(largest < 0, 1.0, largest), values)
 
 
 def draw_choices(probs: Tensor, design: Design | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:

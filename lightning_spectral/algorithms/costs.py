@@ -287,7 +287,14 @@ class _Counted:
         # Only other devices show what their kernels save, and transformers masks attention differently on fake tensors.
         packages = {package_of(part) for part in module.modules()} if self.has_values else {}
         self.fakes = FakeTensors() if devices <= {"cpu", "meta"} and "transformers" not in packages else None
-        self.algorithm = self._counted(partial(self._planned, algorithm, example))
+
+        def planned(fakes: FakeTensors | None) -> Algorithm:
+            with self._in_place(fakes):
+                if example is not None and example_of(module) is None:
+                    module.example_input_array = example
+                return algorithm.planned(module)
+
+        self.algorithm = self._counted(planned)
         self._bound: tuple[Algorithm, ServerHalf] | None = None  # the last
 
     def at(self, capacities: Sequence[float], example: Example) -> dict[float, Cost]:
@@ -324,12 +331,6 @@ class _Counted:
     def _in_place(self, fakes: FakeTensors | None) -> AbstractContextManager[None]:
         """Put back what happens to the module, whose tensors are perhaps fake ones."""
         return trying(self.module) if fakes is None else fakes.in_place_of(self.module, self.optimizer)
-
-    def _planned(self, algorithm: Algorithm, example: Example, fakes: FakeTensors | None) -> Algorithm:
-        with self._in_place(fakes):
-            if example is not None and example_of(self.module) is None:
-                self.module.example_input_array = example
-            return algorithm.planned(self.module)
 
     def _of_rounds(
         self, choice: Algorithm, keep_ratios: Sequence[float], example: Example, fakes: FakeTensors | None

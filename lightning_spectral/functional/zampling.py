@@ -240,7 +240,14 @@ def draw_rows(
     if degree is None:
         columns = np.zeros((num_rows, 1), np.int32)
     else:
-        columns = _distinct_columns(_raw(seed, 2 * block, num_rows * width), num_rows, num_columns, degree)
+        # uniform subsets by Floyd's algorithm, which draws each column once, for all rows at once
+        uniforms = (_raw(seed, 2 * block, num_rows * width).reshape(num_rows, width) >> np.uint64(11)) * 2.0**-53
+        columns = np.empty((num_rows, width), np.int32)
+        for k, last in enumerate(range(num_columns - width, num_columns)):
+            drawn = (uniforms[:, k] * (last + 1)).astype(np.int32)
+            taken = (columns[:, :k] == drawn[:, None]).any(1)
+            columns[:, k] = np.where(taken, last, drawn)
+        columns.sort(axis=1)
     words = _raw(seed, 2 * block + 1, -(-num_rows * width // 4))
     pieces = np.stack([(words >> np.uint64(16 * k)) & np.uint64(0xFFFF) for k in range(4)], axis=1).reshape(-1)
     return columns, _table(values)[pieces[: num_rows * width]].reshape(num_rows, width)
@@ -249,18 +256,6 @@ def draw_rows(
 def _raw(seed: int, stream: int, count: int) -> NDArray[np.uint64]:
     """Words of the stream of one block and purpose; raw streams never change between versions of numpy."""
     return np.random.Philox(key=seed, counter=np.array([0, 0, 0, stream], np.uint64)).random_raw(count)
-
-
-def _distinct_columns(words: NDArray[np.uint64], num_rows: int, num_columns: int, degree: int) -> NDArray[np.int32]:
-    """Uniform subsets by Floyd's algorithm, which draws each column once, for all rows at once."""
-    uniforms = (words.reshape(num_rows, degree) >> np.uint64(11)) * 2.0**-53
-    chosen = np.empty((num_rows, degree), np.int32)
-    for k, last in enumerate(range(num_columns - degree, num_columns)):
-        drawn = (uniforms[:, k] * (last + 1)).astype(np.int32)
-        taken = (chosen[:, :k] == drawn[:, None]).any(1)
-        chosen[:, k] = np.where(taken, last, drawn)
-    chosen.sort(axis=1)
-    return chosen
 
 
 @cache

@@ -334,7 +334,11 @@ class NaturalPartitioner(Partitioner):
             raise TypeError(f"`names` must list the keys of all clients, got {names!r}.")
         client_of_key = {key: client for client, key in enumerate(dict.fromkeys(found if names is None else names))}
         if names is not None:
-            _check_names(names, found)
+            if len(client_of_key) < len(names):
+                twice = next(name for index, name in enumerate(names) if name in names[:index])
+                raise ValueError(f"`names` must be distinct, got {twice!r} twice.")
+            if unknown := set(found) - client_of_key.keys():
+                raise ValueError(f"{len(unknown)} keys are not among `names`, e.g. {next(iter(unknown))!r}; add them.")
         clients = [client_of_key[key] for key in found]
         # the way to set fields of a frozen dataclass
         object.__setattr__(self, "num_clients", len(client_of_key))
@@ -347,14 +351,6 @@ class NaturalPartitioner(Partitioner):
                 f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
             )
         return Partition.from_assignment(self.client_of_example, self.num_clients)
-
-
-def _check_names(names: Sequence[Hashable], keys: Sequence[Hashable]) -> None:
-    if len(set(names)) < len(names):
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
-        raise ValueError(f"`names` must be distinct, got {twice!r} twice.")
-    if unknown := set(keys) - set(names):
-        raise ValueError(f"{len(unknown)} keys are not among `names`, e.g. {next(iter(unknown))!r}; add them.")
 
 
 def _as_objects(keys: Keys) -> Sequence[Hashable]:

@@ -294,7 +294,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
     for server, share in ((whole, 0.0), (first, 1 / 3)):
         monkeypatch.setattr(term_draws, "FIRST_TERMS", share)
         whole_terms.clear()
-        half = SpectralHalf(half.choice, server, half.plan, half.buffers, half.personal, half.started)
+        half = SpectralHalf(half.choice, server, half.plan, half.decisions)
         before = {name: matrix(server, name).clone() for name in SHARDED}
         opened, moved = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))

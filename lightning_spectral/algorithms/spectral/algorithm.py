@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import fmean
@@ -44,7 +44,7 @@ from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import (
@@ -336,10 +336,7 @@ class SpectralSharding(ByKeepRatio):
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
-        personal = Personal(personal_names(server, self.personal), self.personal_epochs)
-        plan = plan.keeping_dense(personal.names, "personal")
-        buffers = buffer_rules(server, rules_with(personal.names, server, self.buffers), decisions)
-        return SpectralHalf(self, server, plan, buffers, personal, (decisions or {}).get("started", ()))
+        return SpectralHalf(self, server, plan, decisions)
 
 
 class SpectralHalf(ServerHalf):
@@ -353,17 +350,14 @@ class SpectralHalf(ServerHalf):
     rounds_are_alike: ClassVar[bool] = True
 
     def __init__(
-        self,
-        choice: SpectralSharding,
-        server: nn.Module,
-        plan: ModulePlan,
-        buffers: BufferRules,
-        personal: Personal,
-        started: Collection[str] = (),
+        self, choice: SpectralSharding, server: nn.Module, plan: ModulePlan, decisions: Decisions = None
     ) -> None:
-        super().__init__(server, buffers=buffers)
-        self.choice, self.plan, self.personal, self.started = choice, plan, personal, frozenset(started)
-        self.held_entries = plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
+        self.personal = Personal(personal_names(server, choice.personal), choice.personal_epochs)
+        rules = rules_with(self.personal.names, server, choice.buffers)
+        super().__init__(server, buffers=buffer_rules(server, rules, decisions))
+        self.choice, self.plan = choice, plan.keeping_dense(self.personal.names, "personal")
+        self.started = frozenset((decisions or {}).get("started", ()))
+        self.held_entries = self.plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
 
     def leading(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Named tensors, cut to the entries that clients hold; views."""

@@ -11,7 +11,6 @@ import math
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_spectral.arguments import Number
@@ -27,8 +26,6 @@ ORDER = Number(at_least=2, hint="it is the order of a Schatten norm")
 
 # Above this log(beta / s^p), the odds against a term equal their leading power alone, to the last bit.
 LARGE = 200.0
-
-Floats = NDArray[np.float64]
 
 
 def relative(values: Tensor) -> Tensor:
@@ -147,12 +144,7 @@ def collective_inclusion_probs(singular_values: Tensor, num_terms: int, cohort_s
     ordered = ordered[ordered.searchsorted(SMALLEST) :]
     if len(ordered) <= num_terms or cohort_size - 1 < ONE_CLIENT_TOLERANCE:
         return _top(relative(values), num_terms).to(singular_values.dtype)
-    probs = _water_filling(array, ordered, num_terms, cohort_size)
-    return torch.from_numpy(probs).to(singular_values)
-
-
-def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size: float) -> Floats:
-    """Newton's method for the level, kept within a bracket; exact once it is on the right piece."""
+    # Newton's method for the level, kept within a bracket; exact once it is on the right piece.
     extra, size, ladder = cohort_size - 1, len(ordered), ordered.tolist()
     low, high = max(ladder[0] / cohort_size, TINY), ladder[-1]  # all terms certain; none drawn
     level = min(max(low, float(ordered.sum()) / (num_terms * extra + size)), high)
@@ -175,10 +167,10 @@ def _water_filling(values: Floats, ordered: Floats, num_terms: int, cohort_size:
         # Strictly inside, or Newton's method could jump between the ends of the bracket forever.
         before, solved = (first, last), newton == level or low < newton < high
         level = newton if solved else math.sqrt(low) * math.sqrt(high)
-    probs: Floats = ((values / level - 1) / extra).clip(0.0, 1.0)
+    probs = ((array / level - 1) / extra).clip(0.0, 1.0)
     if last < size:  # certain, despite rounding
-        probs[values >= ladder[last]] = 1.0
-    return probs
+        probs[array >= ladder[last]] = 1.0
+    return torch.from_numpy(probs).to(singular_values)
 
 
 def collective_multipliers(inclusion_probs: Tensor, cohort_size: float) -> Tensor:
@@ -230,28 +222,32 @@ def schatten_inclusion_probs(singular_values: Tensor, num_terms: int, p: float =
     if int(positive.sum()) <= num_terms:
         return top_inclusion_probs(values, num_terms)
     log_powers = p * torch.where(positive, scaled, 1.0).log()
-    probs = _probs_at(_log_price(log_powers, positive, num_terms, p), log_powers, positive, p)
-    return _exact_sum(probs, log_powers, num_terms, p)
 
+    def probs_at(log_price: float) -> Tensor:
+        log_ratio = (log_price - log_powers).clamp_min(0.0)  # below zero a term is certain
+        return torch.where(positive, 1 / (1 + _odds_against(log_ratio, p)), 0.0)
 
-def _log_price(log_powers: Tensor, positive: Tensor, num_terms: int, p: float) -> float:
-    """Logarithm of the multiplier at which the probabilities sum to n; the sum falls as the multiplier rises."""
+    # The logarithm of the multiplier at which the probabilities sum to n; the sum falls as the multiplier rises.
     low = float(log_powers[positive].min())  # everything is certain
     high = float(log_powers[positive].max()) + 1.0
-    while float(_probs_at(high, log_powers, positive, p).sum()) > num_terms:
+    while float(probs_at(high).sum()) > num_terms:
         low, high = high, high + 2 * (high - low)
     for _ in range(200):
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        enough = float(_probs_at(middle, log_powers, positive, p).sum()) > num_terms
+        enough = float(probs_at(middle).sum()) > num_terms
         low, high = (middle, high) if enough else (low, middle)
-    return high
-
-
-def _probs_at(log_price: float, log_powers: Tensor, positive: Tensor, p: float) -> Tensor:
-    log_ratio = (log_price - log_powers).clamp_min(0.0)  # below zero a term is certain
-    return torch.where(positive, 1 / (1 + _odds_against(log_ratio, p)), 0.0)
+    # Make the sum exactly n where that costs least, by one Newton step of the constrained problem: close to certainty
+    # the objective is so flat that different probabilities have the same floating-point price.
+    probs = probs_at(high)
+    inner = (probs > 0) & (probs < 1)
+    odds = 1 / probs[inner] - 1
+    log_room = 2 * probs[inner].log() - log_powers[inner] - (odds ** (p - 2) + odds ** (p - 1)).log()
+    room = (log_room - log_room.max()).exp() if len(log_room) else log_room
+    corrected = probs.clone()
+    corrected[inner] -= (probs.sum() - num_terms) * room / room.sum()
+    return corrected.clamp(0.0, 1.0)
 
 
 def _odds_against(log_ratio: Tensor, p: float) -> Tensor:
@@ -263,20 +259,6 @@ def _odds_against(log_ratio: Tensor, p: float) -> Tensor:
         slope = p * (p - 1) * (x ** (p - 2) + x ** (p - 1))
         x = torch.where(x > 0, x - excess / slope, 0.0).clamp_min(0.0)
     return torch.where(log_ratio > LARGE, ((log_ratio - math.log(p - 1)) / p).exp(), x)
-
-
-def _exact_sum(probs: Tensor, log_powers: Tensor, num_terms: int, p: float) -> Tensor:
-    """Make the sum exactly n where that costs least: one Newton step of the constrained problem.
-
-    Close to certainty the objective is so flat that different probabilities have the same floating-point price.
-    """
-    inner = (probs > 0) & (probs < 1)
-    odds = 1 / probs[inner] - 1
-    log_room = 2 * probs[inner].log() - log_powers[inner] - (odds ** (p - 2) + odds ** (p - 1)).log()
-    room = (log_room - log_room.max()).exp() if len(log_room) else log_room
-    corrected = probs.clone()
-    corrected[inner] -= (probs.sum() - num_terms) * room / room.sum()
-    return corrected.clamp(0.0, 1.0)
 
 
 def assignment_probs(scores: Tensor, active: float) -> Tensor:
@@ -310,7 +292,14 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
                 [0.5000, 0.0000],
                 [0.0000, 0.5000]], dtype=torch.float64)
     """
-    values = _as_scores(scores)
+    if scores.ndim != 2 or scores.numel() == 0:
+        raise ValueError(f"`scores` must have shape (P, S) with P, S >= 1, got shape {tuple(scores.shape)}.")
+    values = scores.detach().double()
+    wrong = ~((values >= 0) & (values < math.inf))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        value = values[row, column].item()
+        raise ValueError(f"`scores` must be finite and non-negative, got {value} of processor {row}, model {column}.")
     if not 0 <= active <= len(values):
         raise ValueError(f"`active` must be in [0, P={len(values)}], the number of processors, got {active}.")
     values = relative(values)
@@ -320,18 +309,6 @@ def assignment_probs(scores: Tensor, active: float) -> Tensor:
     chance = (sizes > 0).double() if certain else capped_proportional(sizes, active)
     # Divide first: the shares of a row are at most one, whatever its size.
     return values / torch.where(sizes > 0, rows, 1.0)[:, None] * chance[:, None]
-
-
-def _as_scores(scores: Tensor) -> Tensor:
-    if scores.ndim != 2 or scores.numel() == 0:
-        raise ValueError(f"`scores` must have shape (P, S) with P, S >= 1, got shape {tuple(scores.shape)}.")
-    values = scores.detach().double()
-    wrong = ~((values >= 0) & (values < math.inf))
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        value = values[row, column].item()
-        raise ValueError(f"`scores` must be finite and non-negative, got {value} of processor {row}, model {column}.")
-    return values
 
 
 def model_joint_probs(processor_joint: Tensor, probs: Tensor, model: int) -> Tensor:

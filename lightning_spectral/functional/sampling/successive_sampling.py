@@ -195,27 +195,23 @@ def fit_log_sizes(inclusion_probs: Tensor) -> Tensor:
     if missing == int(competing.sum()):
         log_sizes[competing] = math.inf
     elif missing > 0:
-        log_sizes[competing] = _fit_competing(probs[competing], missing)
+        # Rounding may leave the sum a little off n; no sizes could reproduce that.
+        target = torch.sigmoid(centred_logits(torch.logit(probs[competing]), missing))
+        goal = _log_expected(target)
+
+        def residual(log_sizes: Tensor) -> tuple[Tensor, Tensor]:
+            implied = _competing_probs(log_sizes, missing)
+            return goal - _log_expected(implied), (implied - target).abs().max()
+
+        found, error = solve_fixed_point(residual, goal, (1 - target) * goal.exp(), tolerance=1e-12)
+        assert error < 1e-9, f"successive sampling fit stopped at error {error:.1e}"
+        log_sizes[competing] = found - found.max()
     return log_sizes
 
 
 def _log_expected(probs: Tensor) -> Tensor:
     """Logarithm of the expected number of arrivals of clocks that have arrived with these probabilities."""
     return torch.log(-torch.log1p(-probs.clamp_max(1 - 1e-15)))
-
-
-def _fit_competing(probs: Tensor, num_terms: int) -> Tensor:
-    # Rounding may leave the sum a little off n; no sizes could reproduce that.
-    target = torch.sigmoid(centred_logits(torch.logit(probs), num_terms))
-    goal = _log_expected(target)
-
-    def residual(log_sizes: Tensor) -> tuple[Tensor, Tensor]:
-        implied = _competing_probs(log_sizes, num_terms)
-        return goal - _log_expected(implied), (implied - target).abs().max()
-
-    log_sizes, error = solve_fixed_point(residual, goal, (1 - target) * goal.exp(), tolerance=1e-12)
-    assert error < 1e-9, f"successive sampling fit stopped at error {error:.1e}"
-    return log_sizes - log_sizes.max()
 
 
 def draw_successive(log_sizes: Tensor, num_terms: int, num_samples: int, generator: torch.Generator) -> Tensor:
@@ -299,17 +295,14 @@ def successive_joint_probs(log_sizes: Tensor, num_terms: int) -> Tensor:
     sure, racing = certain_and_competing(log_sizes, num_terms)
     marginals = successive_inclusion_probs(log_sizes, num_terms).cpu()
     rates, places = log_sizes.detach()[racing].double().cpu(), num_terms - int(sure.sum())
-    among_open = _racing_joint(rates, places) if len(rates) else torch.zeros(0, 0, dtype=torch.float64)
+    among_open = torch.zeros(len(rates), len(rates), dtype=torch.float64)
+    if places > 1 and len(rates):
+        start, nodes = quadrature(rates, places)
+        before = arrived(rates, start)
+        among_open = torch.outer(before, before)  # both arrive before the window, and so are among the first n
+        for log_time, weight in nodes:
+            present = arrived(rates, log_time)
+            log_expected = (rates + log_time).clamp_max(50.0)
+            arriving = torch.outer(weight * torch.exp(log_expected - log_expected.exp()), present)
+            among_open += (arriving + arriving.T) * leave_two_out_probabilities(present, 0, places - 2)
     return joint_of_all(among_open, marginals, sure.cpu().nonzero()[:, 0], racing.cpu().nonzero()[:, 0])
-
-
-def _racing_joint(log_rates: Tensor, num_terms: int) -> Tensor:
-    start, nodes = quadrature(log_rates, num_terms)
-    before = arrived(log_rates, start)
-    joint = torch.outer(before, before)  # both arrive before the window, and so are among the first n
-    for log_time, weight in nodes:
-        present = arrived(log_rates, log_time)
-        log_expected = (log_rates + log_time).clamp_max(50.0)
-        arriving = torch.outer(weight * torch.exp(log_expected - log_expected.exp()), present)
-        joint += (arriving + arriving.T) * leave_two_out_probabilities(present, 0, num_terms - 2)
-    return joint if num_terms > 1 else torch.zeros_like(joint)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -335,8 +335,9 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     return int(num_positions * (dense + sum(sizes)) + rebuilt)
 
 
-def _storages(tensors: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
-    storages = (tensor.untyped_storage() for tensor in tensors if isinstance(tensor, Tensor))
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+    storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
@@ -377,9 +378,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # from data in Python; of real tensors, it is no operation
             return result
-        given = {storage._cdata for storage in _strided_storages((args, kwargs))}
-        for storage in _strided_storages(result):
-            key = storage._cdata
+        given = _storages((args, kwargs))
+        for key, storage in _storages(result).items():
             if key not in given and key not in self._alive:
                 # torch keeps the object for as long as the memory
                 self._alive[key] = weakref.ref(storage, partial(self._free, key, storage.nbytes()))
@@ -390,9 +390,3 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, key: int, size: int, _: object) -> None:
         del self._alive[key]
         self.now -= size
-
-
-def _strided_storages(tree: Any) -> Iterator[torch.UntypedStorage]:
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            yield leaf.untyped_storage()

@@ -6,7 +6,7 @@ The working probabilities differ from :math:`\pi`: they are fitted once per desi
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,7 +119,17 @@ def _fit_open(rows: Sequence[_Undecided]) -> None:
     target = probs_of(goal)
 
     def residual(logits: Tensor) -> tuple[Tensor, Tensor]:
-        logits = _roughly_centred(logits, probs_of, num_terms)
+        # Shift the logits of each row until the expected count is near n, so that the law of the count is accurate
+        # there. A shift by 1 changes every variance by at most a factor of e, so each such step reduces the excess by
+        # a quarter.
+        for _ in range(100):
+            probs = probs_of(logits)
+            excess = probs.sum(-1, keepdim=True) - num_terms
+            is_far = excess.abs() > NEAR
+            if not is_far.any():
+                break
+            variance = (probs * (1 - probs)).sum(-1, keepdim=True)
+            logits = logits - torch.where(is_far, excess / variance.clamp_min(1e-300), 0).clamp(-1, 1)
         gain = _log_odds_ratio(probs_of(logits), num_terms)
         return goal - gain - logits, (probs_of(logits + gain) - target).abs().amax(-1)
 
@@ -130,22 +140,6 @@ def _fit_open(rows: Sequence[_Undecided]) -> None:
     assert errors.max() < 1e-9, f"conditional Poisson fit stopped at error {errors.max():.1e}"
     for row, own, own_open in zip(rows, logits, is_open, strict=True):
         row.working[row.is_open] = torch.sigmoid(centred_logits(own[own_open], row.missing))
-
-
-def _roughly_centred(logits: Tensor, probs_of: Callable[[Tensor], Tensor], num_terms: int) -> Tensor:
-    """Shift the logits of each row until the expected count is near n, so that the law of the count is accurate there.
-
-    A shift by 1 changes every variance by at most a factor of e, so each such step reduces the excess by a quarter.
-    """
-    for _ in range(100):
-        probs = probs_of(logits)
-        excess = probs.sum(-1, keepdim=True) - num_terms
-        is_far = excess.abs() > NEAR
-        if not is_far.any():
-            break
-        variance = (probs * (1 - probs)).sum(-1, keepdim=True)
-        logits = logits - torch.where(is_far, excess / variance.clamp_min(1e-300), 0).clamp(-1, 1)
-    return logits
 
 
 def poisson_conditional_inclusion_probs(working_probs: Tensor, num_terms: int) -> Tensor:

@@ -112,7 +112,18 @@ def quadrature(log_rates: Tensor, num_terms: int) -> tuple[float, list[tuple[flo
     """Window in log time that contains the n-th arrival: its start, and its nodes and weights."""
     from scipy.special import roots_legendre  # here, so that a device imports this file without scipy
 
-    start, end = _window(log_rates, num_terms)
+    def too_early(log_times: Tensor) -> Tensor:
+        return _at_times(lambda p: count_probabilities(p, num_terms, len(log_rates)), log_rates, log_times) < TAIL
+
+    def not_too_late(log_times: Tensor) -> Tensor:
+        return _at_times(lambda p: count_probabilities(p, 0, num_terms - 1), log_rates, log_times) >= TAIL
+
+    # Before `low` no term has arrived, after `high` the n largest have.
+    low = math.log(TAIL) - float(torch.logsumexp(log_rates, 0))
+    high = math.log(math.log(num_terms / TAIL)) - float(log_rates.topk(num_terms).values[-1])
+    num_inside = min(_num_together(log_rates), MOST_INSIDE)
+    start, _ = _switch(too_early, low, high, num_inside)
+    _, end = _switch(not_too_late, start, high, num_inside)
     # The integrand varies over one unit of log time, or over less when many sizes are alike and the window is short.
     nodes, weights = roots_legendre(32 + math.ceil(4 * (end - start)))
     middle, half = (start + end) / 2, (end - start) / 2
@@ -139,24 +150,6 @@ def _at_times(evaluate: Callable[[Tensor], Tensor], log_rates: Tensor, log_times
 def _num_together(log_rates: Tensor) -> int:
     """Number of times that are evaluated together, which is faster for few terms: calls take longer than sums."""
     return max(1, TOGETHER // len(log_rates) ** 2)
-
-
-def _window(log_rates: Tensor, num_terms: int) -> tuple[float, float]:
-    """Log times before and after which the n-th arrival comes with probability at most TAIL."""
-
-    def too_early(log_times: Tensor) -> Tensor:
-        return _at_times(lambda p: count_probabilities(p, num_terms, len(log_rates)), log_rates, log_times) < TAIL
-
-    def not_too_late(log_times: Tensor) -> Tensor:
-        return _at_times(lambda p: count_probabilities(p, 0, num_terms - 1), log_rates, log_times) >= TAIL
-
-    # Before `low` no term has arrived, after `high` the n largest have.
-    low = math.log(TAIL) - float(torch.logsumexp(log_rates, 0))
-    high = math.log(math.log(num_terms / TAIL)) - float(log_rates.topk(num_terms).values[-1])
-    num_inside = min(_num_together(log_rates), MOST_INSIDE)
-    start, _ = _switch(too_early, low, high, num_inside)
-    _, end = _switch(not_too_late, start, high, num_inside)
-    return start, end
 
 
 def _switch(before: Callable[[Tensor], Tensor], low: float, high: float, num_inside: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.errors import from_extra
-from lightning_spectral.tables import as_html
+from lightning_spectral.tables import Block, Tabular
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -378,7 +378,7 @@ _BARS = 100
 
 
 @dataclass(frozen=True, eq=False)
-class PartitionReport:
+class PartitionReport(Tabular):
     """Sizes and class mixtures of the clients; ``print`` it or :meth:`plot` it.
 
     Attributes:
@@ -391,9 +391,10 @@ class PartitionReport:
         >>> print(report(partition, torch.tensor([0, 1, 1, 1, 2])))
         2 clients, 5 examples; 2 / 2.5 / 3 examples per client (min / median / max)
         of 3 classes, a client has 2.0 on average, 2.0 above a 5 % share
+        <BLANKLINE>
         client  examples  classes
-             0         2  0: 1, 1: 1
-             1         3  1: 2, 2: 1
+        0       2         0: 1, 1: 1
+        1       3         1: 2, 2: 1
     """
 
     counts: Tensor
@@ -435,17 +436,8 @@ class PartitionReport:
             axes.legend(title="class", fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
         return axes
 
-    def __str__(self) -> str:
-        summary, rows, hidden = self._blocks()
-        lines = [f"{client:>6}  {size:>8}  {'  '.join(classes)}".rstrip() for client, size, *classes in rows]
-        return "\n".join([summary, *lines, *hidden])
-
-    def _repr_html_(self) -> str:
-        summary, rows, hidden = self._blocks()
-        return as_html([summary, rows, *hidden])
-
-    def _blocks(self) -> tuple[str, list[tuple[str, ...]], list[str]]:
-        """A summary, a table with its head, and how many clients it does not show."""
+    def _blocks(self) -> list[Block]:
+        """A summary, a table, and how many clients it does not show."""
         sizes = self.counts.double()
         low, middle, high = sizes.min(), sizes.quantile(0.5), sizes.max()
         lines = [
@@ -461,7 +453,7 @@ class PartitionReport:
         for client, size in enumerate(self.counts[:_ROWS].tolist()):
             rows.append((str(client), str(size), *self._mixture(client)))
         hidden = len(self.counts) - _ROWS
-        return "\n".join(lines), rows, [f"... and {hidden} more clients"] * (hidden > 0)
+        return ["\n".join(lines), rows, *[f"... and {hidden} more clients"] * (hidden > 0)]
 
     def _mixture(self, client: int) -> list[str]:
         """The client's classes in one entry, the most frequent first; none without labels."""

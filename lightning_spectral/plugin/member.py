@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -127,7 +128,7 @@ class Member(pl.LightningModule):
         """The user's own optimizers, which step the parameters of clients while these train."""
         return self.made_optimizers[1:]
 
-    def make_optimizers(self) -> Sequence[RoundScheduler]:
+    def make_optimizers(self) -> Sequence[LRSchedulerConfig]:
         """Make the server optimizer, and the user's own; return the user's schedules."""
         module, kind = self.module, type(self.module).__name__
         if not defines(module, "configure_optimizers"):
@@ -199,7 +200,7 @@ class Member(pl.LightningModule):
                 "secure_sums: updates are masked, and clients keep their losses and what they log: there is no "
                 "`fl/loss`, and no update is bounded."
             )
-        if any(each.by_step for each in self.schedules.schedulers):
+        if any(each.interval == "step" for each in self.schedules.schedulers):
             yield (
                 "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
                 "count its warm-up, its `T_max` or its milestones in rounds."
@@ -299,35 +300,16 @@ class Member(pl.LightningModule):
         return summary
 
 
-@dataclass(frozen=True)
-class RoundScheduler:
-    """One learning-rate scheduler over rounds; ``interval="step"`` and ``"epoch"`` both mean a round.
-
-    Attributes:
-        scheduler: The user's scheduler, of the optimizer on which every client's is modelled.
-        name: Its name for ``LearningRateMonitor``.
-        frequency: Number of rounds from one step to the next.
-        monitor: Metric that a ``ReduceLROnPlateau`` monitors, after validation.
-        strict: Whether a missing metric is an error.
-        by_step: Whether the user has asked for steps of the optimizer.
-    """
-
-    scheduler: Any
-    name: str | None = None
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    by_step: bool = False
-
-
 class RoundSchedules:
     """A model's learning-rate schedules in one fit: they step at the end of a round, or on a metric that it logged.
+
+    Lightning's ``interval="step"`` and ``"epoch"`` both mean a round, of which ``frequency`` pass between two steps.
 
     Lightning keeps the last value of every metric, so a schedule that waits for one could see an earlier round's value.
     The names of a model's metrics begin with its own, unless it is trained alone.
     """
 
-    def __init__(self, schedulers: Sequence[RoundScheduler], name: str) -> None:
+    def __init__(self, schedulers: Sequence[LRSchedulerConfig], name: str) -> None:
         self.schedulers = schedulers
         self.prefix = f"{name}/" if name else ""
         self._logged: set[str] = set()
@@ -350,17 +332,14 @@ class RoundSchedules:
         self._logged, self._outdated = set(state_dict["logged"]), set(state_dict["outdated"])
         self._rests = state_dict["rests"]
 
-    def _due(self, round_idx: int, *, on_metric: bool) -> list[RoundScheduler]:
+    def _due(self, round_idx: int, *, on_metric: bool) -> list[LRSchedulerConfig]:
         due = [each for each in self.schedulers if (round_idx + 1) % each.frequency == 0]
-        return [each for each in due if isinstance(each.scheduler, ReduceLROnPlateau) == on_metric]
+        return [each for each in due if each.reduce_on_plateau == on_metric]
 
     def step(self, round_idx: int) -> None:
         """Step at the end of a round, whether or not any client trained this model."""
         for each in self._due(round_idx, on_metric=False):
-            with warnings.catch_warnings():
-                # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
-                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                each.scheduler.step()
+            _step(each.scheduler)
 
     def step_on(self, metrics: Mapping[str, Any], round_idx: int) -> None:
         """Step the schedules that wait for a metric, by the names under which the user's module logs.
@@ -374,17 +353,25 @@ class RoundSchedules:
         own = {name.removeprefix(self.prefix): value for name, value in new.items() if name.startswith(self.prefix)}
         for each in self._due(round_idx, on_metric=True):
             if each.monitor in own:
-                each.scheduler.step(own[each.monitor])
+                _step(each.scheduler, own[each.monitor])
             elif each.strict and not self._rests:
                 raise ValueError(
-                    f"ReduceLROnPlateau monitors {each.monitor!r}, which was not logged in round {round_idx}; logged "
-                    f"were: {', '.join(sorted(own))}. Log it, validate every round, or set 'strict': False."
+                    f"{type(each.scheduler).__name__} monitors {each.monitor!r}, which was not logged in round "
+                    f"{round_idx}; logged were: {', '.join(sorted(own))}. Log it, validate every round, or set "
+                    "'strict': False."
                 )
+
+
+def _step(scheduler: Any, *metric: Any) -> None:
+    with warnings.catch_warnings():
+        # The optimizer that it schedules is only a template for clients' optimizers and never steps itself.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step(*metric)
 
 
 def read_optimizers(
     configured: Any, owner: str, *, several: bool = False
-) -> tuple[list[Optimizer], list[RoundScheduler]]:
+) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
     """Read what the ``configure_optimizers`` of a class returned, in any of the forms that Lightning knows."""
     if configured is None:
         raise ValueError(f"{owner}.configure_optimizers returned None; return the optimizer that clients use.")
@@ -399,12 +386,16 @@ def read_optimizers(
         )
     schedules = []
     for scheduler, monitor in schedulers:
-        if isinstance(scheduler, Mapping):
-            given = {name: scheduler[name] for name in ("name", "frequency", "strict") if name in scheduler}
-            given |= {"monitor": scheduler.get("monitor", monitor), "by_step": scheduler.get("interval") == "step"}
-            schedules.append(RoundScheduler(scheduler["scheduler"], **given))
-        elif scheduler is not None:
-            schedules.append(RoundScheduler(scheduler, monitor=monitor))
+        if scheduler is not None:
+            given = {"monitor": monitor, **(scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler})}
+            given.setdefault("reduce_on_plateau", isinstance(given.get("scheduler"), ReduceLROnPlateau))
+            known = {field.name for field in fields(LRSchedulerConfig)}
+            schedules.append(LRSchedulerConfig(**{name: value for name, value in given.items() if name in known}))
+            if schedules[-1].reduce_on_plateau and schedules[-1].monitor is None:
+                raise ValueError(
+                    f"{owner}.configure_optimizers returned a {type(schedules[-1].scheduler).__name__} without the "
+                    "metric that it waits for; return {'scheduler': ..., 'monitor': 'val_loss'} in its place."
+                )
     return optimizers, schedules
 
 

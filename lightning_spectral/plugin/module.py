@@ -128,17 +128,16 @@ class FederatedModule(FederatedHooks, Member):
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         self.faults = Faults() if faults is None else faults
-        check_is("faults", self.faults, Faults)
-        self.update_bound = update_bound
+        kinds = {"faults": Faults, "update_bound": UpdateBound, "secure_sums": SecureSums, "privacy": ClientPrivacy}
+        self.update_bound, self.secure_sums, self.privacy = update_bound, secure_sums, privacy
+        for name, kind in kinds.items():
+            if (given := getattr(self, name)) is not None:
+                check_is(name, given, kind)
         if update_bound is not None:
-            check_is("update_bound", update_bound, UpdateBound)
             update_bound.check(self.algorithm)
-        self.secure_sums, self.privacy = secure_sums, privacy
         if secure_sums is not None:
-            check_is("secure_sums", secure_sums, SecureSums)
             check_summable(self.algorithm, update_bound)
         if privacy is not None:
-            check_is("privacy", privacy, ClientPrivacy)
             privacy.check(self.algorithm, self.participation)
             if update_bound is not None or secure_sums is not None:
                 raise ValueError(

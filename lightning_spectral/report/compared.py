@@ -80,25 +80,28 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
         compared = [own for run, own in zip(runs, settings, strict=True) if own and not run.label]
         varied = [{name: value for name, value in own.items() if name.startswith(SWEEP)} for own in compared]
         names = differing(varied if all(varied) else compared)
-    members: dict[tuple[str, ...], list[LoggedRun]] = defaultdict(list)
-    labels: dict[tuple[str, ...], str] = {}
-    are_baselines: dict[tuple[str, ...], bool] = {}
+    members: dict[tuple[str, ...], list[tuple[LoggedRun, Settings]]] = defaultdict(list)
     for run, own in zip(runs, settings, strict=True):
-        choices = {name: value for name, value in own.items() if not name.startswith(SWEEP)}
-        trained_by = {value for name, value in choices.items() if f"/{name}".endswith("/algorithm")}  # all its models
         key = tuple(own.get(name, ABSENT) for name in names) if own else (str(run.path),)
-        key = ("label", run.label) if run.label else ("", *key)
-        members[key].append(run)
-        are_baselines[key] = are_baselines.get(key, True) and trained_by == {"FedAvg"}
-        labels[key] = run.label or (label(own, names) if own else "") or run.name
-    if len(members) == 1 and not runs[0].label:
-        labels = {key: runs[0].name if len(runs) == 1 else f"all {len(runs)} runs" for key in labels}
+        members[("label", run.label) if run.label else ("", *key)].append((run, own))
     groups, seen = [], Counter[str]()
-    for index, (key, found) in enumerate(members.items()):
-        seen[own_label := labels[key]] += 1
-        distinct = own_label if seen[own_label] == 1 else f"{own_label} ({seen[own_label]})"
-        groups.append(Group(distinct, tuple(found), index, are_baselines[key]))
+    for index, found in enumerate(members.values()):
+        run, last = found[-1]
+        text = run.label or (label(last, names) if last else "") or run.name
+        if len(members) == 1 and not run.label:
+            text = run.name if len(runs) == 1 else f"all {len(runs)} runs"
+        seen[text] += 1
+        distinct = text if seen[text] == 1 else f"{text} ({seen[text]})"
+        groups.append(
+            Group(distinct, tuple(run for run, _ in found), index, all(_is_baseline(own) for _, own in found))
+        )
     return groups, names
+
+
+def _is_baseline(settings: Settings) -> bool:
+    """Whether all models of a run are trained by FedAvg."""
+    chosen = {name: value for name, value in settings.items() if f"/{name}".endswith("/algorithm")}
+    return {value for name, value in chosen.items() if not name.startswith(SWEEP)} == {"FedAvg"}
 
 
 def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:

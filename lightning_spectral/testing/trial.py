@@ -352,13 +352,7 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
 
 
 class Peer(Peers):
-    """One of several processes, in a thread.
-
-    Args:
-        rank: Its place on the board.
-        board: What each process says, of all of them.
-        barrier: Where they wait for each other.
-    """
+    """One of several processes, in a thread: they say what they have on a board, and wait at a barrier."""
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._board, self._barrier = rank, len(board), board, barrier

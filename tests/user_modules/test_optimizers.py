@@ -50,7 +50,7 @@ def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, 
     assert fit(lit, data, max_epochs=3).history.column("fl/lr") == expected
 
 
-def on_plateau(lit_mlp: Any, monitor: str, **options: Any) -> Any:
+def on_plateau(lit_mlp: Any, monitor: str | None, **options: Any) -> Any:
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
         schedule = ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=1e9, threshold_mode="abs")
@@ -66,6 +66,29 @@ def test_plateau_scheduler_waits_for_its_metric(lit_mlp: Any, data: Any, fit: Fi
     data.val = None
     with pytest.raises(ValueError, match="monitors 'val_loss', which was not logged in round 0"):
         fit(on_plateau(lit_mlp, "val_loss"), data)
+
+
+def test_a_schedule_of_ones_own_waits_for_its_metric(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    seen: list[Any] = []
+
+    class OnMetric(StepLR):
+        def step(self, metrics: Any = None) -> None:
+            seen.append(metrics)
+            super().step()
+
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = {"scheduler": OnMetric(optimizer, 1), "reduce_on_plateau": True, "monitor": "val_loss"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    history = fit(with_optimizer(lit_mlp, configure_optimizers), data).history
+    assert seen == [None, *history.column("val_loss")]  # the first step is that of its constructor
+
+
+def test_a_schedule_without_the_metric_that_it_waits_for_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    lit = on_plateau(lit_mlp, None)
+    with pytest.raises(ValueError, match=r"returned a ReduceLROnPlateau without the metric that it waits for; return"):
+        fit(lit, data)
 
 
 def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, fit: Fit) -> None:

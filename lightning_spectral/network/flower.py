@@ -126,8 +126,7 @@ def server_app(
         from lightning.pytorch import Trainer
 
         from lightning_spectral.network.remote_clients import clients_of_models
-        from lightning_spectral.plugin.module import FederatedModule
-        from lightning_spectral.plugin.several import MultiModelModule
+        from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
 
         config = dict(context.run_config)
         model = federation(config)

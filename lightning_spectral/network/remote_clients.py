@@ -24,8 +24,7 @@ from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, MultiModelDataModule, ServerData
-from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.several import MultiModelModule
+from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.client_store import with_state
 from lightning_spectral.protocol.exchange import travelling_tensors

@@ -2,9 +2,8 @@
 
 from lightning_spectral.plugin.checkpoint_files import AtomicCheckpointIO, latest_checkpoint, load_user_module
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
-from lightning_spectral.plugin.module import FederatedModule
+from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
 from lightning_spectral.plugin.processes import ClientParallelStrategy, tune_allocator
-from lightning_spectral.plugin.several import MultiModelModule
 
 __all__ = [
     "AtomicCheckpointIO",

@@ -28,8 +28,7 @@ from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.hooks import FederatedHooks
-from lightning_spectral.plugin.module import FederatedModule
-from lightning_spectral.plugin.several import MultiModelModule
+from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
 
 
 class FederatedCLI(LightningCLI):

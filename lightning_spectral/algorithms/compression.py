@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, check_fields
-from lightning_spectral.protocol.records import Download, Tensors, num_bytes
+from lightning_spectral.protocol.records import Download, Tensors, Upload, num_bytes
 
 RESIDUAL = "residual:"  # before a parameter's name, in the state of a device: what it still owes the server
 
@@ -137,6 +137,10 @@ class ErrorFeedback:
             tensors |= {f"{name}:{part}": tensor for part, tensor in self.compression.pack(due).items()}
         return tensors
 
+    def opened(self, upload: Upload, download: Download) -> Upload:
+        """An upload with the new values that its tensors stand for; errors as for `unpack`."""
+        return replace(upload, tensors=self.unpacked(upload.tensors, download)) if self.names else upload
+
     def unpacked(self, tensors: Tensors, download: Download) -> dict[str, Tensor]:
         """The new values that packed tensors stand for, in at least single precision; errors as for `unpack`."""
         values, parts = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
@@ -159,7 +163,8 @@ class ErrorFeedback:
     def residuals(self, after: Tensors, download: Download, tensors: Tensors) -> dict[str, Tensor]:
         """What a client still owes the server once that has unpacked its upload, rounded as the server rounds it."""
         due, received = self._due(after, download), self.unpacked(tensors, download)
-        return {f"{RESIDUAL}{n}": due[n] - (received[n] - wide(download.tensors[n])) for n in self.names}
+        new = {f"{RESIDUAL}{n}": own - (received[n] - wide(download.tensors[n])) for n, own in due.items()}
+        return {**{name: own for name, own in download.client_state.items() if name.startswith(RESIDUAL)}, **new}
 
     @torch.no_grad()
     def _due(self, after: Tensors, download: Download) -> dict[str, Tensor]:
@@ -167,6 +172,7 @@ class ErrorFeedback:
         return {
             name: wide(after[name]) - wide(download.tensors[name]) + download.client_state.get(f"{RESIDUAL}{name}", 0.0)
             for name in self.names
+            if name in after  # the others are not trained in this round
         }
 
 

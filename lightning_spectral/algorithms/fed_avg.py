@@ -3,7 +3,7 @@
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -59,7 +59,10 @@ class DenseSide(ClientSide):
         returned: Names of the tensors that are sent back.
         personal: What stays with each client.
         feedback: What is packed.
+        packs: Whether a class that defines `collect`, `unpack` or `keep` still packs what `feedback` says.
     """
+
+    packs: ClassVar[bool] = False
 
     returned: tuple[str, ...]
     personal: Personal = field(default=NOTHING, kw_only=True)
@@ -77,9 +80,7 @@ class DenseSide(ClientSide):
         return Upload(download.unit, self.feedback.packed(tensors, download) if self.feedback.names else tensors)
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
-        if not self.feedback.names:
-            return upload
-        return replace(upload, tensors=self.feedback.unpacked(upload.tensors, download))
+        return self.feedback.opened(upload, download)
 
     @property
     def keeps_state(self) -> bool:
@@ -211,7 +212,8 @@ class FedAvg(Algorithm):
         if self.compression is None:
             return
         check_is("compression", self.compression, Compression)
-        if any(getattr(self.side, name) is not getattr(DenseSide, name) for name in ("collect", "unpack", "keep")):
+        own = [side for side in self.side.__mro__ if issubclass(side, DenseSide) and side is not DenseSide]
+        if any({"collect", "unpack", "keep"} & vars(side).keys() and not vars(side).get("packs") for side in own):
             raise ValueError(
                 f"`compression` cannot pack the uploads of {type(self).__name__}, which has uploads, or states of "
                 "devices, of its own; leave it out, or use FedAvg."

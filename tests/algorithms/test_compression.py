@@ -18,6 +18,7 @@ from toy_models import LitMLP, LitNet, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.compression import ErrorFeedback, error_feedback
+from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.network.messages import VALUES, record_of, record_parts
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server import Faults, LeaveOut
@@ -26,6 +27,7 @@ from lightning_spectral.simulation import DeviceProfile
 
 BOTH = [ls.TopK(0.1), ls.Int8()]
 LR = 0.5
+KEPT: dict[str, Any] = {"aggregation": ls.algorithms.FrozenA()}
 
 
 def largest_tenth(due: Tensor) -> Tensor:
@@ -69,6 +71,61 @@ def test_rounds_are_those_of_a_bare_loop(compression: Any, by_hand: Callable[[Te
                 p.add_(mean[name].to(p))
     for name, expected in module.state_dict().items():
         torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "parts"),
+    [
+        (ls.algorithms.FrozenA(), ("B", "B")),
+        (ls.algorithms.PaddedFactors(), ("BA", "BA")),
+        (ls.algorithms.AlternatingFactors(), ("B", "A")),
+    ],
+    ids=lambda choice: type(choice).__name__,
+)
+def test_factors_of_adapters_are_those_of_a_bare_loop(aggregation: Any, parts: tuple[str, str], fit: Fit) -> None:
+    """``parts`` are trained in even and in odd rounds; one local step each, and everybody takes part."""
+
+    def make() -> LitNet:
+        return LitNet(nn.Linear(6, 12, bias=False), lr=LR)
+
+    examples, algorithm = toy_examples(), ls.LoRA(3, aggregation=aggregation, compression=ls.Int8())
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=3), batch_size=40)
+    fitted = fit(seeded(make), data, algorithm=algorithm, clients_per_round=3, max_epochs=5)
+    module = seeded(make)
+    adapter: Any = algorithm.new_state(module, seed=0).adapters[0]
+    factors = {name: adapter.get_parameter(name).detach().clone().requires_grad_() for name in "BA"}
+    residuals = dict[tuple[int, str], Tensor]()
+    for round_idx in range(5):
+        trained, mean = [*parts[round_idx % 2]], {name: torch.zeros_like(own) for name, own in factors.items()}
+        for client in range(3):
+            x, y = (tensor[data.partition[client]] for tensor in examples.tensors)
+            weight = adapter.base + algorithm.scale * factors["B"] @ factors["A"]
+            loss = nn.functional.cross_entropy(x @ weight.T, y)
+            for name, gradient in zip(trained, torch.autograd.grad(loss, [factors[n] for n in trained]), strict=True):
+                due = residuals.get((client, name), 0.0) - LR * gradient
+                residuals[client, name] = due - (sent := eight_bits(due).nan_to_num())
+                mean[name] += sent / 3
+        with torch.no_grad():
+            for name, own in factors.items():
+                own += mean[name]
+    expected = adapter.base + algorithm.scale * factors["B"] @ factors["A"]
+    torch.testing.assert_close(fitted.state["net.weight"], expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_with_a_model_of_its_own_packs_the_shared_one(fit: Fit) -> None:
+    def make() -> LitNet:
+        return LitNet(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), lr=LR)
+
+    data = ls.FederatedDataModule(toy_examples(), ls.IIDPartitioner(num_clients=3), batch_size=40)
+    options: dict[str, Any] = {"clients_per_round": 2, "max_epochs": 4}
+    plain = fit(seeded(make), data, algorithm=ls.FedAvg(compression=ls.TopK(0.1)), **options)
+    ditto = fit(seeded(make), data, algorithm=ls.Ditto(compression=ls.TopK(0.1)), **options)
+    torch.testing.assert_close(plain.weights, ditto.weights, rtol=1e-5, atol=1e-6)  # one batch, in another order
+    assert [row.uplink_bytes for row in plain.ledger.rows] == [row.uplink_bytes for row in ditto.ledger.rows]
+    assert (
+        ditto.model.own_model(ditto.ledger.rows[0].client_id).keys()
+        == dict(ditto.model.module.named_parameters()).keys()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -154,6 +211,11 @@ def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, mon
 @pytest.mark.parametrize("compression", BOTH, ids=repr)
 def test_a_resumed_run_owes_what_the_uninterrupted_one_does(compression: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=ls.FedAvg(compression=compression), seed=3)
+
+
+def test_a_resumed_run_owes_factors_too(fit: Fit, tmp_path: Path) -> None:
+    algorithm = ls.LoRA(2, **KEPT, train=["net.5"], compression=ls.TopK(0.1))
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm, seed=3)
 
 
 @pytest.mark.parametrize("compression", BOTH, ids=repr)
@@ -297,6 +359,15 @@ def test_a_device_that_packs_what_cannot_be_is_left_out(name: str, fit: Fit) -> 
     assert torch.isfinite(fitted.weights).all()
 
 
+class RoundedSide(DenseSide):
+    def collect(self, client: nn.Module, download: Download) -> Upload:
+        return Upload(download.unit, {name: value.round() for name, value in client.state_dict().items()})
+
+
+class Rounded(ls.FedAvg):
+    side = RoundedSide
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -307,8 +378,10 @@ def test_a_device_that_packs_what_cannot_be_is_left_out(name: str, fit: Fit) -> 
             r"`compression` must be an instance of Compression, got the class TopK",
         ),
         (lambda: ls.FedAvg(compression="int8"), r"got the string 'int8'"),
-        (lambda: ls.Scaffold(compression=ls.Int8()), r"`compression` cannot pack the uploads of Scaffold"),
-        (lambda: ls.Ditto(compression=ls.Int8()), r"`compression` cannot pack the uploads of Ditto"),
+        (lambda: Rounded(compression=ls.Int8()), r"`compression` cannot pack the uploads of Rounded"),
+        (lambda: ls.LoRA(2, compression=ls.Int8()), r"got rank=2, merge_every=None and SampledTerms"),
+        (lambda: ls.LoRA({1: 0.5, 2: 0.5}, **KEPT, compression=ls.Int8()), r"got rank=\{1: 0.5, 2: 0.5\}"),
+        (lambda: ls.LoRA(2, **KEPT, merge_every=3, compression=ls.Int8()), r"merge_every=3 and FrozenA"),
     ],
 )
 def test_mistakes_are_named(make: Callable[[], Any], message: str) -> None:

@@ -19,6 +19,7 @@ from lightning_spectral.network.roster import Roster
 
 ALGORITHMS = {
     **EVERY_SYSTEM,
+    "packed factors": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors(), compression=ls.TopK(0.1)),
     "limits of buffers": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
 }
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf
+from lightning_spectral.algorithms.compression import WHOLE, Compression, ErrorFeedback, error_feedback
 from lightning_spectral.algorithms.fed_avg import dense_mean
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
@@ -56,6 +57,7 @@ from lightning_spectral.sums import RunningMean
 from lightning_spectral.sums.exact_mean import rows_in_a_block
 
 ALPHA = 8.0
+KEPT = (PaddedFactors, FrozenA, AlternatingFactors)  # whose factors go on from round to round
 SUMMED = (SampledTerms, PaddedFactors, FrozenA, AlternatingFactors, OrthonormalA, StackedProducts)
 PLAIN = {"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
@@ -87,6 +89,9 @@ class LoRA(Algorithm):
         train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Buffers that
             match follow the rules of `FedAvg`; others keep the server's value. What matches gets no adapter.
         buffers: Rules for buffers by patterns of their names, as in `FedAvg`, whether ``train`` matches them or not.
+        compression: How clients pack what they have trained for the upload, as in `FedAvg`; ``None`` for not at all.
+            It needs factors of one rank that go on from round to round: `PaddedFactors`, `FrozenA` or
+            `AlternatingFactors`.
         merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
             again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
             follows the next round that has one. ``None`` for never.
@@ -114,6 +119,7 @@ class LoRA(Algorithm):
     train: Sequence[str] = ()
     buffers: Rules = field(default_factory=dict)
     merge_every: int | None = None
+    compression: Compression | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(
@@ -130,6 +136,15 @@ class LoRA(Algorithm):
             raise ValueError(
                 f"{type(self.aggregation).__name__} adds to the base in every round and keeps no adapters between "
                 f"rounds; leave `merge_every` out, got {self.merge_every}."
+            )
+        if self.compression is None:
+            return
+        check_is("compression", self.compression, Compression)
+        if self.is_mixed or self.merge_every or not isinstance(self.aggregation, KEPT):
+            raise ValueError(
+                "`compression` adds what one upload has lost to the next, so factors must mean the same in both: "
+                f"LoRA(8, aggregation=FrozenA()), without `merge_every`; got rank={self.rank}, merge_every="
+                f"{self.merge_every} and {self.aggregation}."
             )
 
     @property
@@ -306,7 +321,11 @@ class LoRAHalf(ServerHalf):
 
     @cached_property
     def device_half(self) -> LoRASide:
-        return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense)
+        trained = {name: p for name, p in self.server.named_parameters() if name in self.dense}
+        for layer, adapter in self.state.pairs:
+            trained |= {layer.parts[part]: adapter.get_parameter(part) for part in self.choice.trained_parts}
+        feedback = error_feedback(self.choice.compression, trained)
+        return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense, feedback)
 
     def initialize(self, workers: Workers) -> str:
         layers, whole = self.state.layers, self.trained_whole().values()
@@ -495,6 +514,7 @@ class LoRASide(ClientSide):
         aggregation: Says which factors are trained in a round, and whether terms have multipliers.
         is_mixed: Whether the federation has clients of different ranks; only then are there multipliers.
         dense: Names of the tensors that are trained whole and sent back.
+        feedback: What is packed.
     """
 
     layers: tuple[AdaptedLayer, ...]
@@ -502,6 +522,7 @@ class LoRASide(ClientSide):
     aggregation: AdapterAggregation
     is_mixed: bool
     dense: tuple[str, ...]
+    feedback: ErrorFeedback = WHOLE
 
     @cached_property
     def _weight_of(self) -> dict[str, str]:
@@ -530,9 +551,22 @@ class LoRASide(ClientSide):
         return self._weight_of.get(name, "")
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
+        return Upload(download.unit, self.feedback.packed(self._trained(client, download), download))
+
+    def unpack(self, download: Download, upload: Upload) -> Upload:
+        return self.feedback.opened(upload, download)
+
+    @property
+    def keeps_state(self) -> bool:
+        return bool(self.feedback.names)
+
+    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
+        return self.feedback.residuals(self._trained(client, download), download, upload.tensors)
+
+    def _trained(self, client: nn.Module, download: Download) -> dict[str, Tensor]:
+        """What a client has trained in a round."""
         parts = self.aggregation.trained(download.round_idx)
-        factors = [layer.parts[part] for layer in self.layers for part in parts]
-        return Upload(download.unit, select_tensors(client, [*self.dense, *factors]))
+        return select_tensors(client, [*self.dense, *(layer.parts[part] for layer in self.layers for part in parts)])
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         own = dict(client.named_parameters())

@@ -57,6 +57,8 @@ class ControlSide(DenseSide):
         trained: Names of the parameters that have a control.
     """
 
+    packs: ClassVar[bool] = True
+
     trained: tuple[str, ...] = field(kw_only=True)
 
     @abstractmethod
@@ -88,7 +90,7 @@ class ControlSide(DenseSide):
     @torch.no_grad()
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         kept = {**download.client_state, **super().keep(client, download, upload)}
-        for name, change in self.changes(download.tensors, upload).items():
+        for name, change in self.changes(download.tensors, self.unpack(download, upload)).items():
             own = download.client_state.get(f"{CONTROL}{name}")
             kept[f"{CONTROL}{name}"] = change if own is None else change.add_(own)
         return kept
@@ -181,6 +183,8 @@ UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make 
 @dataclass(frozen=True)
 class ScaffoldSide(ControlSide):
     """Whole models whose gradients are corrected by the server's control minus the client's own."""
+
+    packs: ClassVar[bool] = True
 
     def scale(self, upload: Upload) -> float:
         distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])

@@ -29,6 +29,8 @@ class DittoSide(DenseSide):
         own: Names of the tensors that the client's own model has: trained parameters, and buffers.
     """
 
+    packs: ClassVar[bool] = True
+
     pull: float
     own: tuple[str, ...]
 
@@ -45,15 +47,15 @@ class DittoSide(DenseSide):
 
         parameters = {name: p for name, p in client.named_parameters() if name in self.own}
         pulls = adding({p: partial(towards, download.tensors[name], p) for name, p in parameters.items()})
-        load_own = partial(load_tensors, client, download.client_state)
+        load_own = partial(load_tensors, client, self.own_model(download.client_state))
         return [StepActions(before_step=pulls, prepare=load_own), StepActions(prepare=share)]
 
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        own: Tensors = vars(client).pop(OWN, download.client_state)
-        return own
+        own = vars(client).pop(OWN, self.own_model(download.client_state))
+        return {**super().keep(client, download, upload), **own}
 
     def own_model(self, client_state: Tensors) -> Tensors:
-        return client_state
+        return {name: client_state[name] for name in self.own if name in client_state}
 
 
 class DittoHalf(DenseHalf):
@@ -111,7 +113,7 @@ class Ditto(FedAvg):
 
     @property
     def sums_are_all(self) -> bool:
-        return True
+        return self.compression is None
 
     def check_privacy(self) -> None:
         """Allow noise: what leaves a device is that of `FedAvg`."""

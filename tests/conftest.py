@@ -4,8 +4,9 @@ It holds fixtures only: each folder may have its own ``conftest``, so nothing ca
 """
 
 import gc
+import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ settings.load_profile("reproducible")
 @pytest.fixture(autouse=True)
 def _the_same_draws_in_every_run() -> None:
     """A test that draws without a generator of its own draws the same numbers every time."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` writes a stack trace for each type of accelerator
 
 
 @pytest.fixture
@@ -97,3 +98,11 @@ def quiet(tmp_path: Any) -> dict[str, Any]:
 def fit(quiet: dict[str, Any]) -> Fit:
     """Trains a module federatedly: see `federation.fit`."""
     return partial(federation.fit, quiet)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is heeded, even if these tests run in the background of a shell and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

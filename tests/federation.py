@@ -154,7 +154,7 @@ class ScalesAlone(MixedPrecision):
 def seeded(make: Callable[..., ModuleT], *arguments: Any, **options: Any) -> ModuleT:
     """A module whose initial weights are always the same; the global generator is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return make(*arguments, **options)
 
 

@@ -668,6 +668,7 @@ class TestMemory:
                     assert is_counter or torch.equal(tensor, expected[capacity][own]), own
 
 
+@pytest.mark.usefixtures("interruptible")
 class TestTurns:
     def test_a_module_is_one_client_at_a_time(self) -> None:
         forms = Forms(nn.Linear(1, 1), whole)

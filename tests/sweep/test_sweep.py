@@ -181,14 +181,6 @@ def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]
 SLOW = ("--config", "run.yaml", "--vary", "model.module.seconds=0.1", "--seeds", "1", "--trainer.max_epochs=6")
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C is heeded, even if these tests run in the background of a shell and ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(
     folder: Path, sweep: Callable[..., Told]

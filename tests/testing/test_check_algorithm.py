@@ -46,7 +46,6 @@ RESTING = {
     "stale updates, largest changes": ls.StaleUpdates(compression=ls.TopK(0.1)),
     "MIFA": ls.StaleUpdates.mifa(),
     "SCAFFOLD": ls.Scaffold(),
-    "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
     "Ditto": ls.Ditto(pull=0.5),
     "q-FedAvg": ls.QFedAvg(q=2.0),
     "q-FedAvg, eight bits": ls.QFedAvg(compression=ls.Int8()),

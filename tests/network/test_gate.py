@@ -4,15 +4,16 @@ import dataclasses
 import hashlib
 import math
 import random
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from fake_line import FakeLine, Node, held_out_line, remote, toy_line
-from federation import Fit, Fitted, seeded
+from federation import Fit, Fitted, said_during, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
@@ -40,8 +41,8 @@ from lightning_spectral.protocol.records import Download, Failure, LoggedValue, 
 from lightning_spectral.server import Faults, LeaveOut
 
 Parts = dict[str, bytes]
-FIRST = 100  # the node that misbehaves, whenever it is asked
-TOLERANT = Faults(on_error=LeaveOut(), on_not_finite=LeaveOut())
+FIRST = 100  # the node of the first client, which misbehaves whenever it is asked
+TOLERANT = Faults(on_error=LeaveOut(1.0), on_not_finite=LeaveOut(1.0))
 
 
 def changed(**changes: Any) -> Callable[[Parts], Parts]:
@@ -59,9 +60,12 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]
     return lambda tensors: {name: change(tensor) for name, tensor in tensors.items()}
 
 
-def fit_with(fit: Fit, spoil: Callable[[Parts], Any], faults: Faults = TOLERANT) -> Fitted:
+def fit_with(fit: Fit, *spoils: Callable[[Parts], Any], faults: Faults = TOLERANT) -> Fitted:
+    """A fit of twelve clients, of which the first ones misbehave, each in its own way."""
+
     def act(question: Question, answer: Parts) -> Any:
-        return spoil(answer) if question.node == FIRST else answer
+        client = question.node - FIRST
+        return spoils[client](answer) if client < len(spoils) else answer
 
     line = toy_line(LitMLP, spoil=act)
     options: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "max_epochs": 2, "faults": faults}
@@ -84,19 +88,9 @@ SPOILT: dict[str, tuple[Callable[[Parts], Parts], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
-def test_an_upload_that_cannot_be_used_is_left_out(name: str, fit: Fit) -> None:
-    spoil, message = SPOILT[name]
-    with pytest.warns(ls.SpectralWarning, match=message):
-        fitted = fit_with(fit, spoil)
-    reasons = [row.left_out for row in fitted.ledger.rows if row.left_out is not None]
-    assert reasons == 2 * ["not_finite" if name == "NaN" else "error"]
-    assert torch.isfinite(fitted.weights).all()
-
-
 def test_by_default_such_an_upload_ends_the_run(fit: Fit) -> None:
     with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, network: .* cannot be used: .* of shape"):
-        fit_with(fit, SPOILT["other shapes"][0], Faults())
+        fit_with(fit, SPOILT["other shapes"][0], faults=Faults())
 
 
 @pytest.mark.parametrize(
@@ -191,12 +185,25 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LIES)
-def test_a_device_ends_no_run_by_what_it_says(name: str, fit: Fit) -> None:
-    changes, message = LIES[name]
-    with pytest.warns(ls.SpectralWarning, match=message):
-        fitted = fit_with(fit, changed(**changes))
-    assert [row.left_out for row in fitted.ledger.rows if row.left_out] == ["error", "error"]
+@pytest.mark.parametrize(
+    "lies",
+    [SPOILT, {name: (changed(**changes), message) for name, (changes, message) in LIES.items()}],
+    ids=["what cannot be used", "lies"],
+)
+def test_devices_end_no_run_by_what_they_say_and_are_left_out(
+    lies: dict[str, tuple[Callable[[Parts], Parts], str]], fit: Fit
+) -> None:
+    """Eleven of twelve devices, each in its own way, and in both rounds."""
+    fitted: list[Fitted] = []
+    said = said_during(lambda: fitted.append(fit_with(fit, *(spoil for spoil, _ in lies.values()))))
+    for round_idx in range(2):
+        for name, (_, message) in lies.items():
+            told = rf"Round {round_idx}: client \d+ is left out .*{message}"
+            assert any(re.match(told, one) for one in said), (name, said)
+    not_finite = 2 * ("NaN" in lies)
+    reasons = Counter(row.left_out for row in fitted[0].ledger.rows)
+    assert reasons == Counter(error=2 * len(lies) - not_finite, not_finite=not_finite) + Counter({None: 2})
+    assert torch.isfinite(fitted[0].weights).all()
 
 
 def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
@@ -249,28 +256,29 @@ def evaluated(value: float, **changes: Any) -> Callable[[Parts], Parts]:
     return changed(logged={"val_acc": LoggedValue(value, False, True)}, **changes)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (evaluated(0.5, failure=Failure("evaluation", "a\x1b[2Jb"), left_out="error"), r"a \[2Jb"),
-        (changed(logged={"\n": LoggedValue(0.5, False, True)}), "the name of a value has 1 to 200"),
-        (evaluated(0.5, tensors={str(i): torch.zeros(0) for i in range(3000)}), "besides the values of tensors"),
-        (lambda parts: {"head": b"", "values": b""}, "damaged or truncated"),
-        (lambda parts: {}, "holds no Upload"),
-        (lambda parts: Answer("lost on its way"), "no answer in time"),
-    ],
-)
-def test_an_evaluation_that_cannot_be_used_is_named_and_left_out(spoil: Any, message: str, fit: Fit) -> None:
-    line, evaluation = Lying(held_out_line().there, lie=spoil), ls.ClientEvaluation()
-    with pytest.warns(ls.SpectralWarning, match=rf"client '\d+' is not evaluated: .*{message}"):
-        fit(seeded(LitMLP), remote(line, deadline=2.0), max_epochs=1, callbacks=[evaluation])
+UNUSABLE: list[tuple[Callable[[Parts], Any], str]] = [
+    (evaluated(0.5, failure=Failure("evaluation", "a\x1b[2Jb"), left_out="error"), r"a \[2Jb"),
+    (changed(logged={"\n": LoggedValue(0.5, False, True)}), "the name of a value has 1 to 200"),
+    (evaluated(0.5, tensors={str(i): torch.zeros(0) for i in range(3000)}), "besides the values of tensors"),
+    (lambda parts: {"head": b"", "values": b""}, "damaged or truncated"),
+    (lambda parts: {}, "holds no Upload"),
+    (lambda parts: Answer("lost on its way"), "no answer in time"),
+]
+
+
+def test_evaluations_that_cannot_be_used_are_named_and_left_out(fit: Fit) -> None:
+    line, evaluation = Lying(held_out_line().there, lies=[lie for lie, _ in UNUSABLE]), ls.ClientEvaluation()
+    data = remote(line, deadline=2.0)
+    said = said_during(lambda: fit(seeded(LitMLP), data, max_epochs=1, callbacks=[evaluation]))
+    for _, message in UNUSABLE:
+        assert any(re.search(rf"client '\d+' is not evaluated: .*{message}", one) for one in said), (message, said)
     assert evaluation.table is not None
-    assert len(evaluation.table.rows) == 11
+    assert len(evaluation.table.rows) == 12 - len(UNUSABLE)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_an_evaluation_that_is_not_finite_is_counted_and_in_no_mean(value: float, fit: Fit) -> None:
-    line, evaluation = Lying(held_out_line().there, lie=evaluated(value)), ls.ClientEvaluation()
+    line, evaluation = Lying(held_out_line().there, lies=[evaluated(value)]), ls.ClientEvaluation()
     fitted = fit(seeded(LitMLP), remote(line), max_epochs=1, callbacks=[evaluation])
     assert fitted.logged["fl/clients/val_acc/not_finite"] == 1.0
     assert 0.0 <= fitted.logged["fl/clients/val_acc/mean"] <= 1.0
@@ -279,14 +287,14 @@ def test_an_evaluation_that_is_not_finite_is_counted_and_in_no_mean(value: float
 
 @dataclass
 class Lying(FakeLine):
-    """A line whose first node lies about its evaluations."""
+    """A line whose first nodes lie about their evaluations, each in its own way."""
 
-    lie: Callable[[Parts], Any] = dict
+    lies: Sequence[Callable[[Parts], Any]] = ()
 
     def ask(self, question: Question) -> str | None:
-        ticket = super().ask(question)
-        if question.kind == EVALUATE and question.node == FIRST and ticket is not None:
-            told = self.lie(dict(self._ready[ticket].parts))
+        ticket, device = super().ask(question), question.node - FIRST
+        if question.kind == EVALUATE and device < len(self.lies) and ticket is not None:
+            told = self.lies[device](dict(self._ready[ticket].parts))
             self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else told
         return ticket
 
@@ -379,22 +387,22 @@ def test_a_newcomer_says_who_it_is_within_bounds_or_is_rejected(field: str) -> N
     assert rejected > len(WRONG) // 2
 
 
-@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Download)])
-def test_a_device_refuses_what_a_server_writes_by_hand_or_trains_on_it(field: str, fit: Fit) -> None:
+def test_a_device_refuses_what_a_server_writes_by_hand_or_trains_on_it(fit: Fit) -> None:
     line = toy_line(LitMLP)
     fit(seeded(LitMLP), remote(line), max_epochs=1, clients_per_round=1)
     question = next(question for question in line.asked if question.kind == TRAIN)
-    service = line.there[question.node].make()
-    honest = record_of(service.answer(TRAIN, question.parts), Upload)
-    for value in WRONG:
-        if field == "local_epochs" and value == 2**63:
-            continue  # it trains for as long as it is told to
-        parts = respoken(question.parts, "Download", lambda fields, value=value: fields.update({field: value}))
-        answer = service.answer(TRAIN, parts)
-        assert answer.keys() in ({"refused"}, {"head", "values"}), value
-        assert b"Traceback" not in b"".join(answer.values())
-    again = record_of(service.answer(TRAIN, question.parts), Upload)
-    assert all(torch.equal(again.tensors[name], tensor) for name, tensor in honest.tensors.items())
+    for field in (f.name for f in dataclasses.fields(Download)):
+        service = line.there[question.node].make()
+        honest = record_of(service.answer(TRAIN, question.parts), Upload)
+        for value in WRONG:
+            if field == "local_epochs" and value == 2**63:
+                continue  # it trains for as long as it is told to
+            parts = respoken(question.parts, "Download", lambda fields, new={field: value}: fields.update(new))
+            answer = service.answer(TRAIN, parts)
+            assert answer.keys() in ({"refused"}, {"head", "values"}), (field, value)
+            assert b"Traceback" not in b"".join(answer.values()), (field, value)
+        again = record_of(service.answer(TRAIN, question.parts), Upload)
+        assert all(torch.equal(again.tensors[name], tensor) for name, tensor in honest.tensors.items()), field
 
 
 @given(st.binary(max_size=300))

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -50,23 +50,6 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
                 raise ValueError(
                     f"{type(callback).__name__} cannot act on a federation: {REFUSED_CALLBACKS[base.__name__]}."
                 )
-
-
-DataT = TypeVar("DataT", bound=pl.LightningDataModule)
-
-
-def check_datamodule(trainer: pl.Trainer, kind: type[DataT]) -> DataT:
-    """A Trainer's data module; raise ``TypeError`` if it has none of the right kind."""
-    datamodule = trainer.datamodule  # type: ignore[attr-defined]
-    if isinstance(datamodule, kind):
-        return datamodule
-    calls = {
-        "ServerData": ("FederatedModule", "FederatedDataModule(train, partitioner)"),
-        "MultiModelDataModule": ("MultiModelModule", "MultiModelDataModule({name: FederatedDataModule(...), ...})"),
-    }
-    owner, call = calls[kind.__name__]
-    got = "dataloaders, or nothing" if datamodule is None else type(datamodule).__name__
-    raise TypeError(f"{owner} needs clients: call trainer.fit(model, {call}), got {got}.")
 
 
 def check_trainer(trainer: pl.Trainer) -> None:

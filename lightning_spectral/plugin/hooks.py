@@ -94,6 +94,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     seed: int
     participation: UniformParticipation | Sampler | None
     data_type: type[pl.LightningDataModule]
+    data_call: str  # that makes such data
     federation: Federation
     _saved: SavedRun
     _default_dtype: torch.dtype
@@ -111,6 +112,15 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def members(self) -> Mapping[str, Any]:
         """The `FederatedModule` of each model by name; the name is empty if there is only one."""
         return self.federation.members
+
+    @property
+    def datamodule(self) -> Any:
+        """The Trainer's data module; raises ``TypeError`` unless it has one of the right kind."""
+        found = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(found, self.data_type):
+            return found
+        got = "dataloaders, or nothing" if found is None else type(found).__name__
+        raise TypeError(f"{type(self).__name__} needs clients: call trainer.fit(model, {self.data_call}), got {got}.")
 
     def data_of(self, name: str) -> Any:
         """The `ServerData` of one model's clients."""

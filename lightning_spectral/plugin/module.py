@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -20,12 +20,12 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
-from lightning_spectral.plugin.checks import check_datamodule, check_summable
+from lightning_spectral.plugin.checks import check_summable
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
 from lightning_spectral.plugin.logs import forwarded_logging
 from lightning_spectral.plugin.member import Member
-from lightning_spectral.plugin.settings import as_config, config_of, described, shown_hparams
+from lightning_spectral.plugin.settings import as_config, config_of, shown_hparams
 from lightning_spectral.plugin.user_hooks import (
     BATCH_HOOKS,
     Host,
@@ -92,7 +92,7 @@ class FederatedModule(FederatedHooks, Member):
         FedAvg(buffers={}, ...)
     """
 
-    data_type = ServerData
+    data_type, data_call = ServerData, "FederatedDataModule(train, partitioner)"
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class FederatedModule(FederatedHooks, Member):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def data_of(self, name: str) -> ServerData:
-        return check_datamodule(self.trainer, ServerData)
+        return cast(ServerData, self.datamodule)
 
     def population(self) -> Population:
         sizes = self.clients_of("", self.algorithm).sizes
@@ -195,11 +195,13 @@ class FederatedModule(FederatedHooks, Member):
         }
 
     def configuration(self) -> dict[str, str | int]:
+        server = self.server_optimizer
+        is_seen = server is None or is_dataclass(server)
         return {
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
             "local_epochs": self.local_epochs,
-            "server_optimizer": described(self.server_optimizer),
+            "server_optimizer": repr(server) if is_seen else "a function, whose settings are not compared",
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
@@ -292,6 +294,7 @@ class MultiModelModule(FederatedHooks):
     """
 
     data_type = MultiModelDataModule
+    data_call = "MultiModelDataModule({name: FederatedDataModule(...), ...})"
 
     def __init__(
         self,
@@ -315,12 +318,8 @@ class MultiModelModule(FederatedHooks):
         self.save_hyperparameters({"federation": self.settings(), "user_module": hparams})
         self._fix(signature(MultiModelModule).parameters)
 
-    @property
-    def multi_data(self) -> MultiModelDataModule:
-        return check_datamodule(self.trainer, MultiModelDataModule)
-
     def data_of(self, name: str) -> ServerData:
-        modules = self.multi_data.modules
+        modules: dict[str, ServerData] = self.datamodule.modules
         if modules.keys() != self.members.keys():
             raise ValueError(
                 f"MultiModelModule needs data of the models {sorted(self.members)}, got {sorted(modules)}; give each "
@@ -331,7 +330,7 @@ class MultiModelModule(FederatedHooks):
     def population(self) -> Population:
         """Which client can train which model."""
         directories = [self.clients_of(name, member.algorithm) for name, member in self.members.items()]
-        num_clients = self.multi_data.num_clients
+        num_clients = self.datamodule.num_clients
         check_num_entries("processors", self.processors, num_clients)
         processors = assign(self.processors, num_clients, self.seed, "processors")
         counts = torch.tensor([int(processors.of(client)) for client in range(num_clients)])
@@ -339,7 +338,7 @@ class MultiModelModule(FederatedHooks):
         return Population(torch.stack([clients.sizes for clients in directories], dim=1), counts, available)
 
     def available_for(self, name: str) -> Tensor:
-        num_clients = self.multi_data.num_clients
+        num_clients = self.datamodule.num_clients
         if unknown := [client for client in self.unavailable if client >= num_clients]:
             raise ValueError(
                 f"Client ids in `unavailable` must be from 0 to {num_clients - 1}, got clients {unknown}; remove them."
@@ -387,7 +386,8 @@ class MultiModelModule(FederatedHooks):
 
     def _loader(self, index: int) -> tuple[str, int, int]:
         """The model of one of all evaluation loaders, the loader's index in it, and how many loaders it has."""
-        return self.multi_data.evaluated("test" if self.trainer.testing else "validate")[index]
+        loaders: list[tuple[str, int, int]] = self.datamodule.evaluated("test" if self.trainer.testing else "validate")
+        return loaders[index]
 
     def move_batches(self) -> None:
         """Let each model's own batch hooks act on its evaluation batches, those of its data module first."""

@@ -105,13 +105,6 @@ def as_config(value: Any) -> Any:
     return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT - 3]}..."
 
 
-def described(server_optimizer: Any) -> str:
-    """Describe the server optimizer with its settings, except those of a function, which are not visible."""
-    if server_optimizer is None or is_dataclass(server_optimizer):
-        return repr(server_optimizer)
-    return "a function, whose settings are not compared"
-
-
 def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, Any]) -> None:
     """Check that a checkpoint was written by a run of the same configuration.
 

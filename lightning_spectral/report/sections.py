@@ -278,10 +278,8 @@ def coverage_section(contents: Contents) -> Section:
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
     panels = [Panel("", visited, expected, (0, 1.03))]
-    description = "Share of terms held, over rounds."
-    return Section(
-        "Coverage", lead, over_rounds("coverage", description, contents.groups, panels, "share of terms held")
-    )
+    label, description = "share of terms held", "Share of terms held, over rounds."
+    return Section("Coverage", lead, over_rounds("coverage", description, contents.groups, panels, label))
 
 
 def bits_section(contents: Contents) -> Section:
@@ -368,9 +366,8 @@ def spectra_section(contents: Contents) -> Section:
         bar.set_label("singular value / the layer's largest")
 
     height = 0.8 + (2.6 + 0.15 * longest) * -(-len(shown) // 3)
-    return Section(
-        "Singular values", lead, Picture("spectra", "Heat maps of singular values over rounds.", draw, height)
-    )
+    picture = Picture("spectra", "Heat maps of singular values over rounds.", draw, height)
+    return Section("Singular values", lead, picture)
 
 
 def heat_map_title(layer: str, group: str) -> list[str]:

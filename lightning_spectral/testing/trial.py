@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from importlib.util import find_spec
@@ -436,11 +437,8 @@ def _serve() -> None:
             return
         torch.set_num_threads(threads)
         answer: list[dict[str, Tensor]] | str | None = None
-        try:
+        with suppress(Exception):  # its classes cannot be imported here
             case = pickle.loads(data)
-        except Exception:  # its classes cannot be imported here
-            case = None
-        if case is not None:
             try:
                 answer = uninterrupted(case)
             except Exception as error:

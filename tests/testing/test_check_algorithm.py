@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -27,7 +27,7 @@ AGGREGATIONS = [
     for name in ls.algorithms.__all__
     if inspect.isclass(getattr(ls.algorithms, name))
     and issubclass(getattr(ls.algorithms, name), ls.algorithms.AdapterAggregation)
-    and not inspect.isabstract(getattr(ls.algorithms, name))
+    and is_dataclass(getattr(ls.algorithms, name))  # which the base is not
 ]
 
 # Algorithms whose weights rest if nobody trains, and those that average what they draw, cut or truncate, drop what

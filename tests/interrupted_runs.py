@@ -1,7 +1,8 @@
-"""A run that is interrupted repeatedly, each time by a signal at a random moment, and resumed from what it left behind.
+"""Runs that are interrupted, each time by a signal at a random moment, and resumed from what they left behind.
 
-``python interrupted_runs.py FOLDER NUM_PROCESSES SIGKILL SIGTERM ...`` writes ``FOLDER/result.pt``, and the outcome of
-the same run without any signal, in one process. The processes that are interrupted are forks of this one, so that
+``python interrupted_runs.py FOLDER 2,SIGKILL,SIGTERM ...`` does one of two processes that is interrupted twice, and
+others. It writes ``result.pt`` into a folder of the run's own, ``FOLDER/2,SIGKILL,SIGTERM``, and the outcome of the
+same run without any signal, in one process. The processes that are interrupted are forks of this one, so that
 everything is imported once. If there are several, all of them get a SIGKILL, but maybe only some a SIGTERM.
 """
 
@@ -128,16 +129,19 @@ def interrupt(folder: Path, num_rounds: int, num_processes: int, kind: signal.Si
             raise RuntimeError(f"the run ended with {ended}, not with {expected}")
 
 
-def main(folder: Path, num_processes: int, signals: list[signal.Signals]) -> None:
-    num_rounds = ROUNDS_PER_SIGNAL * (len(signals) + 1) + 2
-    chance = random.Random(len(signals))
-    for kind in signals:
-        interrupt(folder, num_rounds, num_processes, kind, chance)
-    train(folder, num_rounds)
-    (folder / "uninterrupted").mkdir()
-    train(folder / "uninterrupted", num_rounds)
+def main(folder: Path, plans: list[str]) -> None:
+    ends: list[tuple[Path, int]] = []
+    for plan in plans:
+        num_processes, *names = plan.split(",")
+        own, num_rounds, chance = folder / plan, ROUNDS_PER_SIGNAL * (len(names) + 1) + 2, random.Random(len(names))
+        ends += [(own, num_rounds), (own / "uninterrupted", num_rounds)]
+        for name in names:
+            interrupt(own, num_rounds, int(num_processes), signal.Signals[name], chance)
+    for own, num_rounds in ends:  # when all is forked
+        own.mkdir(exist_ok=True)
+        train(own, num_rounds)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), [signal.Signals[name] for name in sys.argv[3:]])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -17,29 +17,28 @@ HERE = Path(__file__).parent
 @needs_2_5_3
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 @pytest.mark.parametrize(
-    ("num_processes", "signals"),
+    "plans",
     [
-        (1, ["SIGKILL", "SIGTERM"]),
-        (2, ["SIGTERM", "SIGTERM", "SIGKILL"]),
-        pytest.param(1, ["SIGKILL"] * 20, marks=pytest.mark.slow),
-        pytest.param(1, ["SIGTERM"] * 20, marks=pytest.mark.slow),
-        pytest.param(2, ["SIGTERM"] * 20, marks=pytest.mark.slow),
+        ["1,SIGKILL,SIGTERM", "2,SIGTERM,SIGTERM,SIGKILL"],
+        *(
+            pytest.param([",".join([str(n), *20 * [name]])], marks=pytest.mark.slow)
+            for n, name in ((1, "SIGKILL"), (1, "SIGTERM"), (2, "SIGTERM"))
+        ),
     ],
-    ids=lambda value: value if isinstance(value, int) else f"{len(value)} signals, first {value[0]}",
+    ids=lambda plans: f"{len(plans)} plans, first {plans[0][:9]}",
 )
-def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(num_processes, signals, tmp_path):
-    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), str(num_processes), *signals]
-    path = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path}, timeout=900
-    )
+def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(plans: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), *plans]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
-    interrupted, whole = (result(tmp_path / folder) for folder in (".", "uninterrupted"))
-    assert interrupted["global_step"] == whole["global_step"] == len(signals) + 3
-    assert interrupted["rounds"] == whole["rounds"]
-    assert interrupted["ledger"] == whole["ledger"]
-    assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
-    assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
+    for plan in plans:
+        interrupted, whole = (result(tmp_path / plan / folder) for folder in (".", "uninterrupted"))
+        assert interrupted["global_step"] == whole["global_step"] == plan.count("SIG") + 3
+        assert interrupted["rounds"] == whole["rounds"]
+        assert interrupted["ledger"] == whole["ledger"]
+        assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
+        assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
 
 
 def result(folder: Path) -> Any:

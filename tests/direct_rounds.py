@@ -14,7 +14,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import averaged_tensors
+from lightning_spectral.protocol.exchange import returned_tensors
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 Tensors = Mapping[str, Tensor]
@@ -80,7 +80,7 @@ class DirectRounds:
 
     def weights(self) -> dict[str, Tensor]:
         """Copies of the averaged tensors."""
-        return {name: tensor.clone() for name, tensor in averaged_tensors(self.server).items()}
+        return {name: tensor.clone() for name, tensor in returned_tensors(self.server).items()}
 
 
 def assert_close(ours: Tensors, theirs: Tensors, tolerance: float = 1e-13) -> None:

@@ -19,7 +19,7 @@ from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import select_tensors
+from lightning_spectral.protocol.exchange import returned_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
@@ -144,12 +144,14 @@ class ServerHalf(_AtServer, ABC):
         buffers: The rules of the buffers. Those that are not averaged are combined by the engine: neither `Round.add`
             nor `Round.close` sees them.
         personal: What stays with each client; nothing, unless a subclass sets it.
+        apart: Names of the tensors that are sent in a form of the algorithm's own; all others are sent whole.
         rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
     rounds_are_alike: ClassVar[bool] = False
     buffers: BufferRules = NO_RULES
     personal: Personal = NOTHING
+    apart: Names = ()
 
     def __init__(self, server: nn.Module, state: nn.Module | None = None, buffers: BufferRules = NO_RULES) -> None:
         self.server = server
@@ -180,6 +182,14 @@ class ServerHalf(_AtServer, ABC):
     @abstractmethod
     def open(self, cohort: Cohort) -> Round:
         """Open a round: prepare it from the server's weights for the clients that take part."""
+
+    def returned(self) -> dict[str, Tensor]:
+        """What clients send back of the tensors that are sent whole, as it is now."""
+        return returned_tensors(self.server, {*self.apart, *self.personal.names}, self.buffers)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """What of it is averaged: the trainable parameters and the averaged buffers."""
+        return dict(self.buffers.averaged(self.returned()))
 
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of every download that do not change between rounds, by name: each client is sent them once.

@@ -18,14 +18,7 @@ from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules, averaged_parameters, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    load_tensors,
-    returned_tensors,
-    select_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
 
@@ -135,10 +128,6 @@ class DenseHalf(ServerHalf):
         super().__init__(server, state, buffer_rules(server, rules, decisions))
         self.algorithm = algorithm
 
-    def averaged(self) -> dict[str, Tensor]:
-        """The trainable parameters and the averaged buffers of the server's module, as they are now."""
-        return averaged_tensors(self.server, self.personal.names, self.buffers)
-
     @property
     def device_options(self) -> Mapping[str, Any]:
         """Arguments of the device half besides the names of what is sent back."""
@@ -146,7 +135,7 @@ class DenseHalf(ServerHalf):
 
     @cached_property
     def device_half(self) -> ClientSide:
-        returned = returned_tensors(self.server, self.personal.names, self.buffers)
+        returned = self.returned()
         trained = {n: returned[n] for n, p in self.server.named_parameters() if n in returned and p.requires_grad}
         feedback = error_feedback(self.algorithm.compression, trained)
         return self.algorithm.side(tuple(returned), feedback=feedback, **self.device_options)

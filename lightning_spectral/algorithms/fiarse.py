@@ -21,14 +21,7 @@ from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 from lightning_spectral.nn.torch_modules import normalised_weights
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    load_tensors,
-    returned_tensors,
-    select_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import PerClient, check_per_client
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
@@ -118,7 +111,7 @@ class FIARSEHalf(ServerHalf):
 
     @property
     def device_half(self) -> FIARSESide:
-        return FIARSESide(tuple(returned_tensors(self.server, buffers=self.buffers)))
+        return FIARSESide(tuple(self.returned()))
 
     def open(self, cohort: Cohort) -> FIARSERound:
         return FIARSERound(self, cohort)
@@ -135,7 +128,7 @@ class FIARSERound(Round):
     """
 
     def __init__(self, half: FIARSEHalf, cohort: Cohort) -> None:
-        before = averaged_tensors(half.server, buffers=half.buffers)
+        before = half.averaged()
         weights = {name: before.pop(name) for name in half.masked}
         self.server, self.cohort = half.server, cohort
         self.tensors = travelling_tensors(half.server)

@@ -22,14 +22,7 @@ from lightning_spectral.nn.width.plan import WidthPlan, cut_outputs, cut_to, tak
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    copy_module,
-    load_tensors,
-    returned_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import apply_mean_change, copy_module, load_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
@@ -294,14 +287,10 @@ class WidthHalf(ServerHalf):
         self.choice, self.plan = choice, choice.plan_for(server)
         self.averages = choice.running_averages(server)
 
-    def averaged(self) -> dict[str, Tensor]:
-        return averaged_tensors(self.server, buffers=self.buffers)
-
     @cached_property
     def device_half(self) -> WidthSide:
-        returned = tuple(returned_tensors(self.server, buffers=self.buffers))
         scaled = cut_outputs(self.server, self.plan) if self.choice.scaler else ()
-        return WidthSide(returned, self.plan, scaled, tuple(self.choice.step_widths), self.averages)
+        return WidthSide(tuple(self.returned()), self.plan, scaled, tuple(self.choice.step_widths), self.averages)
 
     def initialize(self, workers: Workers) -> str:
         keep_ratios = sorted({*entries_of(self.choice.keep_ratio)})

@@ -49,14 +49,7 @@ from lightning_spectral.nn.zampling import (
 )
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    averaged_tensors,
-    load_tensors,
-    returned_tensors,
-    select_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.records import Download, LoggedValue, Options, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sums import MeanBits, RunningMean
@@ -261,12 +254,12 @@ class ZamplingHalf(ServerHalf):
     def __init__(self, choice: Zampling, server: nn.Module, state: ZamplingState, buffers: BufferRules) -> None:
         super().__init__(server, state, buffers)
         self.choice = choice
-        self.compressed = frozenset(weight.name for weight in state.weights)
+        self.apart = frozenset(weight.name for weight in state.weights)
 
     @cached_property
     def device_half(self) -> ZamplingSide:
         choice, state = self.choice, self.state
-        dense = tuple(returned_tensors(self.server, self.compressed, self.buffers))
+        dense = tuple(self.returned())
         return ZamplingSide(state.matrix, state.weights, choice.link, dense, choice.sampled, choice.downlink_bits)
 
     @property
@@ -312,10 +305,10 @@ class ZamplingRound(Round):
             generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
             sent = pack_levels(sent, half.choice.downlink_bits, generator)
             self.probs = half.device_half.received(sent).to(self.probs)
-        self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.compressed)}
+        self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.apart)}
         num_clients = sum(map(len, cohort.groups.values()))
         self.bits = MeanBits(self.probs, num_clients)
-        self.dense = dense_mean(half.server, averaged_tensors(half.server, half.compressed, half.buffers), cohort)
+        self.dense = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         tensors = self.tensors

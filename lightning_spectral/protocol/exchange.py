@@ -43,14 +43,6 @@ def returned_tensors(
     return {name: tensor for name, tensor in travelling_tensors(module, without).items() if name in returned}
 
 
-def averaged_tensors(
-    module: nn.Module, without: Collection[str] = (), buffers: BufferRules | None = None
-) -> dict[str, Tensor]:
-    """The part of `returned_tensors` that is averaged, with zeros for entries that are not (`BufferRules.averaged`)."""
-    rules = buffer_rules(module) if buffers is None else buffers
-    return dict(rules.averaged(returned_tensors(module, without, rules)))
-
-
 def copy_module(module: nn.Module) -> Any:
     """Deep-copy a module, without the Trainer that it may be attached to; for results that are modules of their own.
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import compress, restore
 from lightning_spectral.algorithms.memory.stale_updates import SEEN
-from lightning_spectral.protocol.exchange import averaged_tensors
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.fault_policy import update_norm
@@ -274,5 +273,5 @@ class TestInARun:
     def test_the_sum_stays_in_float64_in_a_run_of_half_precision(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         fitted = fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates(), trainer={"precision": "bf16-true"})
         assert fitted.model.state.values.dtype == torch.float64
-        assert averaged_tensors(fitted.module)["net.0.weight"].dtype == torch.bfloat16
+        assert fitted.module.get_parameter("net.0.weight").dtype == torch.bfloat16
         assert fitted.logged["fl/stale_norm"] > 0

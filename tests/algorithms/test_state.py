@@ -13,7 +13,7 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, dense_mean
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import averaged_tensors
+from lightning_spectral.protocol.exchange import returned_tensors
 from lightning_spectral.protocol.records import WorkUnit
 
 BETA = 0.7
@@ -162,7 +162,7 @@ def finished(absolute: bool) -> dict[str, torch.Tensor]:
     """Two clients with coefficients 1.5 and 0.5, whose sum is 2: one moves everything by 1, the other by 3."""
     server = nn.BatchNorm1d(2)
     units = (WorkUnit(0, coefficient=1.5), WorkUnit(1, coefficient=0.5))
-    before = averaged_tensors(server)
+    before = returned_tensors(server)
     mean = dense_mean(server, before, Cohort(0, 0, {1.0: units}, absolute=absolute))
     for unit, step in zip(units, (1.0, 3.0), strict=True):
         mean.add({name: tensor + step for name, tensor in before.items()}, unit.coefficient)

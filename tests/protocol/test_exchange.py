@@ -14,11 +14,11 @@ from torch.nn.utils import prune
 from lightning_spectral.protocol.buffer_rules import BufferRules, as_rules, buffer_policies, buffer_rules
 from lightning_spectral.protocol.exchange import (
     apply_mean_change,
-    averaged_tensors,
     buffer_shapes,
     check_same_buffers,
     copy_module,
     load_tensors,
+    returned_tensors,
     select_tensors,
     travelling_tensors,
 )
@@ -41,11 +41,11 @@ def test_what_travels_is_what_a_copy_needs() -> None:
     assert "cache" in travelling_tensors(server)  # not in a state_dict, but clients must not pass it on to each other
 
 
-def test_what_is_averaged_can_be_averaged() -> None:
-    names = averaged_tensors(net()).keys()
+def test_what_clients_send_back_can_be_averaged() -> None:
+    names = returned_tensors(net()).keys()
     assert {"0.weight", "1.running_mean", "1.running_var"} <= names
     assert names.isdisjoint({"2.bias", "1.num_batches_tracked", "cache"})
-    assert "0.weight" not in averaged_tensors(net(), without={"0.weight"})
+    assert "0.weight" not in returned_tensors(net(), without={"0.weight"})
 
 
 def test_selected_tensors_are_views_of_the_module() -> None:

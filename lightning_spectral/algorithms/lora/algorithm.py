@@ -328,7 +328,7 @@ class LoRAHalf(ServerHalf):
         return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense, feedback)
 
     def initialize(self, workers: Workers) -> str:
-        layers, whole = self.state.layers, self.trained_whole().values()
+        layers, whole = self.state.layers, self.returned().values()
         adapters = sum(self.max_rank * (layer.out_features + layer.in_features) for layer in layers)
         total = sum(parameter.numel() for parameter in self.server.parameters())
         return (
@@ -337,10 +337,9 @@ class LoRAHalf(ServerHalf):
             "parameters are frozen."
         )
 
-    def trained_whole(self) -> dict[str, Tensor]:
+    def returned(self) -> dict[str, Tensor]:
         """What is trained beside the factors, as it is now."""
-        tensors = travelling_tensors(self.server)
-        return {name: tensors[name] for name in self.dense}
+        return select_tensors(self.server, self.dense)
 
     def sent_to_all(self) -> dict[str, Tensor]:
         """What every client is sent: bases in place of adapted weights, and the rest of the module except factors."""
@@ -413,7 +412,7 @@ class LoRARound(Round):
         given = cohort, ranks, half.is_mixed, half.aggregation.trained(cohort.round_idx)
         opened = [OpenAdapter(layer, own.B.detach(), own.A.detach(), *given) for layer, own in half.state.pairs]
         self.adapters = dict(zip(half.state.layers, half.aggregation.open_all(opened), strict=True))
-        self.dense = dense_mean(half.server, half.buffers.averaged(half.trained_whole()), cohort)
+        self.dense = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)

@@ -46,7 +46,7 @@ from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import apply_mean_change, returned_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import apply_mean_change, travelling_tensors
 from lightning_spectral.protocol.per_client import (
     PerClient,
     Schedule,
@@ -356,7 +356,7 @@ class SpectralHalf(ServerHalf):
         rules = rules_with(self.personal.names, server, choice.buffers)
         super().__init__(server, buffers=buffer_rules(server, rules, decisions))
         self.choice, self.plan = choice, plan.keeping_dense(self.personal.names, "personal")
-        self.started = frozenset((decisions or {}).get("started", ()))
+        self.apart, self.started = self.plan.sharded_weights, frozenset((decisions or {}).get("started", ()))
         self.held_entries = self.plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
 
     def leading(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -366,8 +366,7 @@ class SpectralHalf(ServerHalf):
 
     def returned(self) -> dict[str, Tensor]:
         """What clients send back besides factors, as it is now."""
-        apart = {*self.plan.sharded_weights, *self.personal.names}
-        return self.leading(returned_tensors(self.server, apart, self.buffers))
+        return self.leading(super().returned())
 
     @cached_property
     def device_half(self) -> SpectralSide:
@@ -488,8 +487,8 @@ class SpectralRound(Round):
 
     def __init__(self, half: SpectralHalf, cohort: Cohort, layers: Mapping[str, LayerRound]) -> None:
         self.half, self.cohort, self.layers = half, cohort, layers
-        self.tensors = half.leading(travelling_tensors(half.server, half.plan.sharded_weights))
-        self.mean = dense_mean(half.server, half.buffers.averaged(half.returned()), cohort)
+        self.tensors = half.leading(travelling_tensors(half.server, half.apart))
+        self.mean = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)

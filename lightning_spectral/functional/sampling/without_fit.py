@@ -8,6 +8,10 @@ operations.
 Systematic sampling lays the probabilities end to end and picks the terms that a comb of unit spacing hits: those whose
 interval contains one of the points :math:`u, u + 1, \dots, u + n - 1` for a single uniform u. No interval is longer
 than one, so no term is drawn twice.
+
+A draw takes `open_terms` of the inclusion probabilities, or what follows from them; a number of independent samples;
+and a generator, its only source of randomness. It returns term indices, sorted in each row, int64, of shape
+``(num_samples, n)``, on the generator's device.
 """
 
 from typing import NamedTuple
@@ -31,14 +35,6 @@ def draw_brewer(parts: OpenTerms, num_samples: int, generator: torch.Generator) 
     where :math:`e` is the sum of :math:`1 - \pi` over the terms already drawn. The right-hand side is what is computed:
     it only adds positive numbers, so probabilities near 0 and 1 keep full precision. The time is proportional to
     ``num_samples`` N n.
-
-    Args:
-        parts: From `open_terms` of the inclusion probabilities.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
     Reference:
         Brewer (1975), Australian Journal of Statistics 17, 166-172, for n = 2 and beyond; Tillé (2006),
@@ -109,9 +105,6 @@ def whole_units(parts: OpenTerms) -> Tensor:
 
 def draw_from_support(support: Support, num_samples: int, generator: torch.Generator) -> Tensor:
     """Draw independent samples from a list of possible ones.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
 
     Example:
         >>> only = Support(torch.tensor([[0, 2]]), torch.tensor([ONE]))
@@ -211,18 +204,10 @@ def _pick(ends: Tensor, start: Tensor, num_terms: int) -> Tensor:
 def draw_systematic(
     parts: OpenTerms, units: Tensor, num_samples: int, generator: torch.Generator, *, shuffled: bool
 ) -> Tensor:
-    """Draw independent systematic samples, with one uniform number each.
+    """Draw independent systematic samples of terms with these `whole_units`, with one uniform number each.
 
-    Args:
-        parts: From `open_terms` of the inclusion probabilities.
-        units: Their `whole_units`.
-        num_samples: Number of draws.
-        generator: Source of randomness.
-        shuffled: Whether to put the terms in a new random order for each sample. Then nearly all sets of terms can
-            occur, not only the N or fewer of :func:`systematic_support`.
-
-    Returns:
-        Term indices, sorted in each row, int64, shape ``(num_samples, n)``, on the generator's device.
+    If ``shuffled``, the terms are in a new random order for each sample: then nearly all sets of terms can occur, not
+    only the N or fewer of :func:`systematic_support`.
 
     Example:
         >>> parts = open_terms(torch.tensor([1.0, 0.0, 1.0]))

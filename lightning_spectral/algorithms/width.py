@@ -17,8 +17,7 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, firs
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
-from lightning_spectral.nn.width.narrow_steps import NarrowSteps, cut_for_steps
-from lightning_spectral.nn.width.plan import WidthPlan, cut_outputs, cut_to, take
+from lightning_spectral.nn.width.plan import NarrowSteps, WidthPlan, cut_for_steps, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers

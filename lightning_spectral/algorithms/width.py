@@ -358,12 +358,15 @@ class WidthRound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, kept)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        tensors, positions, largest = upload.tensors, self.positions(receipt), upload.largest
+        tensors, positions, largest = dict(upload.tensors), self.positions(receipt), upload.largest
         if self.averages:
             held = arrange(upload, positions, self.half.averages, receipt.capacity, list(self.averages))
             tensors, positions, largest = held
-        if upload.untrained_rows:
-            tensors, positions = without_rows(tensors, positions, upload.untrained_rows)
+        for name in upload.untrained_rows.keys() & tensors.keys():  # rows that the loss does not reach are not held
+            tensor, rows = tensors[name], upload.untrained_rows[name].cpu()
+            places = positions.get(name, torch.arange(tensor.numel()).view(tensor.shape))
+            stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows, False)
+            tensors[name], positions[name] = tensor[stays.to(tensor.device)], places[stays.to(places.device)]
         self.mean.add(tensors, receipt.unit.coefficient, largest, where=positions)
 
     def positions(self, receipt: Receipt) -> dict[str, Tensor]:
@@ -548,21 +551,6 @@ def arrange(
             else:
                 tensors[place], largest[place], places[place] = none, 0.0, torch.empty(0, dtype=torch.int64)
     return tensors, places, largest
-
-
-def without_rows(after: Tensors, positions: Tensors, rows: Tensors) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A client's tensors and their places for `MeanChange.add`, without some rows of some tensors.
-
-    ``positions`` are as ``where`` in `MeanChange.add`, for single entries; ``rows`` are indices along the first
-    dimension of each tensor.
-    """
-    left, where = dict(after), dict(positions)
-    for name in rows.keys() & after.keys():
-        tensor = after[name]
-        all_positions = positions.get(name, torch.arange(tensor.numel()).view(tensor.shape))
-        stays = torch.ones(len(tensor), dtype=torch.bool).index_fill_(0, rows[name].cpu(), False)
-        left[name], where[name] = tensor[stays.to(tensor.device)], all_positions[stays.to(all_positions.device)]
-    return left, where
 
 
 def _key(name: str, width: float) -> str:

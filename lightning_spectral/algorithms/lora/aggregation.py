@@ -121,17 +121,20 @@ class AdapterAggregation(ABC):
     """How the adapters of many clients are combined into one.
 
     Attributes:
-        round: What `open` makes of each adapted layer.
         has_multipliers: Whether terms have multipliers if clients have different ranks.
         folds: Whether a client is also sent the terms that it does not train, as part of its frozen weight; only where
             the average of a term does not count those clients.
         frozen: The factors that never change.
     """
 
-    round: ClassVar[type[AdapterRound]]
     has_multipliers: ClassVar[bool] = False
     folds: ClassVar[bool] = False
     frozen: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    @abstractmethod
+    def round(self) -> type[AdapterRound]:
+        """What `open` makes of each adapted layer."""
 
     def open(self, opened: OpenAdapter) -> AdapterRound:
         """Open a round of one adapted layer."""
@@ -350,6 +353,8 @@ class StackedProducts(AdapterAggregation):
         Wang et al. (2024), FLoRA.
     """
 
+    round = StackedRound
+
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return ("base",)
 
@@ -357,7 +362,7 @@ class StackedProducts(AdapterAggregation):
         """Draw this round's A; B is zero."""
         cohort = opened.cohort
         rows = drawn_rows(opened.layer, len(opened.A), opened.A, cohort.seed, cohort.round_idx)
-        return StackedRound(replace(opened, A=rows))
+        return self.round(replace(opened, A=rows))
 
 
 class RankedRound(TruncatedRound):
@@ -509,6 +514,7 @@ class SampledTerms(AdapterAggregation):
         Korzhenkov & Louizos (2024), section 3.1, here for the update B A in place of the weight.
     """
 
+    round = TermMeanRound
     has_multipliers = True
 
     strategy: ShardingStrategy = field(default_factory=Collective)
@@ -527,7 +533,7 @@ class SampledTerms(AdapterAggregation):
 
     def open_all(self, opened: Sequence[OpenAdapter]) -> list[AdapterRound]:
         if not opened or not opened[0].is_mixed:
-            return [TermMeanRound(one) for one in opened]
+            return [self.round(one) for one in opened]
         spectra, ordered = {}, []
         for one in opened:  # a user's own adapter may have its terms in any order
             sizes, order = term_sizes(one.B, one.A).sort(descending=True, stable=True)

@@ -139,10 +139,10 @@ class Recorder:
         module: The client's module; its metrics are looked up once.
     """
 
-    def __init__(self, module: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.num_examples = 1
         self.batch: Any = None  # the last one, for the message if a step fails
-        self.metrics = [] if module is None else metrics_of(module)
+        self.metrics = metrics_of(module)
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
 

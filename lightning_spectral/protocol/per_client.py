@@ -12,18 +12,6 @@ from torch import Tensor
 from lightning_spectral.arguments import Number, Rule, Whole
 from lightning_spectral.protocol.rng import derived_generator
 
-__all__ = [
-    "Assigned",
-    "PerClient",
-    "Schedule",
-    "assign",
-    "check_num_entries",
-    "check_per_client",
-    "entries_of",
-    "value_at",
-    "values_of",
-]
-
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
 PerClient: TypeAlias = T | Mapping[T, float] | Sequence[T]

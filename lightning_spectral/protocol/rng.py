@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["GlobalGenerators", "derived_generator", "derived_seed", "isolated_rng"]
-
 
 def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
     """Derive the seed of one draw, which is the same on every platform and in every process.

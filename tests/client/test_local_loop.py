@@ -343,10 +343,10 @@ def test_names_and_weights_follow_lightning() -> None:
 @pytest.mark.parametrize("value", ["text", [1.0, 2.0], None])
 def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^`self\.log\('x', \.\.\.\)` takes a number, a tensor or a metric.*, got "):
-        Recorder().log("x", value)
+        Recorder(nn.Module()).log("x", value)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    recorder = Recorder()
+    recorder = Recorder(nn.Module())
     recorder.log("x", np.float32(0.5))  # type: ignore[arg-type]
     assert recorder.finish_client()["x"].value == 0.5

@@ -68,7 +68,12 @@ class Round(ABC):
 
     @abstractmethod
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        """Add one unit's update to the running sums."""
+        """Add one unit's update to the running sums. What it has sent is finite, and small enough for an exact sum.
+
+        Raises:
+            SummandError: If what is computed from it is not: from `check_summable`, before anything is added. The
+                client is then left out.
+        """
 
     @property
     def sums(self) -> Sequence[RunningMean]:
@@ -100,14 +105,6 @@ class Round(ABC):
     def advice(self, moment: Moment) -> Sequence[str]:
         """What the user should know of the first round at a moment; by default nothing."""
         return ()
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude of what `add` computes from an upload and sums exactly, or a bound on it.
-
-        If it is too large for an exact sum, the client is left out even if the values it sent are small enough. By
-        default 0: only uploaded values are summed.
-        """
-        return 0.0
 
     def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
         """The change of the server's tensors, by name, that is expected of a unit before it trains; by default none."""

@@ -15,7 +15,7 @@ from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import Receipt, Tensors, Upload
-from lightning_spectral.sums import MeanChange, RunningMean
+from lightning_spectral.sums import MeanChange, RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes
 
 STEP = "step:"  # next to the parameters in the sum: what it is divided by
@@ -61,12 +61,7 @@ class QFedAvgRound(DenseRound):
         return {**{name: tensor.mul_(power) for name, tensor in moved.items()}, STEP: step}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        super().add(receipt, upload)
-        if upload.num_steps:
-            self.steps.add(self.summands(upload), receipt.unit.coefficient)
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude in what is summed for a client; not a number if it has sent no loss.
+        """Add a client's update; what is computed from it is not finite if it has sent no loss.
 
         Raises:
             ValueError: If its loss is negative.
@@ -76,7 +71,12 @@ class QFedAvgRound(DenseRound):
                 f"q-FedAvg takes powers of losses, which must not be negative, got {upload.loss_before:g}; add a "
                 "constant to the loss of `training_step`, or use FedAvg."
             )
-        return max(largest_magnitudes(self.summands(upload)).values()) if upload.num_steps else 0.0
+        summands = self.summands(upload) if upload.num_steps else {}
+        largest = largest_magnitudes(summands)
+        check_summable(*largest.values())
+        super().add(receipt, upload)
+        if summands:
+            self.steps.add(summands, receipt.unit.coefficient, largest)
 
     @property
     def sums(self) -> Sequence[RunningMean]:

@@ -49,8 +49,8 @@ from lightning_spectral.server.privacy import PrivateFit
 from lightning_spectral.server.processes import Processes, raise_everywhere
 from lightning_spectral.server.secure_sums import MaskedSum, SecureSums
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
-from lightning_spectral.sums import Extremes, MeanChange, PrivateSums, add_up
-from lightning_spectral.sums.exact_mean import Peers, can_be_summed
+from lightning_spectral.sums import Extremes, MeanChange, PrivateSums, SummandError, add_up
+from lightning_spectral.sums.exact_mean import Peers
 
 RecordT = TypeVar("RecordT", Download, Upload)
 
@@ -700,14 +700,17 @@ class Turn:
         has_limits = bool(engine.half.buffers.limits)
         if has_limits and (names := extremes.not_numbers(upload.tensors)):
             return "not_finite", f"NaN in {', '.join(names)}"
-        if not can_be_summed(largest := opened.largest_summand(self.receipt, averaged)):
-            return "not_finite", f"its contribution to the sums holds values up to {largest:.0e}"
+        is_bounded = False
         if engine.update_bound is not None and self.download is not None:
             sent = self._averaged(self.download)
             self._norm = update_norm(sent.tensors, averaged.tensors)
             bounded = engine.update_bound.applied(sent, averaged, engine.usual_update, self._norm)
-            self._is_bounded, averaged = bounded is not averaged, bounded
-        opened.add(self.receipt, averaged)
+            is_bounded, averaged = bounded is not averaged, bounded
+        try:
+            opened.add(self.receipt, averaged)
+        except SummandError as error:
+            return "not_finite", str(error)
+        self._is_bounded = is_bounded
         if self.round.private is not None:
             self.round.private.take()
         if has_limits:

@@ -46,6 +46,22 @@ def can_be_summed(magnitude: float) -> bool:
     return magnitude <= LARGEST
 
 
+class SummandError(OverflowError):
+    """What one client would add to a sum is not finite, or too large."""
+
+
+def check_summable(*magnitudes: float) -> None:
+    """Raise `SummandError` if values up to any of some magnitudes are not finite, or too large for an exact sum.
+
+    Example:
+        >>> check_summable(1.0, math.nan)
+        Traceback (most recent call last):
+        lightning_spectral.sums.exact_mean.SummandError: its contribution to the sums holds values up to nan
+    """
+    if wrong := [magnitude for magnitude in magnitudes if not can_be_summed(magnitude)]:
+        raise SummandError(f"its contribution to the sums holds values up to {max(wrong):.0e}")
+
+
 def largest_within(bound: float, values: Callable[[], Tensor]) -> float:
     """Return a bound on magnitudes, or the computed largest magnitude if the bound cannot guarantee an exact sum."""
     sure = can_be_summed(2 * bound)  # twice, for what rounding adds

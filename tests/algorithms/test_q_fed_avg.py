@@ -15,6 +15,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.sums import SummandError
 
 SIZES = {0: 10, 1: 20, 2: 30, 3: 40}
 COHORTS = [(1, 3), (0,), (0, 1, 2), (0, 1, 2, 3), (2, 3)]
@@ -95,12 +96,14 @@ def test_a_client_without_a_loss_or_with_a_huge_one_has_no_finite_summand() -> N
     opened, (unit,) = rounds.open({0: 1.0})
     download, receipt = opened.send(unit)
     upload = trained_by(0, download)
-    assert 0 < opened.largest_summand(receipt, upload) < 1e6
     for loss in (math.nan, math.inf, 1e300):
-        assert not opened.largest_summand(receipt, replace(upload, loss_before=loss)) < 1e300
-    assert opened.largest_summand(receipt, replace(upload, num_steps=0, loss_before=math.nan)) == 0.0
+        with pytest.raises(SummandError, match="its contribution to the sums holds values up to"):
+            opened.add(receipt, replace(upload, loss_before=loss))
     with pytest.raises(ValueError, match=r"powers of losses, which must not be negative, got -0\.5; add a constant"):
-        opened.largest_summand(receipt, replace(upload, loss_before=-0.5))
+        opened.add(receipt, replace(upload, loss_before=-0.5))
+    assert [mean.weights.sum for mean in opened.sums] == [0, 0]  # nothing was added
+    opened.add(receipt, replace(upload, num_steps=0, loss_before=math.nan))
+    assert [mean.weights.num_terms for mean in opened.sums] == [1, 0]
 
 
 def test_small_losses_to_a_high_power_keep_their_digits() -> None:

@@ -53,7 +53,7 @@ from lightning_spectral.protocol.per_client import (
     entries_of,
 )
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
-from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import rows_in_a_block
 
 ALPHA = 8.0
@@ -425,14 +425,12 @@ class LoRARound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
+        trained = [(layer, adapter, sent_back(upload, layer)) for layer, adapter in self.adapters.items()]
+        # some aggregations sum products, which may be large where the factors are not
+        check_summable(*(adapter.largest_summand(*own) for _, adapter, own in trained))
         self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
-        for layer, adapter in self.adapters.items():
-            adapter.add(receipt.unit, receipt.drawn[layer.name], *sent_back(upload, layer))
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """The largest of any layer: some aggregations sum products, which may be large where the factors are not."""
-        found = (adapter.largest_summand(*sent_back(upload, layer)) for layer, adapter in self.adapters.items())
-        return max(found, default=0.0)
+        for layer, adapter, own in trained:
+            adapter.add(receipt.unit, receipt.drawn[layer.name], *own)
 
     @property
     def sums(self) -> Sequence[RunningMean]:

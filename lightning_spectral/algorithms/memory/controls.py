@@ -20,7 +20,7 @@ from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload
-from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 # before the name of a parameter: the server's control in downloads, the client's own on its device
@@ -131,8 +131,14 @@ class ControlRound(DenseRound):
         self.change = self.total.change(self.side.trained, cohort)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
+        changes, scale = self.side.changes(self.tensors, upload), self.side.scale(upload)
+        before, after = self.largest, upload.largest
+        bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.change.names]
+        if scale:
+            bound = max(bounds, default=0.0)
+            check_summable(largest_within(bound, lambda: nn.utils.parameters_to_vector(changes.values())))
         super().add(receipt, upload)
-        if changes := self.side.changes(self.tensors, upload):
+        if changes:
             self.change.add(changes, self.cohort.shares[receipt.unit.key])
 
     @cached_property
@@ -141,16 +147,6 @@ class ControlRound(DenseRound):
         return largest_magnitudes(
             {n: t for n, t in self.tensors.items() if n.removeprefix(CONTROL) in self.change.names}
         )
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """Largest magnitude in the changes of the client's control, or a bound on it."""
-        scale, before, after = self.side.scale(upload), self.largest, upload.largest
-        bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.change.names]
-
-        def changes() -> Tensor:
-            return nn.utils.parameters_to_vector(self.side.changes(self.tensors, upload).values())
-
-        return largest_within(max(bounds, default=0.0), changes) if scale else 0.0
 
     @property
     def sums(self) -> Sequence[RunningMean]:

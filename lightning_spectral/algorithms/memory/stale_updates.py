@@ -17,7 +17,7 @@ from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import Receipt, Tensors, Upload, WorkUnit
-from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 Coefficients = Literal["sampled", "data"]
@@ -75,26 +75,16 @@ class StaleRound(DenseRound):
         share = self.cohort.shares[unit.key]
         weight = share if self.choice.coefficients == "data" else unit.coefficient
         entry = compress(update_of(self.trained, upload.tensors), self.choice.num_terms)
-        new, old = restore(entry, self.trained), self.entry(unit)
+        new, old, largest = restore(entry, self.trained), self.entry(unit), upload.largest
+        # the table changes by the difference of two updates, and no entry of leading terms exceeds the update's norm
+        norms = [math.sqrt(t.numel()) * (largest[name] + self.largest[name]) for name, t in self.trained.items()]
+        bound = 2 * max(norms, default=0.0)
+        check_summable(largest_within(bound, lambda: 2 * nn.utils.parameters_to_vector(new.values())))
         is_new = torch.tensor(float(unit.key not in self.entries), dtype=torch.float64, device=self.total.values.device)
-        self.mean.add(upload.tensors, weight, upload.largest)
+        self.mean.add(upload.tensors, weight, largest)
         self.drawn.add(self.stale_update(unit), weight)
         self.table.add({**{name: new[name] - old[name] for name in new}, SEEN: is_new}, share)
         self.cohort.store[unit] = entry
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """Twice the client's largest change, or a bound on it: the table changes by the difference of two updates.
-
-        No entry of an update's leading terms exceeds the norm of the update.
-        """
-        largest = upload.largest
-        norms = [math.sqrt(t.numel()) * (largest[name] + self.largest[name]) for name, t in self.trained.items()]
-
-        def doubled() -> Tensor:
-            entry = compress(update_of(self.trained, upload.tensors), self.choice.num_terms)
-            return 2 * nn.utils.parameters_to_vector(restore(entry, self.trained).values())
-
-        return largest_within(2 * max(norms, default=0.0), doubled)
 
     def expected_update(self, unit: WorkUnit) -> Tensors:
         """The client's stale update times beta, as it was when the round opened, even if it has trained since."""

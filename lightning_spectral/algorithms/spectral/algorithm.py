@@ -57,7 +57,7 @@ from lightning_spectral.protocol.per_client import (
 )
 from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
-from lightning_spectral.sums import RunningMean
+from lightning_spectral.sums import RunningMean, check_summable
 
 AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}
 LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
@@ -499,14 +499,12 @@ class SpectralRound(Round):
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
+        trained = [(layer.mean, layer.trained(receipt, upload)) for layer in self.layers.values()]
+        # some aggregations sum products, which may be large where the factors are not
+        check_summable(*(mean.largest_summand(own) for mean, own in trained))
         self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
-        for layer in self.layers.values():
-            layer.mean.add(layer.trained(receipt, upload), receipt.unit.coefficient)
-
-    def largest_summand(self, receipt: Receipt, upload: Upload) -> float:
-        """The largest of any matrix: some aggregations sum products, which may be large where the factors are not."""
-        layers = self.layers.values()
-        return max((layer.mean.largest_summand(layer.trained(receipt, upload)) for layer in layers), default=0.0)
+        for mean, own in trained:
+            mean.add(own, receipt.unit.coefficient)
 
     @property
     def sums(self) -> Sequence[RunningMean]:

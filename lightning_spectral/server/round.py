@@ -677,10 +677,25 @@ class Turn:
         if left_out is None:
             with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
                 left_out, message = self._add(self.upload)
-        if left_out is not None:
-            self._leave_out(left_out, message)
-        elif self.round.engine.half.device_half.keeps_state:  # what is not in the sums does not count there either
-            note_state(self.upload, self.round_idx, self.round.engine.client_states)
+        engine = self.round.engine
+        if left_out is None:
+            if engine.half.device_half.keeps_state:  # what is not in the sums does not count there either
+                note_state(self.upload, self.round_idx, engine.client_states)
+        else:
+            if left_out == "not_finite":
+                check_weights(engine.server, self.round_idx)
+            what = f"{EXPLANATIONS[left_out]} ({message})" if message else EXPLANATIONS[left_out]
+            if engine.faults.ends_run(left_out):
+                raise ClientError(
+                    f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "
+                    f"faults=Faults(on_{left_out}=LeaveOut())."
+                )
+            if left_out in ("error", "not_finite", "no_update"):  # others are to be expected
+                warnings.warn(
+                    f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
+                    SpectralWarning,
+                    stacklevel=3,
+                )
         outcome = self.outcome(self.upload, left_out)
         self.round.outcomes.append(outcome)
         return outcome
@@ -764,23 +779,6 @@ class Turn:
             is_masked=self.is_masked,
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
-
-    def _leave_out(self, reason: ExclusionReason, message: str) -> None:
-        """Continue without the client if `Faults` allows it, with a warning unless the reason was to be expected."""
-        if reason == "not_finite":
-            check_weights(self.round.engine.server, self.round_idx)
-        what = f"{EXPLANATIONS[reason]} ({message})" if message else EXPLANATIONS[reason]
-        if self.round.engine.faults.ends_run(reason):
-            raise ClientError(
-                f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "
-                f"faults=Faults(on_{reason}=LeaveOut())."
-            )
-        if reason in ("error", "not_finite", "no_update"):
-            warnings.warn(
-                f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
-                SpectralWarning,
-                stacklevel=4,
-            )
 
 
 def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Upload]:

@@ -22,7 +22,7 @@ import lightning_spectral.network as net
 from lightning_spectral.models import LitClassifier
 from lightning_spectral.network.device import DeviceService
 from lightning_spectral.network.line import Answer, Line
-from lightning_spectral.network.messages import TRAIN, WHO
+from lightning_spectral.network.messages import Kind
 from lightning_spectral.plugin.trainer import silence, silent_trainer
 
 WIDTH = 316
@@ -48,11 +48,11 @@ class Counted(Line):
 
     def ask(self, question):
         parts = self.services[question.node].answer(question.kind, question.parts)
-        if question.kind != WHO:
+        if question.kind != Kind.WHO:
             self.num_bytes["down"] += sum(map(len, question.parts.values()))
             self.num_bytes["up"] += sum(map(len, parts.values()))
         ticket, is_lost = f"{time.perf_counter_ns()}", bool(self.lost) and question.node % self.lost == 0
-        is_lost &= question.kind == TRAIN
+        is_lost &= question.kind == Kind.TRAIN
         self.ready[ticket] = Answer(ticket, {} if is_lost else parts, "dropped_out" if is_lost else None)
         return ticket
 

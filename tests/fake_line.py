@@ -19,7 +19,7 @@ import lightning_spectral as ls
 from lightning_spectral.network import RemoteClients
 from lightning_spectral.network.device import ClientData, DeviceService
 from lightning_spectral.network.line import Answer, Line, Question
-from lightning_spectral.network.messages import TRAIN
+from lightning_spectral.network.messages import Kind
 from lightning_spectral.network.roster import Roster
 
 TRUSTED = ("toy_models", "other_process", "masked_heads")
@@ -55,7 +55,7 @@ class FakeLine(Line):
         there: The devices, by number.
         hazards: Seed of what goes wrong; ``None`` for a line on which nothing does.
         asked: Every question, in order.
-        spoil: Changes answers to `TRAIN`; called with the question and the answer.
+        spoil: Changes answers to `Kind.TRAIN`; called with the question and the answer.
     """
 
     there: dict[int, Node]
@@ -80,7 +80,7 @@ class FakeLine(Line):
         self.asked.append(question)
         ticket = f"ticket {len(self.asked)}"
         answer: Any = self.there[question.node].answer(question)
-        if question.kind == TRAIN:
+        if question.kind == Kind.TRAIN:
             answer = self.spoil(question, answer)
         self._ready[ticket] = Answer(ticket, answer) if isinstance(answer, dict) else answer
         return ticket

@@ -23,18 +23,10 @@ from lightning_spectral.client.local_noise import LocalNoise
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.network.messages import (
-    AGREE,
-    DIGEST,
-    EVALUATE,
-    LACKS,
-    MODEL,
-    PRECISION,
-    REFUSED,
-    START,
-    TRAIN,
-    WHO,
     Holding,
     Identity,
+    Kind,
+    Part,
     Parts,
     Start,
     digest_of,
@@ -210,10 +202,10 @@ def answered(answer: Callable[[], dict[str, bytes]], share_errors: bool = False)
     try:
         return answer()
     except (RecordError, DeviceError) as error:
-        return {REFUSED: str(error).encode()}
+        return {Part.REFUSED: str(error).encode()}
     except Exception as error:
         log.exception("A message could not be answered.")
-        return {REFUSED: (f"{type(error).__name__}: {error}" if share_errors else unquoted(error)).encode()}
+        return {Part.REFUSED: (f"{type(error).__name__}: {error}" if share_errors else unquoted(error)).encode()}
 
 
 def unquoted(error: Exception | None, remedy: str = "") -> str:
@@ -259,18 +251,18 @@ class DeviceService:
         """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
 
         Args:
-            question: `WHO`, `AGREE`, `TRAIN` or `EVALUATE`.
+            question: One of `Kind`.
             parts: The message.
         """
 
         def answer() -> dict[str, bytes]:
-            if question == WHO:
+            if question == Kind.WHO:
                 return identity_parts(self.identity())
-            if question == AGREE:
+            if question == Kind.AGREE:
                 return handshake_parts(self._parties.answer(handshake_of(parts)))
-            if question == TRAIN:
+            if question == Kind.TRAIN:
                 return self._train(parts)
-            if question == EVALUATE:
+            if question == Kind.EVALUATE:
                 return self._evaluate(parts)
             raise RecordError(f"This device does not know the question {question!r}.")
 
@@ -282,11 +274,11 @@ class DeviceService:
         return Identity(self.client, {name: data.holding() for name, data in self.data.items()})
 
     def _train(self, parts: Parts) -> dict[str, bytes]:
-        known = parts.get(DIGEST, b"")
-        if START in parts and digest_of(parts[START]) == known:
-            self._starts[known] = read_object(parts[START], Start, self.trusted)
+        known = parts.get(Part.DIGEST, b"")
+        if Part.START in parts and digest_of(parts[Part.START]) == known:
+            self._starts[known] = read_object(parts[Part.START], Start, self.trusted)
         if known not in self._starts:
-            return {LACKS: known}
+            return {Part.LACKS: known}
         download = record_of(parts, Download)
         if (known, download.capacity) not in self._devices:
             start = self._starts[known]
@@ -318,11 +310,11 @@ class DeviceService:
         return record_parts(upload)
 
     def _evaluate(self, parts: Parts) -> dict[str, bytes]:
-        model, download = parts.get(MODEL, b"").decode(), record_of(parts, Download)
+        model, download = parts.get(Part.MODEL, b"").decode(), record_of(parts, Download)
         self._check_model(model)
         if not (data := self.data[model]).holding().num_held_out:
             raise RecordError("This client has no held-out examples.")
-        workplace = Workplace(self.accelerator, parts.get(PRECISION, b"32-true").decode())
+        workplace = Workplace(self.accelerator, parts.get(Part.PRECISION, b"32-true").decode())
         logged = dict(workplace.evaluate(self.modules[model](), data.held_out_batches(), download))
         if model in self._sides and self._sides[model].keeps_state:
             completed = self._states[model].complete(download) or download

@@ -10,18 +10,7 @@ from typing import TypeVar
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import UploadGate, read_handshake
 from lightning_spectral.network.line import Answer, Asking, Question
-from lightning_spectral.network.messages import (
-    AGREE,
-    DIGEST,
-    LACKS,
-    REFUSED,
-    START,
-    TRAIN,
-    Start,
-    digest_of,
-    handshake_parts,
-    record_parts,
-)
+from lightning_spectral.network.messages import Kind, Part, Start, digest_of, handshake_parts, record_parts
 from lightning_spectral.network.objects import write_object
 from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.records import Download, ExclusionReason, Failure, Handshake, Upload, WorkUnit
@@ -89,7 +78,7 @@ class RemoteExecutor(Executor):
                 yield Upload(question.unit, {}, left_out="dropped_out")
                 continue
             asked[node] = question
-            asking.ask(Question(node, AGREE, handshake_parts(question), question.round_idx, self.deadline))
+            asking.ask(Question(node, Kind.AGREE, handshake_parts(question), question.round_idx, self.deadline))
         for sent, answer in asking.arrived(wait=True):
             question = asked[sent.node]
             yield _read(question.unit, answer, partial(read_handshake, question))
@@ -99,19 +88,19 @@ class RemoteExecutor(Executor):
         return self._num_kept == self.keep_first
 
     def _send(self, asking: Asking, node: int, download: Download) -> None:
-        parts = {**record_parts(download), DIGEST: self._digest}
+        parts = {**record_parts(download), Part.DIGEST: self._digest}
         if node not in self._started:
-            parts[START] = self._start
-        asking.ask(Question(node, TRAIN, parts, download.round_idx, self.deadline))
+            parts[Part.START] = self._start
+        asking.ask(Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline))
 
     def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
         for question, answer in () if self._has_enough else asking.arrived(wait=wait):
             node = question.node
-            if LACKS in answer.parts and node in self._started:  # it was restarted
+            if Part.LACKS in answer.parts and node in self._started:  # it was restarted
                 self._started.remove(node)
                 self._send(asking, node, sent[node])
                 continue
-            if answer.reason is None and answer.parts.keys().isdisjoint((LACKS, REFUSED)):
+            if answer.reason is None and answer.parts.keys().isdisjoint((Part.LACKS, Part.REFUSED)):
                 self._started.add(node)
             download = sent.pop(node)
             upload = _read(download.unit, answer, partial(self.gate.read, download))

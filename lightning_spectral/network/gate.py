@@ -16,17 +16,7 @@ from lightning_spectral.client.device import ClientSide
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.network.line import Answer
-from lightning_spectral.network.messages import (
-    HANDSHAKE,
-    HEAD,
-    IDENTITY,
-    REFUSED,
-    VALUES,
-    Identity,
-    Parts,
-    handshake_of,
-    record_of,
-)
+from lightning_spectral.network.messages import Identity, Part, Parts, handshake_of, record_of
 from lightning_spectral.protocol.codec import VERSION
 from lightning_spectral.protocol.records import Download, Failure, Handshake, LoggedValue, Upload
 
@@ -49,8 +39,8 @@ def read_parts(answer: Answer) -> Parts:
     """The parts of an answer; `RecordError` if there is none, or the device refuses."""
     if answer.reason is not None:
         raise RecordError(_text(answer.message) or "no answer")
-    if REFUSED in answer.parts:
-        raise RecordError(_text(answer.parts[REFUSED][: 4 * LONGEST].decode(errors="replace")))
+    if Part.REFUSED in answer.parts:
+        raise RecordError(_text(answer.parts[Part.REFUSED][: 4 * LONGEST].decode(errors="replace")))
     return answer.parts
 
 
@@ -62,7 +52,7 @@ def read_identity(answer: Answer) -> Identity:
         >>> read_identity(Answer("a ticket", identity_parts(Identity("ward 7", {"": Holding(80, 64)})))).holdings
         {'': Holding(num_examples=80, examples_per_epoch=64, keep_ratio=None, num_held_out=0, budget_bytes=None)}
     """
-    data = read_parts(answer).get(IDENTITY, b"")
+    data = read_parts(answer).get(Part.IDENTITY, b"")
     _check_size("identity", len(data), SMALL)
     try:
         identity = msgpack.decode(data, type=Identity)
@@ -97,7 +87,7 @@ def read_metrics(answer: Answer) -> dict[str, float]:
 def read_handshake(asked: Handshake, answer: Answer) -> Handshake:
     """What a device says in a step of secure sums; what it means is checked where it is used."""
     parts = read_parts(answer)
-    _check_size("handshake", len(parts.get(HANDSHAKE, b"")), SMALL + PER_CLIENT * len(asked.said))
+    _check_size("handshake", len(parts.get(Part.HANDSHAKE, b"")), SMALL + PER_CLIENT * len(asked.said))
     return replace(asked, said=handshake_of(parts).said)
 
 
@@ -205,8 +195,8 @@ def _of_client(failure: Failure) -> Failure:
 
 def _check_sizes(parts: Parts, most: int) -> None:
     """Check what a record holds besides the values of tensors, before any of it is parsed."""
-    _check_size("record", len(parts.get(HEAD, b"")), most)
-    _check_size("list of tensors", int.from_bytes(parts.get(VALUES, b"")[:8], "little"), most)  # of safetensors
+    _check_size("record", len(parts.get(Part.HEAD, b"")), most)
+    _check_size("list of tensors", int.from_bytes(parts.get(Part.VALUES, b"")[:8], "little"), most)  # of safetensors
 
 
 def _check_size(what: str, size: int, most: int) -> None:

@@ -22,7 +22,7 @@ class Question:
 
     Attributes:
         node: Number of the node.
-        kind: What is asked: `WHO`, `AGREE`, `TRAIN` or `EVALUATE`.
+        kind: What is asked: one of `messages.Kind`.
         parts: The message.
         round_idx: Communication round that it belongs to, which dashboards of the network show.
         seconds: How long to wait for the answer; ``None`` for as long as the network allows.

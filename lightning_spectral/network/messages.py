@@ -8,8 +8,8 @@
 | `EVALUATE` | the model's name, the precision, a `Download` of the server's weights | an `Upload` without tensors |
 
 A `Download` and an `Upload` are two parts, a head and the values of their tensors, so that values which all clients get
-can be sent once. Instead of its answer, a device may say that it lacks the start (`LACKS`), or why it refuses
-(`REFUSED`). The server reads answers in `gate`.
+can be sent once. Instead of its answer, a device may say that it lacks the start (`Part.LACKS`), or why it refuses
+(`Part.REFUSED`). The server reads answers in `gate`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,21 @@ with from_extra("network"):
 
 Parts = Mapping[str, bytes]
 
-WHO, AGREE, TRAIN, EVALUATE = "query", "query.agree", "train", "evaluate"
-MODEL, PRECISION, START, DIGEST, HEAD, VALUES = "model", "precision", "start", "digest", "head", "values"
-HANDSHAKE = "handshake"
-IDENTITY, LACKS, REFUSED = "identity", "lacks", "refused"
-
 Record = TypeVar("Record", Download, Upload)
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
+
+
+class Kind:
+    """What a question asks."""
+
+    WHO, AGREE, TRAIN, EVALUATE = "query", "query.agree", "train", "evaluate"
+
+
+class Part:
+    """The names of a message's parts."""
+
+    MODEL, PRECISION, START, DIGEST, HEAD, VALUES = "model", "precision", "start", "digest", "head", "values"
+    HANDSHAKE, IDENTITY, LACKS, REFUSED = "handshake", "identity", "lacks", "refused"
 
 
 @dataclass(frozen=True)
@@ -95,26 +103,26 @@ class Start:
 
 
 def identity_parts(identity: Identity) -> dict[str, bytes]:
-    """The answer to `WHO`."""
-    return {IDENTITY: msgpack.encode(identity)}
+    """The answer to `Kind.WHO`."""
+    return {Part.IDENTITY: msgpack.encode(identity)}
 
 
 def handshake_parts(handshake: Handshake) -> dict[str, bytes]:
     """A question of secure sums, or its answer."""
-    return {HANDSHAKE: msgpack.encode(handshake)}
+    return {Part.HANDSHAKE: msgpack.encode(handshake)}
 
 
 def handshake_of(parts: Parts) -> Handshake:
     """The handshake in a message; `RecordError` if there is none."""
     try:
-        return msgpack.decode(parts.get(HANDSHAKE, b""), type=Handshake)
+        return msgpack.decode(parts.get(Part.HANDSHAKE, b""), type=Handshake)
     except (MsgspecError, ValueError, RecursionError) as error:
         raise RecordError(f"The message holds no step of secure sums: {error}.") from error
 
 
 def record_parts(record: Download | Upload) -> dict[str, bytes]:
     """A record as two parts."""
-    return dict(zip((HEAD, VALUES), encode(record), strict=True))
+    return dict(zip((Part.HEAD, Part.VALUES), encode(record), strict=True))
 
 
 def record_of(parts: Parts, kind: type[Record]) -> Record:
@@ -123,9 +131,9 @@ def record_of(parts: Parts, kind: type[Record]) -> Record:
     Raises:
         RecordError: If it is not there, or damaged.
     """
-    if not {HEAD, VALUES} <= parts.keys():
+    if not {Part.HEAD, Part.VALUES} <= parts.keys():
         raise RecordError(f"The message holds no {kind.__name__}.")
-    return decode(parts[HEAD], parts[VALUES], kind)
+    return decode(parts[Part.HEAD], parts[Part.VALUES], kind)
 
 
 def digest_of(start: bytes) -> bytes:

@@ -19,7 +19,7 @@ from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, 
 from lightning_spectral.network.executor import RemoteExecutor
 from lightning_spectral.network.gate import UploadGate, read_metrics
 from lightning_spectral.network.line import Asking, Line, Question
-from lightning_spectral.network.messages import EVALUATE, MODEL, PRECISION, Start, record_parts
+from lightning_spectral.network.messages import Kind, Part, Start, record_parts
 from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
@@ -236,13 +236,13 @@ class RemoteClients(ServerData):
         """
         roster, client_of, found = self.roster, dict[int, int](), dict[int, Mapping[str, float]]()
         asking, tensors = Asking(roster.line), travelling_tensors(owner.module)
-        common = {MODEL: self.model.encode(), PRECISION: owner.trainer.precision.encode()}
+        common = {Part.MODEL: self.model.encode(), Part.PRECISION: owner.trainer.precision.encode()}
         for client_id in client_ids:
             if (node := roster.node_of(client_id)) is not None:
                 client_of[node] = client_id
                 download = Download(WorkUnit(client_id, self.model), 1.0, tensors, round_idx, seed=owner.seed)
                 parts = {**record_parts(with_state(download, owner.client_states)), **common}
-                asking.ask(Question(node, EVALUATE, parts, round_idx, self.deadline))
+                asking.ask(Question(node, Kind.EVALUATE, parts, round_idx, self.deadline))
         for question, answer in asking.arrived(wait=True):
             client_id = client_of[question.node]
             try:

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
-from lightning_spectral.network.messages import WHO, Holding, Identity
+from lightning_spectral.network.messages import Holding, Identity, Kind
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.server.cohorts import ClientDirectory
 
@@ -113,7 +113,7 @@ class Roster:
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
         paused = {node for node, (_, _, until) in self._refused.items() if now < until}
         for node in sorted(there - self._known - self._heard.keys() - asked - paused):
-            self._asking.ask(Question(node, WHO, seconds=ANSWER_SECONDS))
+            self._asking.ask(Question(node, Kind.WHO, seconds=ANSWER_SECONDS))
         for question, answer in self._asking.look():
             if answer.reason in ("late", "dropped_out"):  # it may answer the next time
                 continue

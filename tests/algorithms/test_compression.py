@@ -21,7 +21,7 @@ from toy_models import LitMLP, LitNet, toy_examples
 import lightning_spectral as ls
 from lightning_spectral.algorithms.compression import ErrorFeedback, error_feedback
 from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.network.messages import VALUES, record_of, record_parts
+from lightning_spectral.network.messages import Part, record_of, record_parts
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server import Faults, LeaveOut
 from lightning_spectral.server.fault_policy import MaxUpdateNorm
@@ -225,7 +225,7 @@ def test_all_say_the_bytes_that_travel(compression: Any, fit: Fit) -> None:
     travelled: list[int] = []
 
     def weighed(question: Any, parts: dict[str, bytes]) -> dict[str, bytes]:
-        values = parts[VALUES]
+        values = parts[Part.VALUES]
         header = 8 + int.from_bytes(values[:8], "little")
         assert header < 8 + 80 * 2 * 6  # at most two parts of each of six tensors
         travelled.append(len(values) - header)

@@ -24,17 +24,7 @@ import lightning_spectral as ls
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import UploadGate, read_identity
 from lightning_spectral.network.line import Answer, Question
-from lightning_spectral.network.messages import (
-    EVALUATE,
-    IDENTITY,
-    TRAIN,
-    WHO,
-    Holding,
-    Identity,
-    identity_parts,
-    record_of,
-    record_parts,
-)
+from lightning_spectral.network.messages import Holding, Identity, Kind, Part, identity_parts, record_of, record_parts
 from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.codec import VERSION
 from lightning_spectral.protocol.records import Download, Failure, LoggedValue, Upload, WorkUnit
@@ -293,7 +283,7 @@ class Lying(FakeLine):
 
     def ask(self, question: Question) -> str | None:
         ticket, device = super().ask(question), question.node - FIRST
-        if question.kind == EVALUATE and device < len(self.lies) and ticket is not None:
+        if question.kind == Kind.EVALUATE and device < len(self.lies) and ticket is not None:
             told = self.lies[device](dict(self._ready[ticket].parts))
             self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else told
         return ticket
@@ -304,10 +294,10 @@ class Boasting(Node):
 
     def answer(self, question: Question) -> Parts:
         answer = super().answer(question)
-        if question.kind == WHO:
-            found = msgpack.decode(answer[IDENTITY])
+        if question.kind == Kind.WHO:
+            found = msgpack.decode(answer[Part.IDENTITY])
             found["holdings"][""]["num_examples"] = 10**9
-            return {IDENTITY: msgpack.encode(found)}
+            return {Part.IDENTITY: msgpack.encode(found)}
         return answer
 
 
@@ -315,11 +305,11 @@ WARD = Identity("ward 7", {"": Holding(80, 64, 0.5, 3, 1e6), "words": Holding(0,
 
 
 def identity_in(data: bytes) -> Identity:
-    return read_identity(Answer("a ticket", {IDENTITY: data}))
+    return read_identity(Answer("a ticket", {Part.IDENTITY: data}))
 
 
 def test_mutations_of_an_identity_are_refused_or_make_one_within_bounds() -> None:
-    data, rng, refused = identity_parts(WARD)[IDENTITY], random.Random(0), 0
+    data, rng, refused = identity_parts(WARD)[Part.IDENTITY], random.Random(0), 0
     assert identity_in(data) == WARD
     for _ in range(3000):
         damaged = bytearray(data)
@@ -361,9 +351,9 @@ def told_otherwise(field: str, value: Any) -> Node:
 
     class Strange(Node):
         def answer(self, question: Question) -> Parts:
-            said = msgpack.decode(identity_parts(Identity("ward", {"": Holding(80, 64)}))[IDENTITY])
+            said = msgpack.decode(identity_parts(Identity("ward", {"": Holding(80, 64)}))[Part.IDENTITY])
             (said if field in said else said["holdings"][""])[field] = value
-            return {IDENTITY: msgpack.encode(said)}
+            return {Part.IDENTITY: msgpack.encode(said)}
 
     return Strange(lambda: pytest.fail("it is asked nothing else"))
 
@@ -390,18 +380,18 @@ def test_a_newcomer_says_who_it_is_within_bounds_or_is_rejected(field: str) -> N
 def test_a_device_refuses_what_a_server_writes_by_hand_or_trains_on_it(fit: Fit) -> None:
     line = toy_line(LitMLP)
     fit(seeded(LitMLP), remote(line), max_epochs=1, clients_per_round=1)
-    question = next(question for question in line.asked if question.kind == TRAIN)
+    question = next(question for question in line.asked if question.kind == Kind.TRAIN)
     for field in (f.name for f in dataclasses.fields(Download)):
         service = line.there[question.node].make()
-        honest = record_of(service.answer(TRAIN, question.parts), Upload)
+        honest = record_of(service.answer(Kind.TRAIN, question.parts), Upload)
         for value in WRONG:
             if field == "local_epochs" and value == 2**63:
                 continue  # it trains for as long as it is told to
             parts = respoken(question.parts, "Download", lambda fields, new={field: value}: fields.update(new))
-            answer = service.answer(TRAIN, parts)
+            answer = service.answer(Kind.TRAIN, parts)
             assert answer.keys() in ({"refused"}, {"head", "values"}), (field, value)
             assert b"Traceback" not in b"".join(answer.values()), (field, value)
-        again = record_of(service.answer(TRAIN, question.parts), Upload)
+        again = record_of(service.answer(Kind.TRAIN, question.parts), Upload)
         assert all(torch.equal(again.tensors[name], tensor) for name, tensor in honest.tensors.items()), field
 
 

@@ -18,7 +18,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.network import line as network_line
 from lightning_spectral.network.line import Answer, Asking, Line, Question
-from lightning_spectral.network.messages import TRAIN
+from lightning_spectral.network.messages import Kind
 
 
 class Hazardous(Line):
@@ -104,7 +104,7 @@ class Counting(FakeLine):
 
     def ask(self, question: Question) -> str | None:
         """Encode what was asked, so that the question itself can go."""
-        if question.kind != TRAIN:
+        if question.kind != Kind.TRAIN:
             return super().ask(question)
         self.sent.append(ref(question))
         ticket = f"{question.round_idx} {question.node} {len(question.parts)}"

@@ -19,7 +19,7 @@ from lightning_spectral.network import ClientData
 from lightning_spectral.network import roster as roster_module
 from lightning_spectral.network.device import answered
 from lightning_spectral.network.line import Answer, Question
-from lightning_spectral.network.messages import WHO, Holding, Identity, identity_parts
+from lightning_spectral.network.messages import Holding, Identity, Kind, identity_parts
 from lightning_spectral.network.roster import Roster
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
@@ -250,7 +250,7 @@ class Changing(Node):
     holdings: ClassVar[Callable[[], Any]]
 
     def answer(self, question: Question) -> dict[str, bytes]:
-        if question.kind == WHO:
+        if question.kind == Kind.WHO:
             return answered(lambda: identity_parts(Identity("a", {"": type(self).holdings()})))
         return super().answer(question)
 

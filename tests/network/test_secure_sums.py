@@ -16,16 +16,7 @@ from toy_models import LitMLP, LitSmall
 pytest.importorskip("cryptography", reason="masks need the extra `secure`")
 import lightning_spectral as ls
 from lightning_spectral.network.line import Answer, Question
-from lightning_spectral.network.messages import (
-    AGREE,
-    HANDSHAKE,
-    HEAD,
-    REFUSED,
-    handshake_of,
-    handshake_parts,
-    record_of,
-    record_parts,
-)
+from lightning_spectral.network.messages import Kind, Part, handshake_of, handshake_parts, record_of, record_parts
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server import Faults, LeaveOut
 
@@ -37,7 +28,7 @@ STEPS = ("keys", "shares", "train", "reveal")
 
 
 def step_of(question: Question) -> str:
-    return handshake_of(question.parts).step if question.kind == AGREE else question.kind
+    return handshake_of(question.parts).step if question.kind == Kind.AGREE else question.kind
 
 
 @dataclass
@@ -155,12 +146,12 @@ def test_nothing_of_single_clients_but_masked_numbers_reaches_the_server(fit: Fi
         assert {tensor.dtype for tensor in upload.tensors.values()} == {torch.int64}
         assert (upload.logged, upload.untrained_rows) == ({}, {})
         assert upload.loss != upload.loss
-    assert {step for step, parts in line.heard if HEAD in parts} == {"train"}
+    assert {step for step, parts in line.heard if Part.HEAD in parts} == {"train"}
 
 
 def changed(change: Callable[[Any], Any]) -> Callable[[Parts], Parts]:
     """What is asked, or answered, in another handshake."""
-    return lambda parts: {**parts, **handshake_parts(change(handshake_of(parts)))} if HANDSHAKE in parts else parts
+    return lambda parts: {**parts, **handshake_parts(change(handshake_of(parts)))} if Part.HANDSHAKE in parts else parts
 
 
 def other_boxes(parts: Parts) -> Parts:
@@ -232,7 +223,7 @@ def test_a_device_takes_each_step_once(fit: Fit) -> None:
     again = {step: [parts for one, parts in line.heard if one == f"{step} again"] for step in STEPS}
     assert [len(again[step]) for step in STEPS] == [0, 24, 24, 24]
     for parts in again["shares"] + again["train"]:
-        assert b"takes each step once" in parts[REFUSED]
+        assert b"takes each step once" in parts[Part.REFUSED]
     assert {len(handshake_of(parts).said) for parts in again["reveal"]} == {0}  # the secrets are gone
     last = [question for question in line.asked if question.kind == "train"][-1]
     upload = record_of(line.there[last.node].answer(last), Upload)

@@ -119,7 +119,7 @@ say(name, *({*sys.modules} - before))
 }
 # What all of these import is imported once: it is neither ours nor Lightning.
 FORKING = """
-import os, sys, torchmetrics
+import os, sys, torch._dynamo, torchmetrics
 for name, script in {scripts!r}.items():
     if os.fork() == 0:
         exec(script, {{"sys": sys, "say": lambda *words: print(name, *words, sep="\\t", flush=True)}})

@@ -147,7 +147,7 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
     "validate": lambda layers: ls.validate(net(), EXAMPLE, layers),
     "cost_table": lambda layers: ls.cost_table(net(), ls.SpectralSharding(layers=layers), [0.1, 0.6], EXAMPLE),
     "largest_that_fits": lambda layers: ls.largest_that_fits(
-        net(), ls.SpectralSharding(layers=layers), EXAMPLE, budget_params=[500, 600]
+        net(), ls.SpectralSharding(layers=layers), EXAMPLE, budget_params=600
     ),
     "replace_layers": lambda layers: numbers_of_terms(ls.replace_layers(net(), 0.3, EXAMPLE, layers)),
     "SpectralSharding": lambda layers: numbers_of_terms(client(ls.SpectralSharding(layers=layers), 0.3)),

@@ -13,7 +13,6 @@ import torch
 from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.parsing import clean_namespace
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -51,7 +50,7 @@ from lightning_spectral.plugin.settings import (
     check_same_everywhere,
     config_of,
 )
-from lightning_spectral.plugin.trainer import RoundsAsSteps, RoundStages, convert_now, full_precision
+from lightning_spectral.plugin.trainer import RoundsAsSteps, convert_now, full_precision
 from lightning_spectral.plugin.user_hooks import Host, NoOutputs, Share, is_overridden
 from lightning_spectral.server.cohorts import ClientDirectory
 
@@ -260,8 +259,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if fits:
             check_callbacks(callbacks)  # before Lightning refuses some of them with its own messages
         boundaries: list[pl.Callback] = []  # only those with something to do, since Lightning calls all
-        if not isinstance(trainer.profiler, PassThroughProfiler):
-            boundaries.append(RoundStages())
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
             boundaries.append(WandbRounds())
         if any(isinstance(each, CommunicationLedger | RoundDashboard) for each in callbacks):

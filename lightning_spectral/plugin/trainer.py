@@ -28,6 +28,9 @@ def num_rounds(trainer: pl.Trainer) -> int | None:
     return min(limits) if limits else None
 
 
+STAGE = "[Federated]{}".format  # the name of a stage of a round in Lightning's profiler
+
+
 class RoundsAsSteps(pl.Callback):
     """Gives a Trainer the settings of a federated fit, and restores its own settings however the fit ends.
 
@@ -37,10 +40,12 @@ class RoundsAsSteps(pl.Callback):
     - A `LearningRateMonitor` logs once per round, not twice.
     - A `ModelCheckpoint` with a ``train_time_interval`` looks at the clock after each round. Lightning ignores the
       interval under manual optimisation, which is what a federation is to it.
+    - The profiler also records the one stage of a round that Lightning runs itself: validation.
     """
 
     def __init__(self) -> None:
         self._own: list[tuple[object, dict[str, Any]]] = []
+        self._is_validating = False
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -67,7 +72,18 @@ class RoundsAsSteps(pl.Callback):
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            trainer.profiler.start(STAGE("validate"))  # type: ignore[attr-defined]
+            self._is_validating = True
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._is_validating:
+            trainer.profiler.stop(STAGE("validate"))  # type: ignore[attr-defined]
+            self._is_validating = False
+
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.on_validation_end(trainer, pl_module)  # a profiler cannot restart what it has not stopped
         pl_module.federation.abandon_round()
         self.teardown(trainer, pl_module, "fit")  # after an error Lightning does not call it
 
@@ -87,29 +103,6 @@ class Instead:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
-
-
-STAGE = "[Federated]{}".format  # the name of a stage of a round in Lightning's profiler
-
-
-class RoundStages(pl.Callback):
-    """Records the one stage that Lightning runs itself in the profiler: validation within a fit."""
-
-    def __init__(self) -> None:
-        self._is_open = False
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            trainer.profiler.start(STAGE("validate"))  # type: ignore[attr-defined]
-            self._is_open = True
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._is_open:
-            trainer.profiler.stop(STAGE("validate"))  # type: ignore[attr-defined]
-            self._is_open = False
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self.on_validation_end(trainer, pl_module)  # a profiler cannot restart what it has not stopped
 
 
 def convert_now(module: pl.LightningModule, precision_plugin: Any) -> None:

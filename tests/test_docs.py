@@ -1,5 +1,6 @@
 """The documentation does what it says: every Python block runs, prints what is shown, and the lists are complete."""
 
+import ast
 import importlib
 import inspect
 import pkgutil
@@ -119,6 +120,27 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
             module = path
         elif ".network.flower." not in path or find_spec("flwr"):
             pkgutil.resolve_name(path if path.startswith(ls.__name__) else f"{module}.{path}")  # raises if not there
+
+
+def test_pages_name_attributes_that_classes_have() -> None:
+    known: dict[str, str] = {}
+    bases: dict[str, list[str]] = {}
+    for path in Path(ls.__file__).parent.rglob("*.py"):
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                known[node.name] = known.get(node.name, "") + (ast.get_source_segment(source, node) or "")
+                bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
+
+    def has(name: str, attribute: str) -> bool:
+        own = re.search(rf"(def |self\.){attribute}\b|\b{attribute}\b[^\n]* = |\b{attribute}: ", known[name])
+        inherited = any(base in known and has(base, attribute) for base in bases[name])
+        return own is not None or inherited or hasattr(pl.LightningModule, attribute)
+
+    pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
+    named = {pair for page in pages for pair in re.findall(r"`([A-Z]\w+)\.([a-z]\w*)", page.read_text())}
+    assert {("Round", "send"), ("FederatedModule", "start_round")} <= named
+    assert not [pair for pair in named if pair[0] in known and not has(*pair)]
 
 
 def test_formulas_become_mathml_and_a_command_that_cannot_be_shown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class RoundCallback(pl.Callback):
             )
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
-        """Called once a round is open; ``opened`` is what `Algorithm.open` returned."""
+        """Called once a round is open; ``opened`` is what `ServerHalf.open` returned."""
 
     def on_client_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         """Called when a client was sent its download, ``turn.download``, in the process that trains it.

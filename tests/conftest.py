@@ -106,3 +106,14 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module")
+def command_line() -> Iterator[pytest.MonkeyPatch]:
+    """Undo whatever a command line does to the process: arguments, variables, paths, the generators' seeds."""
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
+        patch.setattr(sys, "argv", ["program"])
+        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+            patch.setenv(name, "0")
+        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+        yield patch

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,15 +112,8 @@ class Command:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def a_process_of_its_own() -> Iterator[None]:
-    """Undo whatever a command line does to the process: arguments, variables, paths, the generators' seeds."""
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        patch.setattr(sys, "argv", ["program"])
-        patch.setattr(sys, "path", [str(ROOT), *sys.path])
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            patch.setenv(name, "0")
-        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-        yield
+def _from_the_root(command_line: pytest.MonkeyPatch) -> None:
+    command_line.syspath_prepend(ROOT)
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)

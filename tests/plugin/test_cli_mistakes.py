@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from lightning_spectral.__main__ import main
 
@@ -107,18 +106,14 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(command_line: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a config and a user's module, in which the command line is started."""
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "my_points.py").write_text(CODE)
     (folder / "run.yaml").write_text(RUN)
-    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]):
-        patch.chdir(folder)
-        patch.setattr(sys, "path", [str(folder), *sys.path])
-        for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-            patch.setenv(name, "0")
-        patch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-        yield folder
+    command_line.chdir(folder)
+    command_line.syspath_prepend(folder)
+    yield folder
     sys.modules.pop("my_points", None)
 
 

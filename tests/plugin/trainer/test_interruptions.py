@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Be aware that when using `ckpt_path`, callbacks",  # only the first part of a run saves
-    "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
-    "ignore:Checkpoint directory .* exists and is not empty",
-    "ignore:.*fit.ckpt_path=",  # OnExceptionCheckpoint looks for a checkpoint
-    "ignore:.*no client is left to average",
-)
+pytestmark = [
+    pytest.mark.usefixtures("interruptible"),
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`, callbacks",  # only the first part of a run saves
+        "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
+        "ignore:Checkpoint directory .* exists and is not empty",
+        "ignore:.*fit.ckpt_path=",  # OnExceptionCheckpoint looks for a checkpoint
+        "ignore:.*no client is left to average",
+    ),
+]
 
 
 class Falling(LitMLP):
@@ -59,14 +62,6 @@ class FailsInHook(Falling):
     def on_validation_end(self) -> None:
         if self.trainer.current_epoch == 1 and self.trainer.max_epochs == 3:
             fail()
-
-
-@pytest.fixture(autouse=True)
-def _as_in_a_terminal() -> Iterator[None]:
-    """A shell starts background jobs with Ctrl-C ignored."""
-    own = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, own)
 
 
 def press() -> None:

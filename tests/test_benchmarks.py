@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from study_files import study_files
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 Run = Callable[..., str]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any) -> Run:
+def run(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Iterator[Run]:
     """Runs a script in this process, and returns what it prints: to import torch takes longer than most of them."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    caplog.set_level(logging.INFO, "lightning.pytorch")  # scripts set another, which ends with the test
 
     def script(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -30,7 +28,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any) -> Run:
         printed: str = capsys.readouterr().out
         return printed
 
-    return script
+    with study_files(BENCHMARKS, (), tmp_path_factory.mktemp("benchmarks")):
+        yield script
 
 
 @pytest.mark.parametrize(("kind", "sums"), [("float32", 2), ("bf16", 4)])

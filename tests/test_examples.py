@@ -1,13 +1,12 @@
 """The examples run as their docstrings say: as scripts, from a clean folder, with every warning an error."""
 
 import csv
-import logging
 import os
 import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from study_files import EXAMPLES, study_files
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
@@ -77,11 +76,8 @@ LORA: dict[str, tuple[str, str, dict[str, Any]]] = {  # what it prints, and the 
 
 
 @pytest.fixture
-def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplog: Any) -> Callable[..., str]:
+def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Iterator[Callable[..., str]]:
     """Runs an example in this process, which has already imported what takes longest, and returns what it prints."""
-    caplog.set_level(logging.INFO, "lightning.pytorch")  # examples set another, which ends with the test
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(EXAMPLES)
 
     def run(name: str, *arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
@@ -89,7 +85,8 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, caplo
         printed: str = capsys.readouterr().out
         return printed
 
-    return run
+    with study_files(EXAMPLES, (), tmp_path):
+        yield run
 
 
 @pytest.mark.parametrize("name", LORA)
@@ -207,4 +204,4 @@ def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
 def test_programs_of_other_packages_are_federated(package: str, says: str, tmp_path: Path, run_here: Any) -> None:
     pytest.importorskip(package, reason=f"its example needs {package}", exc_type=ImportError)
     assert re.search(says, run_here(f"federated_{package.removeprefix('pytorch_')}", "--rounds", "1"))
-    assert not list(tmp_path.iterdir())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

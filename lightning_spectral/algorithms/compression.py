@@ -139,7 +139,7 @@ class ErrorFeedback:
 
     def opened(self, upload: Upload, download: Download) -> Upload:
         """An upload with the new values that its tensors stand for; errors as for `unpack`."""
-        return replace(upload, tensors=self.unpacked(upload.tensors, download)) if self.names else upload
+        return replace(upload, tensors=self.unpacked(upload.tensors, download))
 
     def unpacked(self, tensors: Tensors, download: Download) -> dict[str, Tensor]:
         """The new values that packed tensors stand for, in at least single precision; errors as for `unpack`."""

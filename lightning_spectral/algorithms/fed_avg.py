@@ -73,7 +73,7 @@ class DenseSide(ClientSide):
         return Upload(download.unit, self.feedback.packed(tensors, download) if self.feedback.names else tensors)
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
-        return self.feedback.opened(upload, download)
+        return self.feedback.opened(upload, download) if self.feedback.names else upload
 
     @property
     def keeps_state(self) -> bool:

@@ -551,7 +551,7 @@ class LoRASide(ClientSide):
         return Upload(download.unit, self.feedback.packed(self._trained(client, download), download))
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
-        return self.feedback.opened(upload, download)
+        return self.feedback.opened(upload, download) if self.feedback.names else upload
 
     @property
     def keeps_state(self) -> bool:

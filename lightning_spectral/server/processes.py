@@ -21,6 +21,7 @@ from lightning_spectral.sums.exact_mean import MESSAGE, Peers
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 Layout = Sequence[Sequence[tuple[tuple[int, ...], torch.dtype]]]
+KEY = "lightning_spectral/{} of process {}"  # in the store
 PATIENCE = 5.0  # seconds to wait for the store, or for processes that have just been disconnected
 
 
@@ -263,7 +264,7 @@ class Meetings:
             self._next_look = time.monotonic() + 1.0
             others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
             try:
-                is_told = within(PATIENCE, lambda: any(_number(store, _key("end", rank)) > 0 for rank in others))
+                is_told = within(PATIENCE, lambda: any(_number(store, "end", rank) > 0 for rank in others))
             except (TimeoutError, RuntimeError):
                 is_told = False  # the next meeting finds out who is missing
         self._is_ending |= is_told
@@ -291,14 +292,14 @@ class Meetings:
             raise LostProcessError(_explanation(missing, is_sure, self.turns, error)) from error
 
     def _set(self, what: str, value: str) -> None:
-        _store().set(_key(what, self.rank), value)
+        _store().set(KEY.format(what, self.rank), value)
 
     def _missing(self) -> tuple[list[int], bool]:
         """The missing ranks, and whether that is certain: process 0 may have ended, and its store with it."""
         others, store = [rank for rank in range(self.size) if rank != self.rank], _store()
         try:
-            counts = within(PATIENCE, lambda: {rank: _number(store, _key("meetings", rank)) for rank in others})
-            known = within(PATIENCE, lambda: {rank: _read(store, _key("turn", rank)) for rank in others})
+            counts = within(PATIENCE, lambda: {rank: _number(store, "meetings", rank) for rank in others})
+            known = within(PATIENCE, lambda: {rank: _read(store, "turn", rank) for rank in others})
             self.turns = {**self.turns, **{rank: turn for rank, turn in known.items() if turn}}
             silent = self._silent([rank for rank in others if counts[rank] == self._count], store)
             return [rank for rank in others if rank in silent or counts[rank] < self._count], True
@@ -317,7 +318,7 @@ class Meetings:
         silent, end = list(arrived), time.monotonic() + PATIENCE
 
         def still_silent() -> list[int]:
-            return [rank for rank in silent if _number(store, _key("failed meeting", rank)) < self._count]
+            return [rank for rank in silent if _number(store, "failed meeting", rank) < self._count]
 
         while silent and time.monotonic() < end:
             time.sleep(0.05)
@@ -360,16 +361,13 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _key(what: str, rank: int) -> str:
-    return f"lightning_spectral/{what} of process {rank}"
-
-
-def _read(store: Any, key: str) -> str:
+def _read(store: Any, what: str, rank: int) -> str:
+    key = KEY.format(what, rank)
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
-def _number(store: Any, key: str) -> int:
-    return int(_read(store, key) or -1)
+def _number(store: Any, what: str, rank: int) -> int:
+    return int(_read(store, what, rank) or -1)
 
 
 def _explanation(missing: Sequence[int], is_sure: bool, turns: Mapping[int, str], error: Exception) -> str:

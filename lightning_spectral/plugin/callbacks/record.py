@@ -251,19 +251,12 @@ class RoundHistory(RoundCallback):
             self._new.mark(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn != "fit":
-            self.on_test_end(trainer, pl_module)
-        elif not trainer.sanity_checking:
-            self.take_logged(trainer)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._new.mark(trainer)
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add what is evaluated after a fit to its last round."""
-        new = self.take_logged(trainer)
-        if self.rows and new:
+        """Add what was evaluated to the row of the last round, and after a fit also to the file."""
+        new = {} if trainer.sanity_checking else self.take_logged(trainer)
+        if trainer.state.fn != "fit" and self.rows and new:
             self._append({"round": int(self.rows[-1]["fl/round"]), "evaluated": new})
+
+    on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.take_logged(trainer)

@@ -163,13 +163,21 @@ def test_a_history_added_when_a_run_is_resumed_says_what_it_lacks(tmp_path: Path
     assert run.notes == ("starts at round 1: what earlier rounds sent is not counted",)
 
 
-def test_what_a_test_finds_belongs_to_the_last_round(lit: Any, data: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
-    fitted = fit(lit, data, max_epochs=2, trainer={"logger": logging(tmp_path)})
+def test_what_is_evaluated_after_a_fit_belongs_to_its_last_round(
+    lit_mlp: Any, data: Any, toy: Any, fit: Fit, tmp_path: Path
+) -> None:
+    class Lit(lit_mlp):  # type: ignore[misc]
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test_acc", 0.25)
+
+    fitted = fit(seeded(Lit), data, max_epochs=2, trainer={"logger": logging(tmp_path)})
     loader = torch.utils.data.DataLoader(toy, batch_size=8)
     (validated,) = fitted.trainer.validate(fitted.model, loader, verbose=False)
+    fitted.trainer.test(fitted.model, loader, verbose=False)
     check_holds(read_run(record_of(tmp_path)), fitted.history.rows)
-    assert fitted.history.rows[-1]["val_acc"] == pytest.approx(validated["val_acc"])
-    assert len(read_record(record_of(tmp_path)).lines) == 3
+    last = fitted.history.rows[-1]
+    assert (last["val_acc"], last["test_acc"]) == (pytest.approx(validated["val_acc"]), 0.25)
+    assert len(read_record(record_of(tmp_path)).lines) == 4
 
 
 def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(

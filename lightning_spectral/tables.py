@@ -33,18 +33,21 @@ def as_html(blocks: Iterable[Block]) -> str:
         </tbody></table>
         <p>1 layer</p>
     """
-    parts: list[str] = []
-    for block in blocks:
-        if isinstance(block, str):
-            parts.append(f"<p>{'<br>'.join(map(escape, block.splitlines()))}</p>")
-        else:
-            tags = ["th", *["td"] * (len(block) - 1)]
-            head, *body = (
-                f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in row)}</tr>"
-                for tag, row in zip(tags, block, strict=True)
-            )
-            parts += [f"<table><thead>{head}</thead><tbody>", *body, "</tbody></table>"]
-    return "\n".join(parts)
+    return "\n".join(
+        f"<p>{'<br>'.join(map(escape, block.splitlines()))}</p>" if isinstance(block, str) else html_table(block)
+        for block in blocks
+    )
+
+
+def html_table(rows: Rows, styles: Sequence[str] = ()) -> str:
+    """A table as HTML, with the attributes of the cells of each column; all text is escaped."""
+    tags = ["th", *["td"] * (len(rows) - 1)]
+    styles = styles or [""] * len(rows[0])
+    head, *body = (
+        f"<tr>{''.join(f'<{tag}{style}>{escape(cell)}</{tag}>' for cell, style in zip(row, styles, strict=True))}</tr>"
+        for tag, row in zip(tags, rows, strict=True)
+    )
+    return "\n".join([f"<table><thead>{head}</thead><tbody>", *body, "</tbody></table>"])
 
 
 class Tabular(ABC):

@@ -17,6 +17,7 @@ from lightning_spectral.errors import ReportError, from_extra
 from lightning_spectral.report.compared import SWEEP, group_runs, in_order
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.runs import Table, labelled, printable, read_runs
+from lightning_spectral.tables import html_table
 
 if TYPE_CHECKING:
     from lightning_spectral.report.sections import Section
@@ -200,10 +201,4 @@ def _table(table: Table) -> str:
     number = re.compile(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?")  # maybe with a deviation, or known of some runs
     rows = [["" if value is None else str(value) for value in row] for row in table.rows]
     numeric = [all(map(number.fullmatch, filter(None, column))) for column in zip(*rows, strict=True)]
-    styles = [" class=number" if is_number else "" for is_number in numeric] or [""] * len(table.columns)
-    lines = []
-    for tag, row in (("th", table.columns), *(("td", row) for row in rows)):
-        cells = (f"<{tag}{style}>{escape(text)}</{tag}>" for text, style in zip(row, styles, strict=True))
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    body = "\n".join(lines[1:])
-    return f"<table><thead>{lines[0]}</thead>\n<tbody>\n{body}\n</tbody></table>"
+    return html_table([table.columns, *rows], [" class=number" if is_number else "" for is_number in numeric])

@@ -22,6 +22,13 @@ from lightning_spectral.server.metrics import mean_loss
 ROUNDS_OF_UPDATES = 10
 LARGEST_UPDATE = 10.0  # in units of the tensor's own norm
 LEAST_ENTRY = 1e-3  # root mean square: weights that start at zero may grow by any factor
+ROUNDS_OF_EXPLOSIONS = 20
+LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
+LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
+EARLY, LATE = range(5, 10), range(25, 30)  # rounds whose mean losses are compared
+FLAT = 0.9  # of the early loss
+HALF = 0.5  # of the first loss: below it a run has learned, and may have converged
+CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
 
 
 class FirstRounds:
@@ -39,7 +46,7 @@ class FirstRounds:
     ) -> None:
         self._warns = warns
         self._done = {"averages"} if averages_may_rest else set[str]()
-        self._losses = Losses()
+        self._losses: dict[int, float] = {}  # the finite ones by round
         # One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
         self._unreached = None if unreached is None else sorted(unreached)
         self._remedy = ""
@@ -85,7 +92,7 @@ class FirstRounds:
                     f"the clients' mean update of {name!r} is {ratio:.3g} times as large as the tensor itself "
                     f"(Frobenius norms) and overwhelms it. {smaller_updates(half)}.",
                 )
-        if not self._losses.is_over and (message := self._losses.note(half, mean_loss(summary), round_idx)):
+        if message := self.note_loss(half, mean_loss(summary), round_idx):
             _warn(round_idx, message)
         if has_trained and "averages" not in self._done:
             self._done.add("averages")
@@ -115,6 +122,37 @@ class FirstRounds:
                 "FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
                 "`RoundCallback.on_round_end`.",
             )
+
+    def note_loss(self, half: ServerHalf, loss: float, round_idx: int) -> str:
+        """Record the mean training loss of a round, NaN if nobody trained; return what its user should hear, if any."""
+        if "losses" in self._done:
+            return ""
+        losses = self._losses
+        if round_idx < LATE.stop and math.isfinite(loss):
+            losses[round_idx] = loss
+            begin, first = next(iter(losses.items()))
+            if round_idx < ROUNDS_OF_EXPLOSIONS and first >= LEAST_LOSS and loss > LARGEST_GROWTH * first:
+                self._done.add("losses")
+                return (
+                    f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {begin} ({first:.3g}). "
+                    f"{smaller_updates(half)}. Where rounds have few clients whose data differ much, look at the "
+                    "validation loss first."
+                )
+        if round_idx < LATE[-1]:
+            return ""
+        self._done.add("losses")
+        remedy, first = ", or ".join(half.advice(Moment.FLAT_LOSSES)), next(iter(losses.values()), math.nan)
+        known = ([losses[index] for index in rounds if index in losses] for rounds in (EARLY, LATE))
+        early, late = (fmean(found) if found else math.nan for found in known)
+        # False if one is unknown. The first few rounds do not count: in them clients learn to predict their few labels,
+        # even if the network learns nothing else.
+        is_flat = first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
+        if not remedy or not is_flat:
+            return ""
+        return (
+            f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {late:.3g} now, {early:.3g} "
+            f"then. If the validation metrics do not improve either, {remedy}."
+        )
 
     def finish(self) -> None:
         """Give the warnings that remain when a fit ends, perhaps before the first rounds are over."""
@@ -178,65 +216,6 @@ def untouched_averages(server: nn.Module) -> list[str]:
 
 def _warn(round_idx: int, what: str) -> None:
     warnings.warn(f"Round {round_idx}: {what}", SpectralWarning, stacklevel=4)
-
-
-ROUNDS_OF_EXPLOSIONS = 20
-LARGEST_GROWTH = 3.0  # of the loss, relative to the first round
-LEAST_LOSS = 1e-2  # below this, and for negative losses, the ratio of two losses says little
-EARLY, LATE = range(5, 10), range(25, 30)  # rounds whose mean losses are compared
-FLAT = 0.9  # of the early loss
-HALF = 0.5  # of the first loss: below it a run has learned, and may have converged
-CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
-
-
-class Losses:
-    """Watches the losses of the first rounds of one fit; warns at most once.
-
-    Attributes:
-        is_over: Whether nothing more is to be noted.
-    """
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._losses: dict[int, float] = {}  # the finite ones by round
-
-    def note(self, half: ServerHalf, loss: float, round_idx: int) -> str:
-        """Record a round, and return a warning for the user; mostly empty.
-
-        Args:
-            half: The server's half, which knows the remedies of its algorithm.
-            loss: The mean training loss; NaN if nobody trained.
-            round_idx: The index of the round.
-        """
-        if round_idx < LATE.stop and math.isfinite(loss):
-            self._losses[round_idx] = loss
-            begin, first = next(iter(self._losses.items()))
-            if round_idx < ROUNDS_OF_EXPLOSIONS and first >= LEAST_LOSS and loss > LARGEST_GROWTH * first:
-                self.is_over = True
-                return (
-                    f"the training loss is {loss:.3g}, {loss / first:.3g} times that of round {begin} ({first:.3g}). "
-                    f"{smaller_updates(half)}. Where rounds have few clients whose data differ much, look at the "
-                    "validation loss first."
-                )
-        self.is_over = round_idx >= LATE[-1]
-        if not self.is_over:
-            return ""
-        remedy = ", or ".join(half.advice(Moment.FLAT_LOSSES))
-        first, early, late = next(iter(self._losses.values()), math.nan), self._mean(EARLY), self._mean(LATE)
-        # False if one is unknown. The first few rounds do not count: in them clients learn to predict their few labels,
-        # even if the network learns nothing else.
-        is_flat = first >= LEAST_LOSS and max(FLAT * early, HALF * first) < late <= LARGEST_GROWTH * early
-        if not remedy or not is_flat:
-            return ""
-        return (
-            f"the training loss has hardly fallen since rounds {EARLY[0]} to {EARLY[-1]}: {late:.3g} now, {early:.3g} "
-            f"then. If the validation metrics do not improve either, {remedy}."
-        )
-
-    def _mean(self, rounds: range) -> float:
-        """The mean loss of some rounds; NaN if nobody trained in any of them."""
-        found = [self._losses[round_idx] for round_idx in rounds if round_idx in self._losses]
-        return fmean(found) if found else math.nan
 
 
 def smaller_updates(half: ServerHalf) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.client.device import WATCHED_ROUNDS
 from lightning_spectral.protocol.records import ClientOutcome, LoggedValue, RoundSummary, WorkUnit
-from lightning_spectral.server.advice import Losses, check_weights
+from lightning_spectral.server.advice import FirstRounds, check_weights
 from lightning_spectral.server.metrics import round_means, round_metrics
 
 
@@ -78,8 +78,8 @@ def said(losses: Iterable[tuple[int, float]]) -> dict[int, str]:
     """What is said of the losses of some rounds after a spectral start, by round."""
     half = ls.SpectralSharding().bind(seeded(LitFlat))
     half.started = frozenset(["net.1"])
-    watch = Losses()
-    return {r: text for r, loss in losses if not watch.is_over and (text := watch.note(half, loss, r))}
+    watch = FirstRounds()
+    return {r: text for r, loss in losses if (text := watch.note_loss(half, loss, r))}
 
 
 @pytest.mark.parametrize(

@@ -461,12 +461,7 @@ def _divide(keep_ratio: float, layer: nn.Module, inputs: Sequence[object], outpu
 
 
 def at_width(name: str, width: float) -> str:
-    """The name under which a width's own version of a tensor is sent.
-
-    Example:
-        >>> at_width("net.1.running_mean", 0.5)
-        'net.1.running_mean@0.5'
-    """
+    """The name under which a width's own version of a tensor is sent."""
     return f"{name}@{width}"
 
 

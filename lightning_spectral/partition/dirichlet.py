@@ -72,12 +72,7 @@ class DirichletPartitioner(Partitioner):
 
 
 def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
-    """Concentration of a prior over classes: as their sizes, with the sum ``total``, or ``total`` for each class.
-
-    Example:
-        >>> class_concentration(np.array([3, 1]), 2.0, symmetric=False)
-        array([1.5, 0.5])
-    """
+    """Concentration of a prior over classes: as their sizes, with the sum ``total``, or ``total`` for each class."""
     base = np.ones(len(sizes)) if symmetric else sizes / sizes.sum()
     return np.asarray(total * base, dtype=np.float64)
 
@@ -127,11 +122,6 @@ def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
     A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U`` is a
     standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all classes. Only
     ``a = 0``, itself an underflow, gives ``-inf``.
-
-    Example:
-        >>> log_q = log_dirichlet(np.full(3, 1e-6), np.random.default_rng(0))
-        >>> bool(np.isfinite(log_q).all())
-        True
     """
     exponential = rng.standard_exponential(len(concentration))
     with np.errstate(over="ignore", divide="ignore"):
@@ -171,12 +161,6 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng
     """Draw the class of every slot, client by client, for clients served in the given order.
 
     There are as many slots as the sum of ``client_sizes``, which is at most that of ``class_sizes``.
-
-    Example:
-        >>> def one_of_each(left, num_draws, rng):
-        ...     return np.ones_like(left)
-        >>> draw_slot_classes(np.array([2, 2]), np.array([2, 2]), one_of_each, np.random.default_rng(0))
-        array([0, 1, 0, 1])
     """
     left = class_sizes.copy()
     slots = np.empty(client_sizes.sum(), dtype=np.int64)
@@ -261,11 +245,6 @@ def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float,
     This is equivalent to drawing one label after another, each a superclass and then a class: a superclass runs out
     exactly when all its classes have, so the draw of superclasses does not depend on that of their classes. The sizes
     and the superclasses of the classes have shape ``(K,)``.
-
-    Example:
-        >>> law = two_stages(np.array([2, 1, 3]), np.array([5, 5, 7]), 2.0, 3.0, symmetric=False)
-        >>> law(np.array([0, 1, 3]), 4, np.random.default_rng(0))
-        array([0, 1, 3])
     """
     members = [np.flatnonzero(superclasses == one) for one in np.unique(superclasses)]
     sizes = np.array([class_sizes[own].sum() for own in members])

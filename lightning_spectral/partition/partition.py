@@ -238,11 +238,6 @@ def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator
     """Client ids in random order with their shares; the first ``num_examples % num_clients`` get an extra example.
 
     Both are int64 of shape ``(num_clients,)``.
-
-    Example:
-        >>> order, sizes = equal_shares(11, 4, torch.Generator().manual_seed(0))
-        >>> sizes
-        tensor([3, 3, 3, 2])
     """
     share, remainder = divmod(num_examples, num_clients)
     order = torch.randperm(num_clients, generator=generator)

@@ -108,14 +108,7 @@ def refusal(layer: nn.Module) -> str | None:
 
 
 def has_gradient_hook(tensor: Tensor) -> bool:
-    """Whether there are hooks on a tensor's gradient.
-
-    Example:
-        >>> weight = nn.Linear(2, 1).weight
-        >>> handle = weight.register_hook(abs)
-        >>> has_gradient_hook(weight)
-        True
-    """
+    """Whether there are hooks on a tensor's gradient."""
     return bool(tensor._backward_hooks) or bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 

@@ -90,17 +90,17 @@ class DenseSide(ClientSide):
 
 
 class DenseRound(Round):
-    """One open round in which tensors are sent whole.
+    """One open round in which tensors are sent whole, all or some of them.
 
     Attributes:
-        tensors: Parameters and buffers of the server's module, by name.
+        tensors: Parameters and buffers of the server's module, by name, unless they are sent apart.
         mean: Running mean of the clients' changes.
     """
 
-    def __init__(self, half: "DenseHalf", cohort: Cohort) -> None:
+    def __init__(self, half: ServerHalf, cohort: Cohort) -> None:
         self.half = half
         self.cohort = cohort
-        self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server)
+        self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server, half.apart)
         self.mean = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:

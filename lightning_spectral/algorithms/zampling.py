@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Round, ServerHalf
-from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, ServerHalf
+from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -49,7 +49,7 @@ from lightning_spectral.nn.zampling import (
 )
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, LoggedValue, Options, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sums import MeanBits, RunningMean
@@ -288,27 +288,25 @@ class ZamplingHalf(ServerHalf):
         return hardly_moved(moved.value, len(summary.averaged)) if summary and moved else ()
 
 
-class ZamplingRound(Round):
+class ZamplingRound(DenseRound):
     """One open round.
 
     Attributes:
-        tensors: What every client is sent: probabilities and dense tensors, by name.
         probs: The probabilities as they arrive at clients, after rounding, shape ``(n,)``.
         bits: Running mean of the clients' bits.
-        dense: Running mean of the changes of dense tensors.
     """
 
+    half: ZamplingHalf
+
     def __init__(self, half: ZamplingHalf, cohort: Cohort) -> None:
-        self.half, self.cohort = half, cohort
+        super().__init__(half, cohort)
         sent = self.probs = half.state.probs.detach()
         if half.choice.downlink_bits is not None:
             generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
             sent = pack_levels(sent, half.choice.downlink_bits, generator)
             self.probs = half.device_half.received(sent).to(self.probs)
-        self.tensors = {PROBS: sent, **travelling_tensors(half.server, half.apart)}
-        num_clients = sum(map(len, cohort.groups.values()))
-        self.bits = MeanBits(self.probs, num_clients)
-        self.dense = dense_mean(half.server, half.averaged(), cohort)
+        self.tensors = {PROBS: sent, **self.tensors}
+        self.bits = MeanBits(self.probs, sum(map(len, cohort.groups.values())))
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         tensors = self.tensors
@@ -319,17 +317,17 @@ class ZamplingRound(Round):
     def add(self, receipt: Receipt, upload: Upload) -> None:
         """Add a client's bits, which count the same for each client, and its dense tensors."""
         self.bits.add(unpack_bits(upload.tensors[BITS], len(self.probs)), 1.0)
-        self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        super().add(receipt, upload)
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        return [self.bits, self.dense]
+        return [self.bits, self.mean]
 
     def close(self) -> None:
         """Set the pseudo-gradients: with learning rate 1 the new probabilities are exactly the mean of the bits."""
         probs = self.half.state.probs
         probs.grad = probs.detach() - on_grid(self.bits.finish(self.half.choice.smoothing)).to(probs)
-        apply_mean_change(self.half.server, self.dense.finish())
+        super().close()
 
     def metrics(self) -> Mapping[str, float]:
         """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""

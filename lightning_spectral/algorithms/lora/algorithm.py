@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, ServerHalf
 from lightning_spectral.algorithms.compression import WHOLE, Compression, ErrorFeedback, error_feedback
-from lightning_spectral.algorithms.fed_avg import dense_mean
+from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
     AdapterAggregation,
@@ -37,13 +37,7 @@ from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import (
-    apply_mean_change,
-    load_tensors,
-    returned_tensors,
-    select_tensors,
-    travelling_tensors,
-)
+from lightning_spectral.protocol.exchange import load_tensors, returned_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import (
     Assigned,
     PerClient,
@@ -395,24 +389,22 @@ class LoRAHalf(ServerHalf):
         state.has_begun.fill_(True)
 
 
-class LoRARound(Round):
-    """One open round of federated LoRA.
+class LoRARound(DenseRound):
+    """One open round of federated LoRA, in which all clients are sent bases, and all else but factors.
 
     Attributes:
-        tensors: What every client is sent: bases, and all else but factors, by name.
         adapters: The adapted layers with their open rounds.
-        dense: Running mean of the changes of what is trained whole.
     """
 
+    half: LoRAHalf
+
     def __init__(self, half: LoRAHalf, cohort: Cohort) -> None:
-        self.half = half
-        self.cohort = cohort
+        super().__init__(half, cohort)
         self.tensors = half.sent_to_all()
         ranks = {ratio: round(ratio * half.max_rank) for ratio in cohort.groups}
         given = cohort, ranks, half.is_mixed, half.aggregation.trained(cohort.round_idx)
         opened = [OpenAdapter(layer, own.B.detach(), own.A.detach(), *given) for layer, own in half.state.pairs]
         self.adapters = dict(zip(half.state.layers, half.aggregation.open_all(opened), strict=True))
-        self.dense = dense_mean(half.server, half.averaged(), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)
@@ -428,16 +420,16 @@ class LoRARound(Round):
         trained = [(layer, adapter, sent_back(upload, layer)) for layer, adapter in self.adapters.items()]
         # some aggregations sum products, which may be large where the factors are not
         check_summable(*(adapter.largest_summand(*own) for _, adapter, own in trained))
-        self.dense.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        super().add(receipt, upload)
         for layer, adapter, own in trained:
             adapter.add(receipt.unit, receipt.drawn[layer.name], *own)
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        return [self.dense, *(adapter.mean for adapter in self.adapters.values())]
+        return [self.mean, *(adapter.mean for adapter in self.adapters.values())]
 
     def close(self) -> None:
-        apply_mean_change(self.half.server, self.dense.finish())
+        super().close()
         state, merge_every = self.half.state, self.half.choice.merge_every
         now = self.cohort.round_idx + 1
         before = min(int(state.num_rounds), self.cohort.round_idx)  # another fit counts from zero again

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, Round, ServerHalf, ratios_of
-from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
+from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, ServerHalf, ratios_of
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.personal import Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
@@ -46,7 +46,7 @@ from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import apply_mean_change, travelling_tensors
+from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.per_client import (
     PerClient,
     Schedule,
@@ -476,19 +476,14 @@ class LayerRound:
         )
 
 
-class SpectralRound(Round):
-    """One open round of spectral sharding.
+class SpectralRound(DenseRound):
+    """One open round of spectral sharding; ``layers`` has the sharded matrices by dotted name."""
 
-    Attributes:
-        layers: The sharded matrices by dotted name.
-        tensors: The tensors that are sent whole, by name.
-        mean: Running mean of the clients' changes to these tensors.
-    """
+    half: SpectralHalf
 
     def __init__(self, half: SpectralHalf, cohort: Cohort, layers: Mapping[str, LayerRound]) -> None:
-        self.half, self.cohort, self.layers = half, cohort, layers
-        self.tensors = half.leading(travelling_tensors(half.server, half.apart))
-        self.mean = dense_mean(half.server, half.averaged(), cohort)
+        super().__init__(half, cohort)
+        self.tensors, self.layers = half.leading(self.tensors), layers
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)
@@ -502,7 +497,7 @@ class SpectralRound(Round):
         trained = [(layer.mean, layer.trained(receipt, upload)) for layer in self.layers.values()]
         # some aggregations sum products, which may be large where the factors are not
         check_summable(*(mean.largest_summand(own) for mean, own in trained))
-        self.mean.add(upload.tensors, receipt.unit.coefficient, upload.largest)
+        super().add(receipt, upload)
         for mean, own in trained:
             mean.add(own, receipt.unit.coefficient)
 

@@ -1,6 +1,7 @@
 """A tiny federation that the tests share.
 
-It holds fixtures only: each folder may have its own ``conftest``, so nothing can be imported from here by name.
+It holds fixtures and hooks only: each folder may have its own ``conftest``, so nothing can be imported from here by
+name.
 """
 
 import gc

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -74,22 +74,7 @@ class Fitted:
         return without_seconds({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
-class Fit(Protocol):
-    """The fixture `fit`."""
-
-    def __call__(
-        self,
-        module: pl.LightningModule,
-        data: Any,
-        *,
-        algorithm: Any = None,
-        clients_per_round: int = 4,
-        max_epochs: int = 1,
-        callbacks: Sequence[pl.Callback] = (),
-        trainer: Mapping[str, Any] | None = None,
-        ckpt_path: str | Path | None = None,
-        **federation: Any,
-    ) -> Fitted: ...
+Fit = Callable[..., Fitted]  # the fixture `fit`
 
 
 def fit(

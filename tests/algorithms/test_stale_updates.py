@@ -227,7 +227,6 @@ def test_a_truncated_entry_is_smaller_and_one_that_would_not_be_is_whole() -> No
     ("options", "message"),
     [
         ({"beta": 1.5}, r"`beta` must be in \[0, 1\], got 1.5"),
-        ({"beta": float("nan")}, r"`beta` must be in \[0, 1\], got nan"),
         ({"coefficients": "all"}, "`coefficients` must be 'sampled' or 'data', got 'all'"),
         ({"unseen": "first"}, "`unseen` must be 'zero' or 'mean', got 'first'"),
         ({"num_terms": 0}, "`num_terms` must be at least 1, or None, got 0"),

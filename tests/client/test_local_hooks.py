@@ -78,8 +78,6 @@ def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.client.ProximalTerm(-1.0), "`mu` must be at least 0 and finite, got -1.0"),
-        (lambda: ls.client.ProximalTerm(float("inf")), "`mu` must be at least 0 and finite, got inf"),
         (lambda: ls.client.GradientClip(0.0), "`max_norm` must be positive, got 0.0"),
     ],
 )

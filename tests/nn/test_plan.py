@@ -51,7 +51,6 @@ def net() -> nn.Sequential:
         ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),
         ({"split": {4: 2}}, r"`split` is a mapping from patterns to numbers of parts, got \{4: 2\}"),
         ({"term_granularity": 0}, "`term_granularity` must be at least 1, got 0"),
-        ({"term_granularity": 1.5}, "`term_granularity` must be a whole number, got 1.5"),
         ({"ratio_factors": ["4"]}, r"`ratio_factors` is a mapping from patterns to factors, got \['4'\]; write ratio_"),
         ({"ratio_factors": {"4": 0}}, r"`ratio_factors\['4'\]` must be positive and finite, got 0; name the layers in"),
         ({"ratio_factors": {"4": "5"}}, r"`ratio_factors\['4'\]` must be a number, got '5'"),

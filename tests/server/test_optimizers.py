@@ -103,9 +103,7 @@ def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
         (lambda: ls.server.FedAvgM(momentum=1.0), "`momentum` must be in"),
         (lambda: ls.server.BoundedMomentum(momentum=1.0), "`momentum` must be in"),
         (lambda: ls.server.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
-        (lambda: ls.server.FedAdagrad(lr=float("nan")), "`lr` must be positive and finite, got nan"),
         (lambda: ls.server.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
-        (lambda: ls.server.FedYogi(tau=float("inf")), "`tau` must be positive and finite, got inf"),
         (lambda: ls.server.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
     ],
 )

@@ -44,8 +44,3 @@ def test_a_dashboard_without_a_logger_that_can_hold_it_says_so(lit: Any, data: A
 def test_intervals_and_numbers_are_at_least_one(kind: Any, name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, (or None, )?got 0"):
         kind(**{name: 0})
-
-
-def test_a_negative_number_of_seconds_is_refused() -> None:
-    with pytest.raises(ValueError, match="`every_n_seconds` must be at least 0, got -1"):
-        ls.plugin.callbacks.RoundLines(-1)

@@ -37,7 +37,7 @@ PER_ROUND: dict[str, tuple[Any, int]] = {
     "StaleUpdates": (ls.StaleUpdates(), 84),
     "FedDyn": (ls.FedDyn(), 70),
     "Ditto": (ls.Ditto(), 82),
-    "QFedAvg": (ls.QFedAvg(), 32),
+    "QFedAvg": (ls.QFedAvg(), 28),
 }
 
 

@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -34,6 +35,7 @@ from lightning_spectral.algorithms import FrozenA, PaddedFactors, TermMeans
 from lightning_spectral.plugin.trainer import silence, silent_trainer
 
 ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / "studies/any_network"), str(ROOT / "examples")]  # imported only where their packages are needed
 SEEDS = 3
 EPSILONS = (2.0, 8.0, None)  # no privacy, with the same sampling
 FEDAVG = {"FedAvg": ls.FedAvg()}
@@ -114,27 +116,40 @@ def digits(seed, lr):
     return LitMLP(lr), data
 
 
+@cache
+def mnist(seed):
+    from tasks import divided
+
+    return divided("MNIST", seed)
+
+
 def images(seed, lr):
     """4,000 images on 400 clients."""
-    sys.path.append(str(ROOT / "studies/any_network"))
-    from tasks import Classifier, divided
+    from tasks import Classifier
 
-    train, others = divided("MNIST", seed)
+    train, others = mnist(seed)
     data = ls.FederatedDataModule(train, ls.IIDPartitioner(400), val=others, batch_size=10, eval_batch_size=1000)
     return Classifier("plain, GroupNorm", lr, TASKS["images"].rounds), data
 
 
-def speech(seed, lr):
-    """The speakers with at least 288 characters, of whom at most eight sequences train and one is for testing."""
-    sys.path.append(str(ROOT / "examples"))
+@cache
+def speakers():
+    """What each of them says, in sequences."""
     import lora_shakespeare as play
 
     spoken = {who: text for who, text in play.shakespeare().items() if who[0] not in play.COMEDIES}
-    parts = [play.windows(text)[:9] for text in spoken.values() if len(text) >= 6 * play.LENGTH + 1]
-    speakers = [who for who, part in enumerate(parts) for _ in part[1:]]
+    return [play.windows(text)[:9] for text in spoken.values() if len(text) >= 6 * play.LENGTH + 1]
+
+
+def speech(seed, lr):
+    """The speakers with at least 288 characters, of whom at most eight sequences train and one is for testing."""
+    import lora_shakespeare as play
+
+    parts = speakers()
+    who_says = [who for who, part in enumerate(parts) for _ in part[1:]]
     data = ls.FederatedDataModule(
         play.next_characters(torch.cat([part[1:] for part in parts])),
-        ls.NaturalPartitioner(speakers),
+        ls.NaturalPartitioner(who_says),
         val=play.next_characters(torch.cat([part[:1] for part in parts])),
         batch_size=4,
         eval_batch_size=512,

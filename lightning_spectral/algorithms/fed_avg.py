@@ -68,8 +68,12 @@ class DenseSide(ClientSide):
     def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
         return self.personal.phases(client, None) if self.personal.names else None
 
+    def sent_back(self, client: nn.Module, download: Download) -> dict[str, Tensor]:
+        """What a trained client sends back, before it is packed."""
+        return select_tensors(client, self.returned)
+
     def collect(self, client: nn.Module, download: Download) -> Upload:
-        tensors = select_tensors(client, self.returned)
+        tensors = self.sent_back(client, download)
         return Upload(download.unit, self.feedback.packed(tensors, download) if self.feedback.names else tensors)
 
     def unpack(self, download: Download, upload: Upload) -> Upload:
@@ -83,7 +87,7 @@ class DenseSide(ClientSide):
         kept = select_tensors(client, self.personal.names)
         if not self.feedback.names:
             return kept
-        return {**kept, **self.feedback.residuals(select_tensors(client, self.returned), download, upload.tensors)}
+        return {**kept, **self.feedback.residuals(self.sent_back(client, download), download, upload.tensors)}
 
     def own_model(self, client_state: Tensors) -> Tensors:
         return self.personal.of(client_state)

@@ -32,6 +32,10 @@ LR = 0.5
 KEPT: dict[str, Any] = {"aggregation": ls.algorithms.FrozenA()}
 
 
+def small() -> LitNet:
+    return LitNet(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), lr=LR)
+
+
 def largest_tenth(due: Tensor) -> Tensor:
     """By sorting all entries."""
     flat, sent = due.flatten().tolist(), [0.0] * due.numel()
@@ -50,14 +54,11 @@ def eight_bits(due: Tensor) -> Tensor:
     ("compression", "by_hand"), [(ls.TopK(0.1), largest_tenth), (ls.Int8(), eight_bits)], ids=["TopK", "Int8"]
 )
 def test_rounds_are_those_of_a_bare_loop(compression: Any, by_hand: Callable[[Tensor], Tensor], fit: Fit) -> None:
-    def make() -> LitNet:
-        return LitNet(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), lr=LR)
-
     examples = toy_examples()
     data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=3), batch_size=40)
     algorithm = ls.FedAvg(compression=compression)
-    fitted = fit(seeded(make), data, algorithm=algorithm, clients_per_round=2, max_epochs=6)
-    module, residuals = seeded(make), dict[tuple[int, str], Tensor]()
+    fitted = fit(seeded(small), data, algorithm=algorithm, clients_per_round=2, max_epochs=6)
+    module, residuals = seeded(small), dict[tuple[int, str], Tensor]()
     for round_idx in range(6):
         mean = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in module.named_parameters()}
         for client in [row.client_id for row in fitted.ledger.rows if row.round_idx == round_idx]:
@@ -115,13 +116,10 @@ def test_factors_of_adapters_are_those_of_a_bare_loop(aggregation: Any, parts: t
 
 
 def test_a_client_with_a_model_of_its_own_packs_the_shared_one(fit: Fit) -> None:
-    def make() -> LitNet:
-        return LitNet(nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3)), lr=LR)
-
     data = ls.FederatedDataModule(toy_examples(), ls.IIDPartitioner(num_clients=3), batch_size=40)
     options: dict[str, Any] = {"clients_per_round": 2, "max_epochs": 4}
-    plain = fit(seeded(make), data, algorithm=ls.FedAvg(compression=ls.TopK(0.1)), **options)
-    ditto = fit(seeded(make), data, algorithm=ls.Ditto(compression=ls.TopK(0.1)), **options)
+    plain = fit(seeded(small), data, algorithm=ls.FedAvg(compression=ls.TopK(0.1)), **options)
+    ditto = fit(seeded(small), data, algorithm=ls.Ditto(compression=ls.TopK(0.1)), **options)
     torch.testing.assert_close(plain.weights, ditto.weights, rtol=1e-5, atol=1e-6)  # one batch, in another order
     assert [row.uplink_bytes for row in plain.ledger.rows] == [row.uplink_bytes for row in ditto.ledger.rows]
     assert (

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, ServerHalf
-from lightning_spectral.algorithms.compression import WHOLE, Compression, ErrorFeedback, error_feedback
-from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.algorithms.compression import Compression, error_feedback
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
     AdapterAggregation,
@@ -32,7 +32,6 @@ from lightning_spectral.algorithms.lora.aggregation import (
     drawn_rows,
 )
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each, first_match
-from lightning_spectral.client.device import ClientSide
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
@@ -318,8 +317,14 @@ class LoRAHalf(ServerHalf):
         trained = {name: p for name, p in self.server.named_parameters() if name in self.dense}
         for layer, adapter in self.state.pairs:
             trained |= {layer.parts[part]: adapter.get_parameter(part) for part in self.choice.trained_parts}
-        feedback = error_feedback(self.choice.compression, trained)
-        return LoRASide(self.state.layers, self.max_rank, self.aggregation, self.is_mixed, self.dense, feedback)
+        return LoRASide(
+            returned=self.dense,
+            feedback=error_feedback(self.choice.compression, trained),
+            layers=self.state.layers,
+            max_rank=self.max_rank,
+            aggregation=self.aggregation,
+            is_mixed=self.is_mixed,
+        )
 
     def initialize(self, workers: Workers) -> str:
         layers, whole = self.state.layers, self.returned().values()
@@ -493,35 +498,33 @@ def write_merged(layer: AdaptedLayer, adapter: Adapter, weight: Tensor) -> None:
         into.copy_(torch.addmm(base.double(), own, right, alpha=layer.scale))
 
 
-@dataclass(frozen=True)
-class LoRASide(ClientSide):
+@dataclass(frozen=True, kw_only=True)
+class LoRASide(DenseSide):
     """Sub-models whose chosen layers compute ``W0 x + s B A x``, in which only A and B are trained.
+
+    What is ``returned`` is trained whole; the factors that are sent back beside it depend on the round.
 
     Attributes:
         layers: The layers with adapters.
         max_rank: Largest rank in the federation; a capacity is a share of it.
         aggregation: Says which factors are trained in a round, and whether terms have multipliers.
         is_mixed: Whether the federation has clients of different ranks; only then are there multipliers.
-        dense: Names of the tensors that are trained whole and sent back.
-        feedback: What is packed.
     """
 
     layers: tuple[AdaptedLayer, ...]
     max_rank: int
     aggregation: AdapterAggregation
     is_mixed: bool
-    dense: tuple[str, ...]
-    feedback: ErrorFeedback = WHOLE
 
     @cached_property
     def _weight_of(self) -> dict[str, str]:
         """Maps each trained parameter to the server's parameter whose optimizer options it gets."""
         factors = [layer.origins for layer in self.layers]
-        return {name: origin for part in ({n: n for n in self.dense}, *factors) for name, origin in part.items()}
+        return {name: origin for part in ({n: n for n in self.returned}, *factors) for name, origin in part.items()}
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(name in self.dense)
+            parameter.requires_grad_(name in self.returned)
         rank, multiplied = round(capacity * self.max_rank), self.is_mixed and self.aggregation.has_multipliers
         for layer in self.layers:
             layer.attach(module, rank, multiplied)
@@ -539,23 +542,9 @@ class LoRASide(ClientSide):
     def origin(self, name: str) -> str:
         return self._weight_of.get(name, "")
 
-    def collect(self, client: nn.Module, download: Download) -> Upload:
-        return Upload(download.unit, self.feedback.packed(self._trained(client, download), download))
-
-    def unpack(self, download: Download, upload: Upload) -> Upload:
-        return self.feedback.opened(upload, download) if self.feedback.names else upload
-
-    @property
-    def keeps_state(self) -> bool:
-        return bool(self.feedback.names)
-
-    def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        return self.feedback.residuals(self._trained(client, download), download, upload.tensors)
-
-    def _trained(self, client: nn.Module, download: Download) -> dict[str, Tensor]:
-        """What a client has trained in a round."""
+    def sent_back(self, client: nn.Module, download: Download) -> dict[str, Tensor]:
         parts = self.aggregation.trained(download.round_idx)
-        return select_tensors(client, [*self.dense, *(layer.parts[part] for layer in self.layers for part in parts)])
+        return select_tensors(client, [*self.returned, *(layer.parts[part] for layer in self.layers for part in parts)])
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         own = dict(client.named_parameters())

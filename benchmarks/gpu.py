@@ -1,14 +1,16 @@
 """What a GPU changes: the tests on it, the overhead of a round, factorisations, and processes that share it.
 
-    python benchmarks/gpu.py                     # in under ten minutes
+    python benchmarks/gpu.py                     # in about a quarter of an hour
     python benchmarks/gpu.py --cifar10 FOLDER    # also 200 rounds of CIFAR-10, from its binary version
+    python benchmarks/gpu.py --cifar10 FOLDER --rounds 50 --processes 4 --parts cifar10
     python benchmarks/gpu.py --device cpu --toy  # as the tests run it
 
 Needs nothing but the package's dependencies, and pytest for its tests. Each case has a process of its own with a time
 limit; one that fails is a line of its table, and the others go on. The parts:
 
 - ``tests``: ``pytest tests/devices`` and ``python -m lightning_spectral doctor`` on the device.
-- ``rounds``: milliseconds of a round of FedAvg beside a bare loop: ten clients with five batches of 20 each.
+- ``rounds``: milliseconds of a round of FedAvg, and of spectral sharding at keep ratio 0.2, beside a bare loop: ten
+  clients with five batches of 20 each.
 - ``factorise``: milliseconds to factorise matrices, all terms or the largest tenth, on the device and on the CPU.
 - ``shared``: a round of the tiny network and of the CNN, by the number of processes on the device.
 - ``stacked``: the same round with all clients at once, their weights stacked by ``torch.func``.
@@ -48,13 +50,14 @@ CLIENTS, BATCHES, BATCH, VOCABULARY, LENGTH = 10, 5, 20, 90, 80
 SHAPES = ((256, 256), (512, 4608), (768, 768), (768, 3072), (2048, 2048))
 HEADERS = {
     "tests": ("what", "outcome", "s"),
-    "rounds": ("model", "bare loop, ms", "ours, ms", "over bare"),
+    "rounds": ("model", "bare loop, ms", "ours, ms", "over bare", "sharded, ms", "over bare"),
     "factorise": ("matrix", "CPU, all", "CPU, a tenth", "device, all", "device, svd", "device, a tenth"),
     "shared": ("model, processes", "ms", "faster than one"),
     "stacked": ("model", "one by one, ms", "stacked, ms", "over one by one", "largest difference"),
     "cifar10": ("rounds", "s/round", "accuracy"),
 }
-SECONDS = {"tests": 300, "stacked": 90, "cifar10": 1800}  # of a case, at most; of others, a minute
+# Of a case, at most. A process took up to 20 s on a new machine before it had its first kernels.
+SECONDS = {"tests": 300, "rounds": 300, "factorise": 60, "shared": 120, "stacked": 120, "cifar10": 3600}
 Rows = Sequence[Sequence[str]]
 
 
@@ -156,13 +159,14 @@ def train(
     device: str,
     rounds: int,
     kind: type[ls.FederatedModule] = ls.FederatedModule,
+    algorithm: ls.Algorithm | None = None,
     **options: Any,
 ) -> Clock:
     clock = Clock(device)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **quiet, **options}
     trainer = pl.Trainer(max_epochs=rounds + 3, callbacks=[clock], **settings)
-    trainer.fit(kind(LitNet(net), clients_per_round=CLIENTS), data)
+    trainer.fit(kind(LitNet(net), algorithm=algorithm, clients_per_round=CLIENTS), data)
     if not trainer.is_global_zero:
         raise SystemExit
     return clock
@@ -195,7 +199,7 @@ def federated(net: nn.Module) -> ls.FederatedDataModule:
 
 def tests(what: str, device: str, toy: bool) -> Rows:
     doctor = ["-m", "lightning_spectral", "doctor", "--device", device]
-    pytest = ["-m", "pytest", "-q", str(ROOT / "tests" / "devices"), "--device", device]
+    pytest = ["-m", "pytest", "-q", "-p", "no:benchmark", str(ROOT / "tests" / "devices"), "--device", device]
     start = time.perf_counter()
     command = [sys.executable, *(doctor if what == "doctor" else pytest)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -206,10 +210,15 @@ def tests(what: str, device: str, toy: bool) -> Rows:
 
 def rounds(model: str, device: str, toy: bool) -> Rows:
     net, count = (TOYS if toy else MODELS)[model](), 2 if toy else 8
-    ours = train(copy.deepcopy(net), federated(net), device, count).milliseconds()
+    sharding = ls.SpectralSharding(keep_ratio=0.2)
+    ours, sharded = (
+        train(copy.deepcopy(net), federated(net), device, count, algorithm=algorithm).milliseconds()
+        for algorithm in (ls.FedAvg(), sharding)
+    )
     loop = bare(net, *examples(net), device)
     theirs = statistics.median([next(loop) for _ in range(count + 2)][2:])
-    return [(model, f"{theirs:.1f}", f"{ours:.1f}", f"{ours / theirs:.2f}")]
+    cells = (theirs, ours, ours / theirs, sharded, sharded / theirs)
+    return [(model, *(f"{cell:.2f}" if cell < 100 else f"{cell:.0f}" for cell in cells))]
 
 
 def factorise(shape: str, device: str, toy: bool) -> Rows:
@@ -238,9 +247,8 @@ def factorise(shape: str, device: str, toy: bool) -> Rows:
 def shared(case: str, device: str, toy: bool) -> Rows:
     model, processes = case.split(", ")
     net = MODELS[model]()
-    strategy = ls.plugin.ClientParallelStrategy(processes_per_device=int(processes))
-    options = {"strategy": strategy} if int(processes) > 1 else {}
-    return [(case, f"{train(net, federated(net), device, 2 if toy else 20, **options).milliseconds():.1f}", "")]
+    clock = train(net, federated(net), device, 2 if toy else 20, **on(int(processes)))
+    return [(case, f"{clock.milliseconds():.1f}", "")]
 
 
 def stacked(model: str, device: str, toy: bool) -> Rows:
@@ -253,8 +261,25 @@ def stacked(model: str, device: str, toy: bool) -> Rows:
     return [(model, f"{alone:.1f}", f"{together:.1f}", f"{together / alone:.2f}", f"{farthest:.0e}")]
 
 
-def cifar10(folder: str, device: str, toy: bool) -> Rows:
+class Progress(pl.Callback):
+    """Says after every validation where a long case stands, and keeps what it says."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.start, self.rows = device, now(device), list[tuple[str, str, str]]()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        done = trainer.current_epoch + 1
+        if trainer.sanity_checking or not trainer.is_global_zero:
+            return
+        accuracy = float(trainer.callback_metrics["val_accuracy"])
+        self.rows.append((str(done), f"{(now(self.device) - self.start) / done:.2f}", f"{accuracy:.1%}"))
+        print(*self.rows[-1], file=sys.stderr, flush=True)
+
+
+def cifar10(case: str, device: str, toy: bool) -> Rows:
     """As the examples' ``table1``: 100 clients, Dirichlet 1, ten a round, two local epochs, batch size 32."""
+    folder, rounds, processes = case.rsplit(", ", 2)
+    count = int(rounds)
 
     def read(*names: str) -> TensorDataset:
         rows = np.concatenate([np.fromfile(Path(folder) / f"{name}.bin", np.uint8) for name in names])
@@ -263,7 +288,6 @@ def cifar10(folder: str, device: str, toy: bool) -> Rows:
         return TensorDataset(images, found[:, 0].long())
 
     train_set, test_set = read(*(f"data_batch_{part}" for part in range(1, 6))), read("test_batch")
-    count = 2 if toy else 200
     clients = ls.DirichletPartitioner(num_clients=10 if toy else 100, alpha=1.0)
     data = ls.FederatedDataModule(train_set, clients, val=test_set, batch_size=32)
     model = ls.FederatedModule(
@@ -272,14 +296,21 @@ def cifar10(folder: str, device: str, toy: bool) -> Rows:
         clients_per_round=10,
         local_epochs=2,
     )
-    history = ls.RoundHistory()
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    every = max(1, count // 10)
-    clock = Clock(device)
-    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, "check_val_every_n_epoch": every}
-    pl.Trainer(max_epochs=count, callbacks=[history, clock], **settings, **quiet).fit(model, data)
-    seconds = (now(device) - clock.starts[0]) / count
-    return [(str(count), f"{seconds:.2f}", f"{history.column('val_accuracy')[-1]:.1%}")]
+    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **on(int(processes))}
+    progress = Progress(device)
+    every = max(1, count // 20)
+    trainer = pl.Trainer(max_epochs=count, callbacks=[progress], check_val_every_n_epoch=every, **settings, **quiet)
+    trainer.fit(model, data)
+    if not trainer.is_global_zero:
+        raise SystemExit
+    return progress.rows
+
+
+def on(processes: int) -> dict[str, Any]:
+    """Options of a Trainer for a number of processes on the device."""
+    parallel = ls.plugin.ClientParallelStrategy(processes_per_device=processes)
+    return {"strategy": parallel} if processes > 1 else {}
 
 
 def cases(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -291,7 +322,7 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
         "factorise": [f"{rows}x{columns}" for rows, columns in shapes],
         "shared": [f"{model}, {count}" for model in models for count in counts],
         "stacked": models,
-        "cifar10": [options.cifar10] if options.cifar10 else [],
+        "cifar10": [f"{options.cifar10}, {options.rounds}, {options.processes}"] if options.cifar10 else [],
     }
 
 
@@ -299,13 +330,15 @@ def in_a_process(part: str, case: str, options: argparse.Namespace) -> Rows:
     arguments = ["--device", options.device, *(["--toy"] if options.toy else []), "--case", part, case]
     command = [sys.executable, __file__, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS.get(part, 60), check=True)
+        told = None if part == "cifar10" else subprocess.PIPE  # its progress is shown while it trains
+        options_of_run: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": told, "text": True, "check": True}
+        done = subprocess.run(command, timeout=SECONDS[part], **options_of_run)
         found: Rows = json.loads(done.stdout.splitlines()[-1])
         return found
     except subprocess.TimeoutExpired:
-        return [(case, f"longer than {SECONDS.get(part, 60)} s")]
+        return [(case, f"longer than {SECONDS[part]} s")]
     except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or [f"exit status {error.returncode}"]
+        lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
         return [(case, f"failed: {lines[-1]}")]
 
 
@@ -314,6 +347,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=HEADERS, default=list(HEADERS))
     parser.add_argument("--cifar10", default="", metavar="FOLDER", help="with data_batch_1.bin ... and test_batch.bin")
+    parser.add_argument("--rounds", type=int, default=200, help="of CIFAR-10 (200)")
+    parser.add_argument("--processes", type=int, default=1, help="that share the device for CIFAR-10 (1)")
     parser.add_argument("--toy", action="store_true", help="small sizes and few rounds")
     parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

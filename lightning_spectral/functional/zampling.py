@@ -434,5 +434,7 @@ def _torch_csr(matrix: csr_array, like: Tensor) -> Tensor:
     ends, columns, values = (torch.from_numpy(part) for part in (matrix.indptr, matrix.indices, matrix.data))
     options: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "check_invariants": False}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta", UserWarning)
+        # torch 2.11 says the second although the checks are turned off by name
+        beta, unchecked = "Sparse CSR tensor support is in beta", "Sparse invariant checks are implicitly disabled"
+        warnings.filterwarnings("ignore", f"{beta}|{unchecked}", UserWarning)
         return torch.sparse_csr_tensor(ends, columns, values, matrix.shape, **options)

@@ -14,6 +14,7 @@ from toy_models import LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling import InfluenceMatrix, LayerRows
+from lightning_spectral.nn.layers.terms import SingularTerms
 from lightning_spectral.nn.trace import as_input
 
 EXAMPLE = torch.zeros(2, 6)
@@ -67,6 +68,9 @@ def test_examples_of_every_kind_are_moved(lit: LitSmall, device: Any) -> None:
 def test_replaced_layers_stay_on_the_device(lit: LitSmall, device: Any) -> None:
     here, there = ls.replace_layers(on_cpu(), 0.5), ls.replace_layers(lit, 0.5)
     assert {tensor.device for tensor in there.state_dict().values()} == {device.torch}
+    for layer in (*here.modules(), *there.modules()):
+        if isinstance(layer, SingularTerms):
+            turn_upwards(layer)
     assert_same(there, here)
     assert_same_outputs(there, here, device)
 
@@ -121,6 +125,14 @@ def test_a_peft_adapter_is_that_of_the_cpu(data: Any, there: Fit, device: Any, t
         )
     one, two = (safetensors.load_file(tmp_path / name / "adapter_model.safetensors") for name in ("here", "there"))
     assert same_state(one, two)
+
+
+def turn_upwards(layer: SingularTerms) -> None:
+    """Make the largest entry of every left singular vector positive: each device chooses the signs of pairs itself."""
+    with torch.no_grad():
+        signs = layer.u.gather(0, layer.u.abs().argmax(0, keepdim=True)).sign()
+        layer.u *= signs
+        layer.v *= signs.T
 
 
 def assert_same(there: nn.Module, here: nn.Module) -> None:

@@ -205,8 +205,7 @@ def largest_that_fits(
         # clients of several capacities may be sent more than clients of one: multipliers, for example
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
-        capacities = list(dict.fromkeys([*beside, candidates[index]]))
-        return int(getattr(counted.at(capacities, passed)[candidates[index]], NEEDS[name]))
+        return int(getattr(counted.at([candidates[index]], passed, beside)[candidates[index]], NEEDS[name]))
 
     def largest(budget: float, as_given: float | str) -> float:
         if needed(len(candidates) - 1) <= budget:
@@ -264,7 +263,8 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
         {0.25: 2592, 1.0: 5712}
     """
     counted = _Counted(module, algorithm, None)
-    return {r: cost.round_bytes for r, cost in counted.of_federation(counted.algorithm, keep_ratios, None).items()}
+    costs = counted.of_federation(counted.algorithm, keep_ratios, keep_ratios, None)
+    return {keep_ratio: cost.round_bytes for keep_ratio, cost in costs.items()}
 
 
 class _Counted:
@@ -297,20 +297,23 @@ class _Counted:
         self.algorithm = self._counted(planned)
         self._bound: tuple[Algorithm, ServerHalf] | None = None  # the last
 
-    def at(self, capacities: Sequence[float], example: Example) -> dict[float, Cost]:
-        """The costs of some capacities; those of one federation are counted in the same rounds."""
-        federations: dict[int, tuple[Algorithm, dict[float, float]]] = {}
-        for capacity, (choice, keep_ratio) in self.algorithm.with_capacities(capacities).items():
-            federations.setdefault(id(choice), (choice, {}))[1][capacity] = keep_ratio
+    def at(self, capacities: Sequence[float], example: Example, beside: Sequence[float] = ()) -> dict[float, Cost]:
+        """The costs of some capacities; those of one federation are counted in the same rounds, ``beside`` others."""
+        choices = self.algorithm.with_capacities(list(dict.fromkeys([*beside, *capacities])))
         found: dict[float, Cost] = {}
-        for choice, keep_ratios in federations.values():
-            costs = self.of_federation(choice, list(dict.fromkeys(keep_ratios.values())), example)
-            found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in keep_ratios.items()}
+        for choice in {id(choice): choice for choice, _ in choices.values()}.values():
+            keep_ratios = {capacity: ratio for capacity, (its, ratio) in choices.items() if its is choice}
+            asked = {capacity: keep_ratios[capacity] for capacity in capacities if capacity in keep_ratios}
+            if asked:
+                costs = self.of_federation(choice, list(keep_ratios.values()), list(asked.values()), example)
+                found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in asked.items()}
         return {capacity: found[capacity] for capacity in capacities}
 
-    def of_federation(self, choice: Algorithm, keep_ratios: Sequence[float], example: Example) -> dict[float, Cost]:
-        """The larger costs of two rounds in a row."""
-        return self._counted(partial(self._of_rounds, choice, keep_ratios, example))
+    def of_federation(
+        self, choice: Algorithm, keep_ratios: Sequence[float], asked: Sequence[float], example: Example
+    ) -> dict[float, Cost]:
+        """The larger costs of two rounds in a row of clients of some keep ratios, for those that are asked for."""
+        return self._counted(partial(self._of_rounds, choice, keep_ratios, asked, example))
 
     def _counted(self, count: Callable[[FakeTensors | None], T]) -> T:
         """What is counted on fake tensors, or on the module's own if it, or the algorithm, depends on values."""
@@ -333,19 +336,24 @@ class _Counted:
         return trying(self.module) if fakes is None else fakes.in_place_of(self.module, self.optimizer)
 
     def _of_rounds(
-        self, choice: Algorithm, keep_ratios: Sequence[float], example: Example, fakes: FakeTensors | None
+        self,
+        choice: Algorithm,
+        keep_ratios: Sequence[float],
+        asked: Sequence[float],
+        example: Example,
+        fakes: FakeTensors | None,
     ) -> dict[float, Cost]:
         half = self._half(choice, fakes)
         with self._in_place(fakes):
             example = as_input(self.module, example)
             if fakes is not None:
                 example = tree_map_only(Tensor, fakes.like, example)
-            given: dict[str, Any] = {"moving": half.moving_tensors, "fakes": fakes}
+            given: dict[str, Any] = {"asked": asked, "moving": half.moving_tensors, "fakes": fakes}
             first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
         # number by number, the larger one
-        return {r: Cost(*map(max, astuple(a), astuple(b))) for r, a, b in zip(keep_ratios, first, second, strict=True)}
+        return {ratio: Cost(*map(max, astuple(cost), astuple(second[ratio]))) for ratio, cost in first.items()}
 
     def _half(self, choice: Algorithm, fakes: FakeTensors | None) -> ServerHalf:
         """A choice bound to the module; with values, if there are any, which decide on layers and buffers."""
@@ -371,25 +379,28 @@ def turn_costs(
     keep_ratios: Sequence[float],
     example: Example = None,
     *,
+    asked: Collection[float] | None = None,
     round_idx: int = 0,
     moving: Collection[str] = (),
     optimizer: Optimizer | None = None,
     fakes: FakeTensors | None = None,
-) -> list[Cost]:
+) -> dict[float, Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Without an example, no pass is counted; with an optimizer, so is the memory of a local step. Frozen tensors that
-    change between rounds, and so are sent in each, are named in ``moving``. Where ``fakes`` are in place of the
-    module's tensors, all that a client makes is fake, too.
+    Only keep ratios that are ``asked`` for are counted; all by default. Without an example, no pass is counted; with an
+    optimizer, so is the memory of a local step. Frozen tensors that change between rounds, and so are sent in each, are
+    named in ``moving``. Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
     """
-    units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(keep_ratios)}
+    units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(dict.fromkeys(keep_ratios))}
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
     opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
     side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
     names = {id(parameter): name for name, parameter in half.server.named_parameters()}
     optimizers = () if optimizer is None else (optimizer,)
-    costs = []
-    for unit in units.values():
+    costs = {}
+    for keep_ratio, unit in units.items():
+        if asked is not None and keep_ratio not in asked:
+            continue
         download = replace(opened.send(unit)[0], round_idx=round_idx)  # tells the device what it trains
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
         # forms of its own, so that there is one sub-model at a time
@@ -410,7 +421,7 @@ def turn_costs(
                 options = options_of(optimizer)
                 LocalOptimizer(optimizer, names, client, side.origin, side.overrides).start_client(options)
                 cost += _step_memory(side, client, download, optimizer, example)
-        costs.append(cost)
+        costs[keep_ratio] = cost
     return costs
 
 

@@ -262,7 +262,7 @@ def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> No
         raise AssertionError(f"{where}: its half cannot be sent there: {type(error).__name__}: {error}") from error
     for round_idx in range(ROUNDS):
         capacities = [trial.engine.clients.capacity_of(unit.client_id) for unit in trial.units]
-        costs = [turn_costs(trial.half, [capacity], round_idx=round_idx)[0] for capacity in capacities]
+        costs = [turn_costs(trial.half, [each], round_idx=round_idx)[each] for each in capacities]
         try:
             summary = trial.play()
         except RecordError as error:

@@ -354,9 +354,9 @@ class TestBudgets:
         """Count once, whatever budget it is for, what clients of the same capacities need: a test has one module."""
         at, found = costs._Counted.at, {}
 
-        def known(self: Any, capacities: Any, example: Any) -> Any:
-            key = type(self.algorithm), tuple(capacities), example is None
-            return found[key] if key in found else found.setdefault(key, at(self, capacities, example))
+        def known(self: Any, capacities: Any, example: Any, beside: Any = ()) -> Any:
+            key = type(self.algorithm), tuple(capacities), tuple(beside), example is None
+            return found[key] if key in found else found.setdefault(key, at(self, capacities, example, beside))
 
         monkeypatch.setattr(costs._Counted, "at", known)
 
@@ -501,9 +501,9 @@ class TestWithoutValues:
         """Nothing may be counted on the module's own tensors."""
         count = costs._Counted._of_rounds
 
-        def on_fakes(self: Any, choice: Any, keep_ratios: Any, example: Any, fakes: Any) -> Any:
-            assert fakes is not None, "counted with values"
-            return count(self, choice, keep_ratios, example, fakes)
+        def on_fakes(*given: Any) -> Any:
+            assert given[-1] is not None, "counted with values"
+            return count(*given)
 
         monkeypatch.setattr(costs._Counted, "_of_rounds", on_fakes)
 

@@ -170,7 +170,7 @@ class FedAvg(Algorithm):
 
     Note:
         Error feedback makes up for what was not sent once the client takes part again. Where that is seldom, much of it
-        comes late, or never.
+        comes late, or never; nor does what a server cuts off, with a bound on updates or to add noise.
 
     Reference:
         McMahan et al. (2017), Algorithm 1. Arivazhagan et al. (2019), FedPer; Collins et al. (2021), FedRep, Algorithm

@@ -37,6 +37,7 @@ from lightning_spectral.protocol.records import Download, Failure, Options, Prof
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
 
+TOO_LARGE = " (not put back: too large)"  # follows the name of an attribute that a client has changed
 WATCHED_ROUNDS = 10  # a single client may not use every layer, e.g. an expert or one that is dropped at random
 
 LABELS = (
@@ -349,7 +350,7 @@ class Device:
 
         def noted(name: str) -> str:
             is_large = any(path == name or path.startswith((f"{name}.", f"{name}[")) for path in large)
-            return f"{name} (not put back: too large)" if is_large else name
+            return name + TOO_LARGE if is_large else name
 
         return lambda: tuple(map(noted, changed()))
 

@@ -69,7 +69,7 @@ class LocalNoise:
         """
         upload = upload.without_figures()
         if upload.left_out is not None or upload.missing:
-            return upload
+            return replace(upload, tensors={})
         if averaged := sorted(upload.tensors.keys() & set(buffers)):
             raise DeviceError(
                 f"`local_noise` hides parameters, and this device would send back the buffers {first_of(averaged, 3)}; "

@@ -62,6 +62,8 @@ class Federation:
 
     def begin_fit(self, resumed: bool) -> None:
         """Begin a fit of all models, new or resumed."""
+        if resumed:
+            self.cohorts.count_again()
         for member in self.members.values():
             member.begin_fit(resumed)
 
@@ -147,6 +149,7 @@ class Federation:
             "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
             "federation_updates": {n: m.usual_update for n, m in members if not math.isnan(m.usual_update)},
             "federation_clips": {name: m.adapted_clip for name, m in members if m.adapted_clip is not None},
+            "federation_private_rounds": {name: m.private_rounds for name, m in members if m.private_rounds},
             "federation_sampler": {} if sampled is None else sampled.state_dict(),
         }
         checkpoint.update({name: entry for name, entry in entries.items() if entry})
@@ -160,6 +163,7 @@ class Federation:
             member.unreached = checkpoint.get("federation_unreached", {}).get(name)
             member.usual_update = checkpoint.get("federation_updates", {}).get(name, math.nan)
             member.adapted_clip = checkpoint.get("federation_clips", {}).get(name)
+            member.private_rounds = checkpoint.get("federation_private_rounds", {}).get(name, [])
             member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
             member.store.load_state_dict(entries for entries in clients if entries["model"] == member.key)
         if self.cohorts.sampled is not None:
@@ -230,6 +234,14 @@ class Cohorts:
                 f"A round must have at most {most} turns, so that its updates can be summed exactly, got "
                 f"{self._most_units}; lower the sampler's `active`."
             )
+
+    def count_again(self) -> None:
+        """Draw from clients as a restored checkpoint numbers them: they may be elsewhere, and perhaps not all there."""
+        if self.sampled is not None:
+            before = self.sampled
+            self.sampled = SampledCohorts(before.sampler, self._plan.population(), before.keys, before.seed)
+            rows = min(len(before.figures), len(self.sampled.figures))
+            self.sampled.figures[:rows] = before.figures[:rows]
 
     def _seed(self) -> int:
         """The seed of the draws: the run's, unless privacy depends on nobody else knowing who takes part."""

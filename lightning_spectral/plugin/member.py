@@ -41,7 +41,7 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, UpdateBound
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.privacy import ClientPrivacy, PrivateFit
+from lightning_spectral.server.privacy import ClientPrivacy, PrivateFit, Rounds
 from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.simulation import Conditions
@@ -64,6 +64,7 @@ class Member(pl.LightningModule):
         decisions: What the algorithm has decided from the initial weights.
         usual_update: `Engine.usual_update` of its last round.
         adapted_clip: The bound on clients' changes in the next private round, if it is adapted.
+        private_rounds: The private rounds so far, with what their epsilon depends on.
         first_rounds: Watches the first rounds for mistakes.
         unreached: The layers that no client had reached when a resumed run was saved; ``None`` if that is settled.
         engine_or_none: The engine, if there is a fit.
@@ -92,6 +93,7 @@ class Member(pl.LightningModule):
         self.decisions: Mapping[str, Any] = {}
         self.usual_update = math.nan
         self.adapted_clip: float | None = None
+        self.private_rounds: list[Rounds] = []
         self.first_rounds = FirstRounds()
         self.unreached: list[str] | None = None
         self.engine_or_none: Engine | None = None
@@ -167,6 +169,7 @@ class Member(pl.LightningModule):
         half = self.algorithm.bind(self.module, self.state, untrained=untrained, decisions=decided)
         if not resumed:
             self.frozen_base, self.usual_update, self.adapted_clip = FrozenBase(), math.nan, None
+            self.private_rounds = []
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
@@ -187,8 +190,10 @@ class Member(pl.LightningModule):
         self.engine.usual_update = self.usual_update
         if self.privacy is not None:
             self.privacy.check_buffers(half.buffers)
+            self.privacy.check_attributes(self.module)
             active, num_clients = self.part_of.plan.participation.active, int(self.engine.clients.sizes.count_nonzero())
-            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip)
+            before = self.private_rounds if resumed else ()
+            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip, before)
             self._report([str(self.engine.privacy)])
 
     def _remarks(self) -> Iterator[str]:
@@ -292,11 +297,13 @@ class Member(pl.LightningModule):
 
     def apply_round(self) -> RoundSummary:
         """Turn the round's sums into pseudo-gradients."""
+        outcomes = self.engine.round.gathered
         summary = self.engine.apply_round()
         self.usual_update = self.engine.usual_update
         if self.engine.privacy is not None:
             self.adapted_clip = self.engine.privacy.clip
-        self.first_rounds.end(self.engine.half, summary)
+            self.private_rounds = self.engine.privacy.rounds(summary.round_idx + 1)
+        self.first_rounds.end(self.engine.half, summary, outcomes)
         return summary
 
 

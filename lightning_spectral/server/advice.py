@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.arguments import first_of
-from lightning_spectral.client.device import WATCHED_ROUNDS
+from lightning_spectral.client.device import TOO_LARGE, WATCHED_ROUNDS
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
-from lightning_spectral.protocol.records import RoundSummary
+from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 
 ROUNDS_OF_UPDATES = 10
@@ -58,17 +58,19 @@ class FirstRounds:
             for message in opened.advice(Moment.BEFORE_TRAINING):
                 _warn(round_idx, message)
 
-    def end(self, half: ServerHalf, summary: RoundSummary) -> None:
+    def end(self, half: ServerHalf, summary: RoundSummary, outcomes: Sequence[ClientOutcome] = ()) -> None:
         """Check a closed round, before the server's step, and pass on what the algorithm finds wrong with the first.
 
         Args:
             half: The server's half; the gradients of its module are the pseudo-gradients.
             summary: The round.
+            outcomes: Those of a private round, whose summary has none. Only names in the user's code are told of them.
         """
+        clients = summary.clients or tuple(outcomes)
         if self._warns:
-            self._look(half, summary)
+            self._look(half, summary, clients)
         if summary.round_idx < WATCHED_ROUNDS:
-            for client in summary.clients:
+            for client in clients:
                 if client.unreached is not None:  # a layer counts as reached if it was reached in at least one turn
                     names = set(client.unreached)
                     self._unreached = sorted(names if self._unreached is None else names.intersection(self._unreached))
@@ -77,10 +79,10 @@ class FirstRounds:
             if summary.round_idx == WATCHED_ROUNDS - 1:
                 self._name_unreached()
 
-    def _look(self, half: ServerHalf, summary: RoundSummary) -> None:
+    def _look(self, half: ServerHalf, summary: RoundSummary, clients: Sequence[ClientOutcome]) -> None:
         round_idx, server = summary.round_idx, half.server
-        has_trained = any(client.num_steps for client in summary.averaged)
-        if round_idx == 0 and has_trained:
+        trained = [client for client in clients if not client.left_out and (client.num_steps or summary.is_private)]
+        if round_idx == 0 and trained and not summary.is_private:
             for message in half.advice(Moment.AFTER_TRAINING, summary):
                 _warn(round_idx, message)
         if round_idx < ROUNDS_OF_UPDATES and "update" not in self._done:
@@ -94,7 +96,7 @@ class FirstRounds:
                 )
         if message := self.note_loss(half, mean_loss(summary), round_idx):
             _warn(round_idx, message)
-        if has_trained and "averages" not in self._done:
+        if trained and "averages" not in self._done:
             self._done.add("averages")
             if round_idx == 0 and (layers := untouched_averages(server)):
                 _warn(
@@ -103,7 +105,7 @@ class FirstRounds:
                     "evaluation reads them. Let the callback BatchNormEstimation estimate them, or average those of "
                     "the clients: take them out of `buffers`, or with LoRA name their layers in `train`.",
                 )
-        if "discarded" not in self._done and (names := sorted({n for c in summary.clients for n in c.discarded})):
+        if "discarded" not in self._done and (names := sorted({n for c in clients for n in c.discarded})):
             self._done.add("discarded")
             _warn(
                 round_idx,
@@ -112,7 +114,15 @@ class FirstRounds:
                 "call `requires_grad_(False)` on that module, and name it in an attribute of your LightningModule: "
                 "`averaged_parameters = ['teacher.*']`; or update it at the server, in `RoundCallback.on_round_end`.",
             )
-        if "put back" not in self._done and (names := sorted({n for c in summary.clients for n in c.put_back})):
+        changed = sorted({n for c in clients for n in c.put_back})
+        if "too large" not in self._done and (names := [name for name in changed if name.endswith(TOO_LARGE)]):
+            self._done.add("too large")
+            _warn(
+                round_idx,
+                f"clients change {first_of([f'`{name}`' for name in names], NAMED)}: what one of them leaves behind, "
+                "the next one in the same process finds, and so does the server. Register it as a buffer.",
+            )
+        if "put back" not in self._done and (names := [name for name in changed if not name.endswith(TOO_LARGE)]):
             self._done.add("put back")
             _warn(
                 round_idx,

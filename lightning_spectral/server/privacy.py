@@ -5,22 +5,26 @@
 import math
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round
 from lightning_spectral.arguments import Number, Whole, check_fields, first_of
 from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
 from lightning_spectral.participation import Participation, Sampler, Uniform
 from lightning_spectral.protocol.buffer_rules import BufferRules
+from lightning_spectral.protocol.kept_state import KeptState
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
 
 LARGEST_CLIP = 1024.0  # what exact sums have room for
 LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
 GRID = 1e-3  # of privacy losses, by which they are rounded up
+MOST_FOR_VOTES = 1.25  # noise on updates with votes on the clip, relative to that without
 VOTERS = 20.0  # expected clients for each standard deviation of the noise of votes, as published
 
 
@@ -99,18 +103,32 @@ class ClientPrivacy:
             )
         algorithm.check_privacy()
 
+    def check_attributes(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` if what a client leaves behind in a module could move what the next one sends."""
+        if paths := KeptState(module).not_kept():
+            raise ValueError(
+                f"`privacy` needs all clients to begin with the same module, and {first_of(paths, 3)} is too large to "
+                "be put back after each of them; register it as a buffer."
+            )
+
     def check_buffers(self, rules: BufferRules) -> None:
         """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
         if names := sorted(rules.returned):
             raise ValueError(
                 f"`privacy` adds noise to parameters, and clients would send back the buffers {first_of(names, 3)}. "
-                'Leave them at the server, with the algorithm\'s `buffers={"*": "server"}` (for SpectralSharding, '
-                "`layers=LayerChoices(buffers=...)`), or use GroupNorm, which has none."
+                "Use GroupNorm, which has none, or leave them at the server, with the algorithm's "
+                '`buffers={"*": "server"}` (for SpectralSharding, `layers=LayerChoices(buffers=...)`), if they are '
+                "known before training."
             )
 
 
+Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds
+
+
 @lru_cache(maxsize=4096)
-def epsilon(rate: float, noise_multiplier: float, num_rounds: int, delta: float) -> float:
+def epsilon(
+    rate: float, noise_multiplier: float, num_rounds: int, delta: float, before: tuple[Rounds, ...] = ()
+) -> float:
     """Epsilon of some rounds of the Gaussian mechanism, in which each client takes part independently.
 
     It is computed from privacy loss distributions, rounded up, by Google's ``dp-accounting`` (extra ``privacy``).
@@ -120,6 +138,7 @@ def epsilon(rate: float, noise_multiplier: float, num_rounds: int, delta: float)
         noise_multiplier: Standard deviation of the noise, in units of the largest contribution.
         num_rounds: Number of rounds.
         delta: The probability that the guarantee fails.
+        before: Rounds before these with another probability or multiplier, in the same order of numbers.
 
     Example:
         >>> round(epsilon(rate=0.1, noise_multiplier=1.1, num_rounds=60, delta=1e-5), 2)
@@ -127,9 +146,10 @@ def epsilon(rate: float, noise_multiplier: float, num_rounds: int, delta: float)
     """
     with from_extra("privacy"):
         import dp_accounting as dp
-    event: Any = dp.GaussianDpEvent(noise_multiplier)
     accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID)
-    accountant.compose(event if rate == 1 else dp.PoissonSampledDpEvent(rate, event), num_rounds)
+    for probability, multiplier, count in (*before, (rate, noise_multiplier, num_rounds)):
+        event: Any = dp.GaussianDpEvent(multiplier)
+        accountant.compose(event if probability == 1 else dp.PoissonSampledDpEvent(probability, event), count)
     return float(accountant.get_epsilon(delta))
 
 
@@ -165,21 +185,34 @@ class PrivateFit:
         active: Number of clients that is expected in a round.
         num_clients: Number of clients that can take part.
         clip: The bound, if earlier rounds have adapted it.
+        before: The rounds before a checkpoint from which the fit goes on, as `rounds` gave them. If other clients are
+            there now, those rounds keep the probability that they had, and new ones the noise.
 
     Attributes:
         rate: Probability of each client to take part.
         weight: Weight of each client in a sum.
         multiplier: Standard deviation of the noise on all that a round releases, in units of a client's contribution.
+        sum_multiplier: The same of the noise on the sums; it is larger if votes on the bound are released, too.
         clip: The bound in the next round.
 
     Raises:
         ValueError: If votes on the bound would have less noise than the sums need.
     """
 
-    def __init__(self, choice: ClientPrivacy, active: float, num_clients: int, clip: float | None = None) -> None:
+    def __init__(
+        self,
+        choice: ClientPrivacy,
+        active: float,
+        num_clients: int,
+        clip: float | None = None,
+        before: Iterable[Rounds] = (),
+    ) -> None:
         self.choice, self.rate, self.weight = choice, min(1.0, active / num_clients), 1 / active
         self.clip = choice.clip if clip is None else clip
-        if choice.noise_multiplier is not None:
+        self.before = list(before)
+        if self.before:
+            self.multiplier = self.before[-1][1]
+        elif choice.noise_multiplier is not None:
             self.multiplier = choice.noise_multiplier
             self.epsilon(1)  # here, if the accountant is missing
         else:
@@ -190,6 +223,17 @@ class PrivateFit:
             raise ValueError(
                 f"`clip_quantile={choice.clip_quantile}` needs more than {VOTERS / 2:g} clients a round for each unit "
                 f"of the noise multiplier of {self.multiplier:.3g}, got {active:g}; raise `active`, or leave it out."
+            )
+        # of a release of both, with less noise than either: see Andrew et al., Theorem 1
+        votes = 0.0 if not self._vote_noise else (2 * self._vote_noise) ** -2
+        self.sum_multiplier = (self.multiplier**-2 - votes) ** -0.5
+        if self.sum_multiplier > MOST_FOR_VOTES * self.multiplier:
+            warnings.warn(
+                f"With {active:g} clients a round, votes on the clip take much of what may be released, so the noise "
+                f"on updates is {self.sum_multiplier:.3g} times the clip instead of {self.multiplier:.3g}. Raise "
+                "`active`, or leave `clip_quantile` out.",
+                SpectralWarning,
+                stacklevel=2,
             )
         if choice.delta * num_clients >= 1:
             warnings.warn(
@@ -202,15 +246,29 @@ class PrivateFit:
     def __str__(self) -> str:
         known = "" if self.choice.noise_seed is None else " The noise follows from `noise_seed`, so it hides nothing."
         return (
-            f"privacy: noise of {self.multiplier:.4g} times the clip, clients take part with probability "
-            f"{self.rate:.4g}; epsilon is {self.epsilon(1):.3g} after one round. Left out, because it has no noise: "
-            "losses, what clients log, how many take part and fail, their bytes and seconds, and the ledger's rows."
+            f"privacy: noise of {self.sum_multiplier:.4g} times the clip, clients take part with probability "
+            f"{self.rate:.4g}; epsilon is {self.epsilon(self.num_before + 1):.3g} after the next round. Left out, "
+            "because it has no noise: losses, what clients log, how many take part and fail, their bytes and seconds, "
+            "and the ledger's rows."
             f"{known}"
         )
 
+    @property
+    def num_before(self) -> int:
+        """Number of rounds before the checkpoint."""
+        return sum(count for _, _, count in self.before)
+
+    def rounds(self, num_rounds: int) -> list[Rounds]:
+        """All rounds of the run up to a number, in stretches with one probability and one multiplier."""
+        own, stretches = num_rounds - self.num_before, list(self.before)
+        if stretches and stretches[-1][:2] == (self.rate, self.multiplier):
+            own += stretches.pop()[2]
+        return [*stretches, (self.rate, self.multiplier, own)] if own or not stretches else stretches
+
     def epsilon(self, num_rounds: int) -> float:
-        """The epsilon of some rounds."""
-        return epsilon(self.rate, self.multiplier, num_rounds, self.choice.delta)
+        """The epsilon of all rounds of the run up to a number."""
+        *before, last = self.rounds(num_rounds)
+        return epsilon(*last, self.choice.delta, tuple(before))
 
     def is_spent(self, num_rounds: int) -> bool:
         """Whether another round after some would exceed the budget."""
@@ -238,9 +296,7 @@ class PrivateFit:
             raise TypeError(f"{type(opened).__name__} has sums of other kinds than MeanChange, which get no noise.")
         for mean in sums:
             mean.fix()
-        # of a release of both, with less noise than either: see Andrew et al., Theorem 1
-        votes = 0.0 if not self._vote_noise else (2 * self._vote_noise) ** -2
-        return PrivateSums(sums, self.weight, self.clip, (self.multiplier**-2 - votes) ** -0.5)
+        return PrivateSums(sums, self.weight, self.clip, self.sum_multiplier)
 
     def release(self, sums: PrivateSums, processes: Processes, round_idx: int) -> None:
         """Add up the sums of all processes, with noise from the first of them."""

@@ -661,7 +661,9 @@ class Turn:
                 SpectralWarning,
                 stacklevel=4,
             )
-        self.upload = upload if self.round.private is None else upload.without_figures()
+        if self.round.private is not None:  # names in the user's code are for warnings about it
+            upload = replace(upload.without_figures(), discarded=upload.discarded, put_back=upload.put_back)
+        self.upload = upload
 
     def receive(self) -> ClientOutcome:
         """Add the client's update to the round's sums; an update that cannot be used is left out, with a warning.

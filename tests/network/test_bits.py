@@ -112,6 +112,35 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, 
     assert ours.ledger.rows == theirs.ledger.rows
 
 
+def test_a_resumed_run_draws_from_the_clients_that_it_finds(fit: Fit, tmp_path: Path) -> None:
+    """Not from those that were numbered before the checkpoint was read; and epsilon counts both populations."""
+    privacy_of = pytest.importorskip("lightning_spectral.server.privacy")
+    pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
+    privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=1.0, delta=1e-3, noise_seed=1)
+    options: dict[str, Any] = {"clients_per_round": None, "participation": ls.Uniform(active=2), "privacy": privacy}
+    drawn, present = set[int](), set[int]()
+
+    class Watch(ls.RoundCallback):
+        def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
+            drawn.add(turn.unit.client_id)
+            present.update(pl_module.engine.clients.sizes.nonzero().flatten().tolist())
+
+    def line_of(*clients: int) -> Any:
+        line = toy_line(LitMLP)
+        for number, name in enumerate(list(line.there)):
+            if number not in clients:
+                del line.there[name]
+        return line
+
+    first = fit(seeded(LitMLP), remote(line_of(0, 1, 2, 3), wait_for=4), max_epochs=3, **options)
+    first.trainer.save_checkpoint(path := tmp_path / "three.ckpt")
+    again = remote(line_of(1, 2, 3), wait_for=3)
+    resumed = fit(seeded(LitMLP), again, max_epochs=9, ckpt_path=path, callbacks=[Watch()], **options)
+    assert drawn == present == {0, 1, 3}, "the first one of the line is the third of the checkpoint"
+    before = ((2 / 4, 1.0, 3),)
+    assert resumed.rows[-1]["fl/epsilon"] == privacy_of.epsilon(2 / 3, 1.0, 6, 1e-3, before)
+
+
 SAMPLERS = {
     "update norms": ls.UpdateVarianceReduced(active=5, measure="last"),
     "losses, measured": ls.LossVarianceReduced(active=5, measure="all"),

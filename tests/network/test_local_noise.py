@@ -100,6 +100,12 @@ def test_nothing_but_the_values_is_said() -> None:
     assert repr(replace(found, tensors={})) == repr(Upload(CLIENT, {}))
 
 
+def test_an_upload_that_is_left_out_has_no_values() -> None:
+    after = {name: value.double() for name, value in drawn(1.0, 0).items()}
+    upload = Upload(CLIENT, after, left_out="no_update")
+    assert LocalNoise(clip=0.5, noise_multiplier=2.0).hide(Download(CLIENT, 1.0, after), upload).tensors == {}
+
+
 def test_a_change_that_is_not_finite_is_left_out() -> None:
     after = Upload(CLIENT, {"w": torch.tensor([1.0, math.nan])})
     found = LocalNoise(clip=1.0, noise_multiplier=1.0).hide(Download(CLIENT, 1.0, {"w": torch.zeros(2)}), after)

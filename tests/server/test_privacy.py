@@ -366,6 +366,67 @@ def test_a_resumed_run_has_the_noise_of_the_seed_and_otherwise_new_noise(data: A
     assert not same_state(whole.state, again.state)
 
 
+def test_rounds_keep_the_probability_that_they_had() -> None:
+    """If other clients are there after a restart, those of before had no less privacy lost."""
+    few = PrivateFit(PRIVACY, 10, 50)
+    many = PrivateFit(PRIVACY, 10, 500, before=few.rounds(200))
+    assert many.rounds(201) == [(0.2, 1.0, 200), (0.02, 1.0, 1)]
+    assert many.epsilon(200) == few.epsilon(200) < many.epsilon(201) < few.epsilon(201)
+    assert many.epsilon(201) > 10 * PrivateFit(PRIVACY, 10, 500).epsilon(201)  # as if they had never been fewer
+    back = PrivateFit(PRIVACY, 10, 50, before=many.rounds(300))
+    assert [count for _, _, count in back.rounds(400)] == [200, 100, 100]
+    assert PrivateFit(PRIVACY, 10, 50, before=few.rounds(200)).rounds(210) == few.rounds(210)
+    planned = replace(PRIVACY, noise_multiplier=None, target_epsilon=2.0, num_rounds=100)
+    assert PrivateFit(planned, 10, 500, before=few.rounds(10)).multiplier == 1.0  # not that of another plan
+
+
+def test_votes_on_the_clip_cost_noise_and_it_says_how_much() -> None:
+    voting = replace(PRIVACY, clip_quantile=0.5, noise_seed=None)
+    assert str(PrivateFit(voting, 50, 500)).startswith("privacy: noise of 1.021 times the clip")
+    with pytest.warns(
+        ls.SpectralWarning, match="12 clients a round.* 1.81 times the clip instead of 1.*Raise `active`"
+    ):
+        assert PrivateFit(voting, 12, 500).sum_multiplier == pytest.approx((1 - (2 * 12 / 20) ** -2) ** -0.5)
+
+
+class LitLarge(LitMLP):
+    """Writes into an attribute that is too large to be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(2**20 + 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.memory += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_client_leaves_nothing_behind_for_others(data: Any, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=r"memory is too large to be put back.* register it as a buffer"):
+        fit(seeded(LitLarge), data, **PRIVATE)
+
+
+class LitAveraging(LitMLP):
+    """With BatchNorm, and a step that changes an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, nn.BatchNorm1d(next(self.net.children()).out_features))
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += 1
+        return super().training_step(batch, batch_idx)
+
+
+def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit: Fit) -> None:
+    with pytest.warns(ls.SpectralWarning) as said:
+        fit(seeded(LitAveraging), data, max_epochs=1, algorithm=ls.FedAvg(buffers={"*": "server"}), **PRIVATE)
+    (averages, put_back) = sorted(str(each.message) for each in said if each.category is ls.SpectralWarning)
+    assert "clients change `seen`, which are neither parameters nor buffers" in averages
+    assert "running averages of net.2 are still 0 and 1" in put_back
+
+
 def test_a_fit_ends_before_it_exceeds_its_budget(data: Any, fit: Fit, tmp_path: Path) -> None:
     """Also if it is resumed; and with a number of rounds, the noise is such that these spend it."""
     rate = ACTIVE / NUM_CLIENTS
@@ -412,6 +473,14 @@ class Own(ls.FedAvg):
     """Might sum anything."""
 
 
+class OwnDitto(ls.Ditto):
+    """The same."""
+
+
+class OwnLoRA(ls.LoRA):
+    """The same."""
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a fixed cohort": ({"participation": None, "clients_per_round": 4}, "participation=Uniform"),
     "a sampler by losses": ({"participation": ls.LossVarianceReduced(active=4)}, "participation=Uniform"),
@@ -430,6 +499,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "channels": ({"algorithm": ls.WidthSharding(keep_ratio=0.5), "module": Traced}, "WidthSharding does not say"),
     "what a client remembers": ({"algorithm": Remembering()}, "Remembering does not say"),
     "a subclass": ({"algorithm": Own()}, "Own does not say"),
+    "a subclass of Ditto": ({"algorithm": OwnDitto()}, "OwnDitto does not say"),
+    "a subclass of LoRA": ({"algorithm": OwnLoRA(2)}, "OwnLoRA does not say"),
     "clients' evaluation": ({"callbacks": [ls.ClientEvaluation()]}, "ClientEvaluation shows or uses"),
     "clients' tables": ({"callbacks": [ls.RoundDashboard()]}, "RoundDashboard shows or uses"),
     "alignment": ({"callbacks": [ls.plugin.callbacks.UpdateAlignment()]}, "UpdateAlignment shows or uses"),

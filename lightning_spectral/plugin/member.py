@@ -169,7 +169,6 @@ class Member(pl.LightningModule):
         half = self.algorithm.bind(self.module, self.state, untrained=untrained, decisions=decided)
         if not resumed:
             self.frozen_base, self.usual_update, self.adapted_clip = FrozenBase(), math.nan, None
-            self.private_rounds = []
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
@@ -192,8 +191,9 @@ class Member(pl.LightningModule):
             self.privacy.check_buffers(half.buffers)
             self.privacy.check_attributes(self.module)
             active, num_clients = self.part_of.plan.participation.active, int(self.engine.clients.sizes.count_nonzero())
-            before = self.private_rounds if resumed else ()
-            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip, before)
+            first = None if resumed else runtime.round_idx  # a second fit of this module may count from 0 again
+            rounds = self.private_rounds, first
+            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip, *rounds)
             self._report([str(self.engine.privacy)])
 
     def _remarks(self) -> Iterator[str]:

@@ -185,8 +185,9 @@ class PrivateFit:
         active: Number of clients that is expected in a round.
         num_clients: Number of clients that can take part.
         clip: The bound, if earlier rounds have adapted it.
-        before: The rounds before a checkpoint from which the fit goes on, as `rounds` gave them. If other clients are
-            there now, those rounds keep the probability that they had, and new ones the noise.
+        before: The rounds of this model before the fit, as `rounds` gave them. If other clients are there now, those
+            rounds keep the probability that they had, and new ones the noise.
+        first_round: Index of the fit's first round; ``None`` if it goes on counting, as it does from a checkpoint.
 
     Attributes:
         rate: Probability of each client to take part.
@@ -206,10 +207,12 @@ class PrivateFit:
         num_clients: int,
         clip: float | None = None,
         before: Iterable[Rounds] = (),
+        first_round: int | None = None,
     ) -> None:
         self.choice, self.rate, self.weight = choice, min(1.0, active / num_clients), 1 / active
         self.clip = choice.clip if clip is None else clip
         self.before = list(before)
+        self.first_round = sum(count for _, _, count in self.before) if first_round is None else first_round
         if self.before:
             self.multiplier = self.before[-1][1]
         elif choice.noise_multiplier is not None:
@@ -247,26 +250,21 @@ class PrivateFit:
         known = "" if self.choice.noise_seed is None else " The noise follows from `noise_seed`, so it hides nothing."
         return (
             f"privacy: noise of {self.sum_multiplier:.4g} times the clip, clients take part with probability "
-            f"{self.rate:.4g}; epsilon is {self.epsilon(self.num_before + 1):.3g} after the next round. Left out, "
+            f"{self.rate:.4g}; epsilon is {self.epsilon(self.first_round + 1):.3g} after the next round. Left out, "
             "because it has no noise: losses, what clients log, how many take part and fail, their bytes and seconds, "
             "and the ledger's rows."
             f"{known}"
         )
 
-    @property
-    def num_before(self) -> int:
-        """Number of rounds before the checkpoint."""
-        return sum(count for _, _, count in self.before)
-
     def rounds(self, num_rounds: int) -> list[Rounds]:
-        """All rounds of the run up to a number, in stretches with one probability and one multiplier."""
-        own, stretches = num_rounds - self.num_before, list(self.before)
+        """The first rounds, `num_rounds` of this count, in stretches with one probability and one multiplier."""
+        own, stretches = num_rounds - self.first_round, list(self.before)
         if stretches and stretches[-1][:2] == (self.rate, self.multiplier):
             own += stretches.pop()[2]
         return [*stretches, (self.rate, self.multiplier, own)] if own or not stretches else stretches
 
     def epsilon(self, num_rounds: int) -> float:
-        """The epsilon of all rounds of the run up to a number."""
+        """The epsilon of the first rounds, `num_rounds` of this count."""
         *before, last = self.rounds(num_rounds)
         return epsilon(*last, self.choice.delta, tuple(before))
 

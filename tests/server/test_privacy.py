@@ -380,6 +380,19 @@ def test_rounds_keep_the_probability_that_they_had() -> None:
     assert PrivateFit(planned, 10, 500, before=few.rounds(10)).multiplier == 1.0  # not that of another plan
 
 
+def test_a_second_fit_of_a_module_adds_to_its_epsilon(data: Any, quiet: dict[str, Any]) -> None:
+    """Whether it counts rounds from 0 again, as another Trainer does, or goes on counting."""
+    model = ls.FederatedModule(seeded(LitMLP), **PRIVATE)
+    first, second = (pl.Trainer(max_epochs=2, callbacks=[ls.RoundHistory()], **quiet) for _ in range(2))
+    first.fit(model, data)
+    second.fit(model, data)
+    second.fit_loop.max_epochs = 3
+    second.fit(model, data)
+    spent = [epsilon(ACTIVE / NUM_CLIENTS, 1.0, count, PRIVACY.delta) for count in range(1, 6)]
+    histories = (next(c for c in one.callbacks if isinstance(c, ls.RoundHistory)) for one in (first, second))
+    assert [value for history in histories for value in history.column("fl/epsilon")] == spent
+
+
 def test_votes_on_the_clip_cost_noise_and_it_says_how_much() -> None:
     voting = replace(PRIVACY, clip_quantile=0.5, noise_seed=None)
     assert str(PrivateFit(voting, 50, 500)).startswith("privacy: noise of 1.021 times the clip")

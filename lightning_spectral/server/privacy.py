@@ -213,7 +213,7 @@ class PrivateFit:
         self.clip = choice.clip if clip is None else clip
         self.before = list(before)
         self.first_round = sum(count for _, _, count in self.before) if first_round is None else first_round
-        if self.before:
+        if self.before:  # a budget was planned for all rounds at the start
             self.multiplier = self.before[-1][1]
         elif choice.noise_multiplier is not None:
             self.multiplier = choice.noise_multiplier
@@ -257,14 +257,14 @@ class PrivateFit:
         )
 
     def rounds(self, num_rounds: int) -> list[Rounds]:
-        """The first rounds, `num_rounds` of this count, in stretches with one probability and one multiplier."""
+        """All rounds of the model until the fit has counted to a number, in stretches with the same noise and draws."""
         own, stretches = num_rounds - self.first_round, list(self.before)
         if stretches and stretches[-1][:2] == (self.rate, self.multiplier):
             own += stretches.pop()[2]
         return [*stretches, (self.rate, self.multiplier, own)] if own or not stretches else stretches
 
     def epsilon(self, num_rounds: int) -> float:
-        """The epsilon of the first rounds, `num_rounds` of this count."""
+        """The epsilon of all rounds of the model until the fit has counted to a number."""
         *before, last = self.rounds(num_rounds)
         return epsilon(*last, self.choice.delta, tuple(before))
 

@@ -19,6 +19,7 @@ limit; one that fails is a line of its table, and the others go on. The parts:
 
 import argparse
 import copy
+import itertools
 import json
 import logging
 import statistics
@@ -27,6 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +212,14 @@ def tests(what: str, device: str, toy: bool) -> Rows:
 
 def rounds(model: str, device: str, toy: bool) -> Rows:
     net, count = (TOYS if toy else MODELS)[model](), 2 if toy else 8
-    sharding = ls.SpectralSharding(keep_ratio=0.2)
     ours, sharded = (
         train(copy.deepcopy(net), federated(net), device, count, algorithm=algorithm).milliseconds()
-        for algorithm in (ls.FedAvg(), sharding)
+        for algorithm in (ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.2))
     )
     loop = bare(net, *examples(net), device)
     theirs = statistics.median([next(loop) for _ in range(count + 2)][2:])
-    cells = (theirs, ours, ours / theirs, sharded, sharded / theirs)
-    return [(model, *(f"{cell:.2f}" if cell < 100 else f"{cell:.0f}" for cell in cells))]
+    cells = (f"{each:.1f} {each / theirs:.2f}".split() for each in (ours, sharded))
+    return [(model, f"{theirs:.1f}", *itertools.chain(*cells))]
 
 
 def factorise(shape: str, device: str, toy: bool) -> Rows:
@@ -276,10 +277,8 @@ class Progress(pl.Callback):
         print(*self.rows[-1], file=sys.stderr, flush=True)
 
 
-def cifar10(case: str, device: str, toy: bool) -> Rows:
+def cifar10(folder: str, device: str, toy: bool, rounds: int = 200, processes: int = 1) -> Rows:
     """As the examples' ``table1``: 100 clients, Dirichlet 1, ten a round, two local epochs, batch size 32."""
-    folder, rounds, processes = case.rsplit(", ", 2)
-    count = int(rounds)
 
     def read(*names: str) -> TensorDataset:
         rows = np.concatenate([np.fromfile(Path(folder) / f"{name}.bin", np.uint8) for name in names])
@@ -288,6 +287,7 @@ def cifar10(case: str, device: str, toy: bool) -> Rows:
         return TensorDataset(images, found[:, 0].long())
 
     train_set, test_set = read(*(f"data_batch_{part}" for part in range(1, 6))), read("test_batch")
+    count = 2 if toy else rounds
     clients = ls.DirichletPartitioner(num_clients=10 if toy else 100, alpha=1.0)
     data = ls.FederatedDataModule(train_set, clients, val=test_set, batch_size=32)
     model = ls.FederatedModule(
@@ -297,7 +297,7 @@ def cifar10(case: str, device: str, toy: bool) -> Rows:
         local_epochs=2,
     )
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **on(int(processes))}
+    settings = {"accelerator": device, "devices": 1, "enable_checkpointing": False, **on(processes)}
     progress = Progress(device)
     every = max(1, count // 20)
     trainer = pl.Trainer(max_epochs=count, callbacks=[progress], check_val_every_n_epoch=every, **settings, **quiet)
@@ -322,24 +322,25 @@ def cases(options: argparse.Namespace) -> dict[str, list[str]]:
         "factorise": [f"{rows}x{columns}" for rows, columns in shapes],
         "shared": [f"{model}, {count}" for model in models for count in counts],
         "stacked": models,
-        "cifar10": [f"{options.cifar10}, {options.rounds}, {options.processes}"] if options.cifar10 else [],
+        "cifar10": [options.cifar10] if options.cifar10 else [],
     }
 
 
 def in_a_process(part: str, case: str, options: argparse.Namespace) -> Rows:
-    arguments = ["--device", options.device, *(["--toy"] if options.toy else []), "--case", part, case]
+    numbers = ["--rounds", str(options.rounds), "--processes", str(options.processes)]
+    arguments = ["--device", options.device, *numbers, *(["--toy"] if options.toy else []), "--case", part, case]
     command = [sys.executable, __file__, *arguments]
+    told = None if part == "cifar10" else subprocess.DEVNULL  # its progress is shown while it trains
     try:
-        told = None if part == "cifar10" else subprocess.PIPE  # its progress is shown while it trains
-        options_of_run: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": told, "text": True, "check": True}
-        done = subprocess.run(command, timeout=SECONDS[part], **options_of_run)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=told, text=True, timeout=SECONDS[part], check=True
+        )
         found: Rows = json.loads(done.stdout.splitlines()[-1])
         return found
     except subprocess.TimeoutExpired:
         return [(case, f"longer than {SECONDS[part]} s")]
     except subprocess.CalledProcessError as error:
-        lines = (error.stderr or "").strip().splitlines() or [f"exit status {error.returncode}"]
-        return [(case, f"failed: {lines[-1]}")]
+        return [(case, f"failed: exit status {error.returncode}")]
 
 
 def main() -> None:
@@ -357,9 +358,13 @@ def main() -> None:
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         torch.manual_seed(0)
         part, case = options.case
-        parts = (tests, rounds, factorise, shared, stacked, cifar10)
-        measure = {each.__name__: each for each in parts}
-        print(json.dumps(measure[part](case, options.device, options.toy)))
+        measure = {each.__name__: each for each in (tests, rounds, factorise, shared, stacked)}
+        measure["cifar10"] = partial(cifar10, rounds=options.rounds, processes=options.processes)
+        try:
+            rows = measure[part](case, options.device, options.toy)
+        except Exception as error:
+            rows = [(case, f"failed: {type(error).__name__}: {error}")]
+        print(json.dumps(rows))
         return
     name = torch.cuda.get_device_name() if options.device == "cuda" else options.device
     print(f"torch {torch.__version__}, {name}")

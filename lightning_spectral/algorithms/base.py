@@ -324,7 +324,8 @@ class Algorithm(_AtServer, ABC):
         """Raise ``ValueError`` if noise on `Round.sums` may not hide what a client has uploaded, as by default.
 
         It does if the sums are `MeanChange` objects, nothing else that a round releases comes from uploads, clients
-        hold the same terms, and a client is sent the same whoever else takes part.
+        hold the same terms, and a client is sent the same whoever else takes part. A subclass may sum something else,
+        so this is not inherited: each class states it itself.
         """
         raise ValueError(
             f"{type(self).__name__} does not say that noise on its sums hides clients, so it cannot have `privacy`; "

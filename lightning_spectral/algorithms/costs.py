@@ -263,8 +263,7 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
         {0.25: 2592, 1.0: 5712}
     """
     counted = _Counted(module, algorithm, None)
-    costs = counted.of_federation(counted.algorithm, keep_ratios, keep_ratios, None)
-    return {keep_ratio: cost.round_bytes for keep_ratio, cost in costs.items()}
+    return {r: cost.round_bytes for r, cost in counted.of_federation(counted.algorithm, keep_ratios, None).items()}
 
 
 class _Counted:
@@ -305,15 +304,15 @@ class _Counted:
             keep_ratios = {capacity: ratio for capacity, (its, ratio) in choices.items() if its is choice}
             asked = {capacity: keep_ratios[capacity] for capacity in capacities if capacity in keep_ratios}
             if asked:
-                costs = self.of_federation(choice, list(keep_ratios.values()), list(asked.values()), example)
+                costs = self.of_federation(choice, list(asked.values()), example, list(keep_ratios.values()))
                 found |= {capacity: costs[keep_ratio] for capacity, keep_ratio in asked.items()}
         return {capacity: found[capacity] for capacity in capacities}
 
     def of_federation(
-        self, choice: Algorithm, keep_ratios: Sequence[float], asked: Sequence[float], example: Example
+        self, choice: Algorithm, keep_ratios: Sequence[float], example: Example, beside: Sequence[float] = ()
     ) -> dict[float, Cost]:
-        """The larger costs of two rounds in a row of clients of some keep ratios, for those that are asked for."""
-        return self._counted(partial(self._of_rounds, choice, keep_ratios, asked, example))
+        """The larger costs of two rounds in a row; clients of the keep ratios ``beside`` take part."""
+        return self._counted(partial(self._of_rounds, choice, keep_ratios, example, beside))
 
     def _counted(self, count: Callable[[FakeTensors | None], T]) -> T:
         """What is counted on fake tensors, or on the module's own if it, or the algorithm, depends on values."""
@@ -339,8 +338,8 @@ class _Counted:
         self,
         choice: Algorithm,
         keep_ratios: Sequence[float],
-        asked: Sequence[float],
         example: Example,
+        beside: Sequence[float],
         fakes: FakeTensors | None,
     ) -> dict[float, Cost]:
         half = self._half(choice, fakes)
@@ -348,7 +347,7 @@ class _Counted:
             example = as_input(self.module, example)
             if fakes is not None:
                 example = tree_map_only(Tensor, fakes.like, example)
-            given: dict[str, Any] = {"asked": asked, "moving": half.moving_tensors, "fakes": fakes}
+            given: dict[str, Any] = {"beside": beside, "moving": half.moving_tensors, "fakes": fakes}
             first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
@@ -379,7 +378,7 @@ def turn_costs(
     keep_ratios: Sequence[float],
     example: Example = None,
     *,
-    asked: Collection[float] | None = None,
+    beside: Sequence[float] = (),
     round_idx: int = 0,
     moving: Collection[str] = (),
     optimizer: Optimizer | None = None,
@@ -387,20 +386,21 @@ def turn_costs(
 ) -> dict[float, Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Only keep ratios that are ``asked`` for are counted; all by default. Without an example, no pass is counted; with an
-    optimizer, so is the memory of a local step. Frozen tensors that change between rounds, and so are sent in each, are
-    named in ``moving``. Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
+    Clients of the keep ratios ``beside`` take part without being counted. Without an example, no pass is counted; with
+    an optimizer, so is the memory of a local step. Frozen tensors that change between rounds, and so are sent in each,
+    are named in ``moving``. Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
     """
-    units = {r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(dict.fromkeys(keep_ratios))}
+    units = {
+        r: WorkUnit(client_id, coefficient=1.0) for client_id, r in enumerate(dict.fromkeys([*beside, *keep_ratios]))
+    }
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
     opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
     side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
     names = {id(parameter): name for name, parameter in half.server.named_parameters()}
     optimizers = () if optimizer is None else (optimizer,)
     costs = {}
-    for keep_ratio, unit in units.items():
-        if asked is not None and keep_ratio not in asked:
-            continue
+    for keep_ratio in dict.fromkeys(keep_ratios):
+        unit = units[keep_ratio]
         download = replace(opened.send(unit)[0], round_idx=round_idx)  # tells the device what it trains
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
         # forms of its own, so that there is one sub-model at a time

@@ -435,9 +435,9 @@ class LitAveraging(LitMLP):
 def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit: Fit) -> None:
     with pytest.warns(ls.SpectralWarning) as said:
         fit(seeded(LitAveraging), data, max_epochs=1, algorithm=ls.FedAvg(buffers={"*": "server"}), **PRIVATE)
-    (averages, put_back) = sorted(str(each.message) for each in said if each.category is ls.SpectralWarning)
-    assert "clients change `seen`, which are neither parameters nor buffers" in averages
-    assert "running averages of net.2 are still 0 and 1" in put_back
+    put_back, averages = sorted(str(each.message) for each in said if each.category is ls.SpectralWarning)
+    assert "clients change `seen`, which are neither parameters nor buffers" in put_back
+    assert "running averages of net.2 are still 0 and 1" in averages
 
 
 def test_a_fit_ends_before_it_exceeds_its_budget(data: Any, fit: Fit, tmp_path: Path) -> None:

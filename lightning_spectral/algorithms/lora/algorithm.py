@@ -256,8 +256,6 @@ class LoRA(Algorithm):
                 "`privacy` needs adapters of one rank, whose factors or products are summed: "
                 f"LoRA(8, aggregation=SampledTerms()); got rank={self.rank} and {self.aggregation}."
             )
-        if type(self) is not LoRA:
-            super().check_privacy()
 
     def new_state(self, server: nn.Module, seed: int) -> LoRAState:
         """B is zero and A drawn, unless the layers bring their factors."""

@@ -327,7 +327,7 @@ class SpectralSharding(ByKeepRatio):
                 f"SpectralSharding(TopN(), keep_ratio=0.2), with one keep ratio for all; got {self.strategy} and "
                 f"keep_ratio={self.keep_ratio}."
             )
-        if type(self) is not SpectralSharding or type(self.aggregation) not in (type(None), TermMeans, MatrixMeans):
+        if type(self.aggregation) not in (type(None), TermMeans, MatrixMeans):
             super().check_privacy()
 
     def bind(

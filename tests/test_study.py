@@ -73,7 +73,7 @@ def test_every_plan_names_networks_setups_and_servers_that_exist(study):
     assert len({spec.path for spec in set(specs)}) == len(set(specs)), "two runs would share a file"
 
 
-@pytest.mark.parametrize("plan", ["near_iid", "extreme", "skewed", "fashion", "papers", "by_sgd", "steps"])
+@pytest.mark.parametrize("plan", ["near_iid", "extreme", "skewed", "fashion", "papers", "steps"])
 def test_what_is_compared_has_the_same_steps_of_the_server(study, plan):
     """Each algorithm of a plan with each step: no row of a table has another optimizer than its neighbours."""
     specs = [spec for spec in study.plans.PLANS[plan]() if spec is not None]
@@ -101,24 +101,56 @@ def test_a_ladder_is_climbed_until_both_neighbours_of_the_best_rate_are_worse(st
     assert len(tried) == len(set(tried)) <= 7
 
 
-def test_a_ladder_ends_where_nothing_learns(study, made_up):
-    start = toy(study, "FedAvg", 1.0)
-    tried = climbed(study, made_up, start, lambda rate: None if rate > 0.1 else 0.1)
-    assert study.plans.best_rate(start) == 0.1
-    assert sorted(tried) == [0.05, 0.1, 0.2]
+def test_a_ladder_on_which_nothing_learns_is_climbed_to_both_ends(study, made_up):
+    start, rungs = toy(study, "FedAvg", 1.0), study.plans.RUNGS
+    tried = climbed(study, made_up, start, lambda rate: None if rate > 0.4 else 0.1 + 0.01 * (rate == 0.1))
+    assert sorted(tried) == [0.1 * 2.0**step for step in range(-rungs, rungs + 1)]
     other = replace(start, setup="sharding")
-    assert min(climbed(study, made_up, other, lambda rate: 1 - rate)) == 0.1 / 2**study.plans.RUNGS
+    assert min(climbed(study, made_up, other, lambda rate: 1 - rate)) == 0.1 / 2**rungs
 
 
-def test_further_seeds_run_at_the_best_rate_and_the_report_reads_only_that(study, made_up, monkeypatch):
-    monkeypatch.setitem(study.plans.PLANS, "near_iid", lambda: iter([toy(study, "FedAvg", 1.0)]))
+def test_a_ladder_goes_on_where_only_rates_far_from_the_first_one_learn(study, made_up):
+    """As without a start: chance accuracy at three rates in a row is no peak."""
+    start = toy(study, "sharding")
+    climbed(study, made_up, start, lambda rate: {0.8: 0.79, 0.4: 0.77, 1.6: None}.get(rate, 0.1))
+    assert study.plans.best_rate(start) == 0.8
+
+
+@pytest.fixture
+def plan_of_one(study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The only contender of a plan whose best rates have further seeds."""
+    start = study.plans.begin(study.plans.NEAR_IID, "MLP", "FedAvg", "averaging")
+    monkeypatch.setitem(study.plans.PLANS, "near_iid", lambda: iter([start]))
+    return start
+
+
+def test_further_seeds_run_at_the_best_rate_and_the_report_reads_only_that(study, made_up, plan_of_one):
     for rung in study.plans.missing("near_iid"):
-        made_up(rung, (0.9 if rung.seed == 0 else 0.2) if rung.lr == 0.2 else 0.8)  # 0.2 is good for one seed alone
+        made_up(rung, 0.9 if rung.lr == 0.2 else 0.8)
+    runs = study.plans.results()
+    assert {run["lr"] for run in runs if run["seed"]} == {0.2}
+    assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, 0.2) for seed in range(3)]
+
+
+@pytest.mark.parametrize("end", [0.86, 0.2, None])
+def test_a_rate_that_is_too_large_for_another_seed_is_halved_for_all(study, made_up, plan_of_one, end):
+    for rung in study.plans.missing("near_iid"):
+        made_up(rung, (0.9 if rung.seed == 0 else end) if rung.lr == 0.2 else 0.89)
     runs = study.plans.results()
     assert {run["lr"] for run in runs if run["seed"]} == {0.1, 0.2}
-    best = study.plans.best_runs(runs)
-    assert sorted(run["seed"] for run in best) == [0, 1, 2]
-    assert {run["lr"] for run in best} == {0.1}
+    assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, 0.1) for seed in range(3)]
+
+
+def test_a_contender_whose_rates_were_not_searched_is_not_reported(study, made_up, plan_of_one):
+    """Nor one with many seeds at a rate that somebody chose."""
+    for seed in range(3):
+        made_up(replace(plan_of_one, seed=seed), 0.9)
+    for rate, accuracy in [(0.2, 0.8), (0.05, 0.8)]:
+        assert study.plans.reported(study.plans.results()) == []
+        made_up(replace(plan_of_one, lr=rate), accuracy)
+    assert len(study.plans.reported(study.plans.results())) == 3
+    made_up(replace(plan_of_one, lr=0.2), 0.95)  # another rung is the best, and its neighbour is missing
+    assert study.plans.reported(study.plans.results()) == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed

@@ -1,6 +1,6 @@
 """The runs of the study: a ladder of learning rates for each contender, and two more seeds at its best one.
 
-And at half of that one, since the best rate of one seed may be too large for another.
+And at half of that one, where it is too large for another seed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -27,7 +27,9 @@ MAIN = ("FedAvg", "sharding")
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
-RUNGS = 5  # a ladder that never learns ends this many factors of two from there
+RUNGS = 5  # a ladder ends this many factors of two from there
+LEARNS = 0.3  # accuracy of whatever learns at all; a ladder on which nothing does is climbed to both ends
+TOO_LARGE = 0.03  # a rate is too large for a seed that ends so far below the one for which it is best
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,9 @@ def steps() -> Iterator[Spec | None]:
 
 
 def papers() -> Iterator[Spec | None]:
-    """The papers' recipe."""
-    for split, net, setup, server in product((NEAR_IID, EXTREME), NETS, PUBLISHED, BOTH):
-        yield begin(split, net, setup, server)
+    """The papers' recipe, whose server averages."""
+    for split, net, setup in product((NEAR_IID, EXTREME), NETS, PUBLISHED):
+        yield begin(split, net, setup, "averaging")
 
 
 def parts() -> Iterator[Spec | None]:
@@ -132,12 +134,6 @@ def fashion() -> Iterator[Spec | None]:
         yield begin(NEAR_IID, net, setup, server, data="Fashion")
 
 
-def by_sgd() -> Iterator[Spec | None]:
-    """The transformer with SGD, which is not how transformers are trained."""
-    for split, setup, server in product((NEAR_IID, EXTREME), MAIN, BOTH):
-        yield begin(split, "transformer, SGD", setup, server)
-
-
 def systems() -> Iterator[Spec | None]:
     """Other systems at the same share of the parameters."""
     for net, setup in product(NETS, OTHER_SYSTEMS):
@@ -146,9 +142,9 @@ def systems() -> Iterator[Spec | None]:
 
 PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
     plan.__name__: plan
-    for plan in (near_iid, extreme, skewed, fifth, by_sgd, steps, allocation, parts, papers, fashion, systems)
+    for plan in (near_iid, extreme, skewed, fifth, steps, allocation, parts, papers, fashion, systems)
 }
-THREE_SEEDS = ("near_iid", "extreme", "skewed", "fifth", "by_sgd")  # plans whose best rates have two more seeds
+THREE_SEEDS = ("near_iid", "extreme", "skewed", "fifth")  # plans whose best rates have two more seeds
 
 
 def missing(plan: str) -> Iterator[Spec]:
@@ -157,23 +153,39 @@ def missing(plan: str) -> Iterator[Spec]:
     for start in starts:
         yield from climb(start)
     if plan in THREE_SEEDS:
-        for start, share, seed in product(starts, (1.0, 0.5), (1, 2)):
-            spec = replace(start, seed=seed, lr=share * best_rate(start))
-            if not spec.path.exists():
-                yield spec
+        for start in starts:
+            yield from further_seeds(start)
+
+
+def further_seeds(start: Spec) -> Iterator[Spec]:
+    """Yield two more seeds at the best rate of a ladder, and at half of it where that is too large for one of them."""
+    best = replace(start, lr=best_rate(start))
+    others = [replace(best, seed=seed) for seed in (1, 2)]
+    yield from (spec for spec in others if not spec.path.exists())
+    ends = [final(run, "val") for spec in (best, *others) if (run := result(spec)) is not None]
+    if ends and min(ends) < ends[0] - TOO_LARGE:
+        halves = [replace(spec, lr=best.lr / 2) for spec in others]
+        yield from (spec for spec in halves if not spec.path.exists())
 
 
 def climb(start: Spec) -> Iterator[Spec]:
     """Yield rungs of a ladder until both neighbours of the best one are worse."""
     while True:
-        best = best_rate(start)
-        rungs = [replace(start, lr=rate) for rate in (best, 2 * best, best / 2)]
-        left = [rung for rung in rungs if not rung.path.exists() and on_ladder(rung, start)]
+        left = [rung for rung in rungs_to_try(start) if not rung.path.exists() and on_ladder(rung, start)]
         if not left:
             return
         yield left[0]
         if not left[0].path.exists():  # another process trains it
             return
+
+
+def rungs_to_try(start: Spec) -> list[Spec]:
+    """Return the best rung so far and its neighbours; all of them, upwards first, if that has learned nothing."""
+    best = replace(start, lr=best_rate(start))
+    run = result(best)
+    if run is not None and final(run, "val") < LEARNS:
+        return [replace(start, lr=start.lr * 2.0**step) for step in (*range(1, RUNGS + 1), *range(-1, -RUNGS - 1, -1))]
+    return [replace(best, lr=factor * best.lr) for factor in (1.0, 2.0, 0.5)]
 
 
 def on_ladder(rung: Spec, start: Spec) -> bool:
@@ -198,13 +210,25 @@ def results() -> list[dict[str, Any]]:
     return read_runs(OUTPUT)
 
 
-def best_runs(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the runs at the best rate of their contender, by the mean over seeds, of those that most seeds tried."""
-    tried: dict[tuple[Any, ...], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+def reported(runs: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the runs at the best rate of their contender, if its ladder was climbed to its end."""
+    by_contender: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
     for run in runs:
-        tried[contender(run)][run["lr"]].append(final(run, "val"))
-    best = {key: max(rates, key=lambda rate: (len(rates[rate]), mean(rates[rate]))) for key, rates in tried.items()}
-    return [run for run in runs if best[contender(run)] == run["lr"]]
+        by_contender[contender(run)].append(run)
+    return [run for one, own in by_contender.items() for run in at_best_rate(one, own)]
+
+
+def at_best_rate(one: tuple[Any, ...], runs: Iterable[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return a contender's runs at its best rate, or at another one that is better in the mean of as many seeds."""
+    data, split, net, setup, server, keep_ratio, num_rounds = one
+    first = begin(split, net, setup, server, keep_ratio, data)
+    if first is None or next(climb(start := replace(first, num_rounds=num_rounds)), None):
+        return []
+    at: dict[float, list[Mapping[str, Any]]] = defaultdict(list)
+    for run in runs:
+        at[run["lr"]].append(run)
+    as_many = [own for own in at.values() if len(own) == len(at[best_rate(start)])]
+    return max(as_many, key=lambda own: mean(final(run, "val") for run in own))
 
 
 def contender(run: Mapping[str, Any]) -> tuple[Any, ...]:

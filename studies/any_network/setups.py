@@ -154,12 +154,14 @@ SETUPS: dict[str, Setup] = {
 ALLOCATED = tuple(f"sharding, {kind}" for kind in ALLOCATIONS)
 OWN_ROUNDS = ("FeDLRT",)  # systems with rounds of their own, which are no algorithms of the package
 OTHER_SYSTEMS = (*tuple(SETUPS)[list(SETUPS).index("HeteroFL") :], *OWN_ROUNDS)
-TRANSFORMERS = ("transformer", "transformer, SGD")
+NOT_RESIDUAL = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "transformer")
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
-    "sharding, attention whole": TRANSFORMERS,
-    "sharding, attention thrice": TRANSFORMERS,
-    "FedMUD": ("MLP", *TRANSFORMERS),
-    "FedMUD, exact average": ("MLP", *TRANSFORMERS),
+    "sharding, attention whole": ("transformer",),
+    "sharding, attention thrice": ("transformer",),
+    "HeteroFL, equal bytes": NOT_RESIDUAL,  # on the residual nets, as many channels as HeteroFL itself
+    "HeteroFL, equal multiplications": NOT_RESIDUAL,
+    "FedMUD": ("MLP", "transformer"),
+    "FedMUD, exact average": ("MLP", "transformer"),
 }  # networks on which a setup is run, if not on all
 
 

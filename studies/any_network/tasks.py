@@ -88,7 +88,6 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "residual": lambda: residual(zero=False),
     "residual, zero init": lambda: residual(zero=True),
     "transformer": Transformer,
-    "transformer, SGD": Transformer,
 }
 ADAMW = ("transformer",)  # networks that are trained with AdamW; the others with SGD
 

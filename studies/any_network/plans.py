@@ -170,33 +170,29 @@ def further_seeds(start: Spec) -> Iterator[Spec]:
 
 def climb(start: Spec) -> Iterator[Spec]:
     """Yield rungs of a ladder until both neighbours of the best one are worse."""
-    while True:
-        left = [rung for rung in rungs_to_try(start) if not rung.path.exists() and on_ladder(rung, start)]
-        if not left:
-            return
+    while left := [rung for rung in rungs_to_try(start) if not rung.path.exists()]:
         yield left[0]
         if not left[0].path.exists():  # another process trains it
             return
 
 
 def rungs_to_try(start: Spec) -> list[Spec]:
-    """Return the best rung so far and its neighbours; all of them, upwards first, if that has learned nothing."""
-    best = replace(start, lr=best_rate(start))
-    run = result(best)
+    """Return the best rung so far and its neighbours; all of them if that has learned nothing."""
+    rungs, best = ladder(start), best_rate(start)
+    run = result(replace(start, lr=best))
     if run is not None and final(run, "val") < LEARNS:
-        return [replace(start, lr=start.lr * 2.0**step) for step in (*range(1, RUNGS + 1), *range(-1, -RUNGS - 1, -1))]
-    return [replace(best, lr=factor * best.lr) for factor in (1.0, 2.0, 0.5)]
+        return rungs
+    return [rung for rate in (best, 2 * best, best / 2) for rung in rungs if rung.lr == rate]
 
 
-def on_ladder(rung: Spec, start: Spec) -> bool:
-    """Return whether a rate is near enough to the first one."""
-    return start.lr / 2**RUNGS <= rung.lr <= start.lr * 2**RUNGS
+def ladder(start: Spec) -> list[Spec]:
+    """Return all rungs of a ladder, from the first one upwards and then downwards."""
+    return [replace(start, lr=start.lr * 2.0**step) for step in (*range(RUNGS + 1), *range(-1, -RUNGS - 1, -1))]
 
 
 def best_rate(start: Spec) -> float:
     """Return the best learning rate of a ladder by validation accuracy, so far as it was climbed."""
-    rungs = [replace(start, lr=start.lr * 2.0**step) for step in range(-RUNGS, RUNGS + 1)]
-    found = {rung.lr: final(run, "val") for rung in rungs if (run := result(rung)) is not None}
+    found = {rung.lr: final(run, "val") for rung in ladder(start) if (run := result(rung)) is not None}
     return max(found, key=lambda rate: (found[rate], -abs(rate - start.lr)), default=start.lr)
 
 

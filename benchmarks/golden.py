@@ -368,7 +368,11 @@ def several(models: Mapping[str, Any], sampler: Any, make: Callable[[], Any] = P
     return digests(model, train(model, data)[1])
 
 
-def over_the_line(hazards: int | None = None, **federation: Any) -> Record:
+class LineNet:
+    """Stands for the module of the tests' network."""
+
+
+def over_the_line(make: Any = LineNet, hazards: int | None = None, **federation: Any) -> Record:
     """The digests of a run whose clients are reached over the tests' network."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
@@ -386,13 +390,13 @@ def in_trainers(make: Callable[[], Any] = MLP, **federation: Any) -> Record:
     return fit(make, **federation)
 
 
-def in_two_processes(run: Callable[..., Record], **options: Any) -> Record:
+def in_two_processes(run: Callable[..., Record], make: Callable[[], Any] = MLP, **options: Any) -> Record:
     """The digests of a run that two processes share; both must end with the same."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(one_process, (port, folder, run, options), nprocs=2, start_method="fork")
+        start_processes(one_process, (port, folder, partial(run, make), options), nprocs=2, start_method="fork")
         one, two = (json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(2))
     if one != two:
         raise AssertionError("two processes end with different weights, state or losses")
@@ -416,11 +420,13 @@ def digests(model: Any, history: ls.RoundHistory) -> Record:
         weights.update({f"{name}.{key}": value for key, value in member.module.state_dict().items()})
         kept = getattr(member, "state", None)
         state.update({f"{name}.{key}": value for key, value in ({} if kept is None else kept.state_dict()).items()})
-    rows = [
-        {name: repr(float(value)) for name, value in row.items() if name.endswith(("fl/loss", *OWN_METRICS))}
-        for row in history.rows
-    ]
+    rows = [{name: repr(float(value)) for name, value in row.items() if is_compared(name)} for row in history.rows]
     return {"weights": digest(weights), "state": digest(state) if state else None, "history": digest(rows)}
+
+
+def is_compared(name: str) -> bool:
+    """Whether a metric is the same in every run: all that the federation logs except seconds."""
+    return name.endswith(OWN_METRICS) or ("fl/" in name and "seconds" not in name)
 
 
 def digest(value: Any) -> str:
@@ -797,20 +803,105 @@ def elsewhere_cases() -> dict[str, Case]:
 
 def process_cases() -> dict[str, Case]:
     run = partial(in_two_processes, fit)
-    return built(
-        {
-            "two processes/FedAvg": lambda: ls.FedAvg(),
-            "two processes/spectral": spectral,
-            "two processes/LoRA": lambda: ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
-            "two processes/Zampling": lambda: ls.Zampling(4, degree=3),
-        },
-        run=run,
-    )
+    return {
+        **built(
+            {
+                "two processes/FedAvg": lambda: ls.FedAvg(),
+                "two processes/spectral": spectral,
+                "two processes/LoRA": lambda: ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
+                "two processes/Zampling": lambda: ls.Zampling(4, degree=3),
+            },
+            run=run,
+        ),
+        **{f"two processes/{name}": case for name, case in filtered(run).items()},
+    }
+
+
+def filtered(run: Callable[..., Record], make: Callable[[], Any] = MLP, least: bool = False) -> dict[str, Case]:
+    """Cases of what happens to updates between the clients' training and their sum."""
+    bound, few = ls.server.UsualUpdateNorm(times=0.9), ls.TopN()
+    private = {"clip": 0.5, "delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 1}
+    drawn = {"participation": ls.Uniform(active=5), "seed": 3}
+    head, norms, buffers = ["net.9.*"], ["net.1.*", "net.7.*"], {"*": "server"}
+    if make is not MLP:
+        head, norms, buffers = ["net.5.*"], ["net.0.bias"], {}
+    found: dict[str, Case] = {
+        "personal head": lambda: run(make, algorithm=ls.FedAvg(personal=head)),
+        "packed, TopK": lambda: run(make, algorithm=ls.FedAvg(compression=ls.algorithms.TopK(0.1))),
+        "secure sums": lambda: run(make, secure_sums=ls.server.SecureSums()),
+        "update bound": lambda: run(make, update_bound=bound),
+    }
+    if least:
+        return found
+    return {
+        **found,
+        "personal, apart": lambda: run(make, algorithm=ls.FedAvg(personal=head, personal_epochs=1)),
+        "personal norms, spectral": lambda: run(make, algorithm=spectral(personal=norms)),
+        "personal layer, spectral": lambda: run(make, algorithm=spectral(personal=["net.3.*"], personal_epochs=1)),
+        "personal, FedDyn, Int8": lambda: run(
+            make, algorithm=ls.FedDyn(personal=head, compression=ls.algorithms.Int8())
+        ),
+        "packed, Scaffold": lambda: run(Plain, algorithm=ls.Scaffold(compression=ls.algorithms.TopK(0.2))),
+        "packed, Ditto": lambda: run(make, algorithm=ls.Ditto(compression=ls.algorithms.TopK(0.2))),
+        "packed, LoRA": lambda: run(
+            make,
+            algorithm=ls.LoRA(2, aggregation=ls.algorithms.FrozenA(), train=head, compression=ls.algorithms.Int8()),
+        ),
+        "personal, secure sums": lambda: run(
+            make, algorithm=ls.FedAvg(personal=head), secure_sums=ls.server.SecureSums()
+        ),
+        "secure sums, Ditto": lambda: run(make, algorithm=ls.Ditto(), secure_sums=ls.server.SecureSums(0.8)),
+        "packed, update bound": lambda: run(
+            make, algorithm=ls.FedAvg(compression=ls.algorithms.Int8()), update_bound=bound
+        ),
+        "privacy": lambda: run(
+            make, algorithm=ls.FedAvg(buffers=buffers), privacy=ls.server.ClientPrivacy(**private), **drawn
+        ),
+        "privacy, spectral": lambda: run(
+            make,
+            algorithm=ls.SpectralSharding(few, 0.5, layers=ls.LayerChoices(buffers=buffers)),
+            privacy=ls.server.ClientPrivacy(**private),
+            **drawn,
+        ),
+        "privacy, LoRA, adapted clip": lambda: run(
+            Plain,
+            algorithm=ls.LoRA(2, aggregation=ls.SampledTerms()),
+            privacy=ls.server.ClientPrivacy(**{**private, "noise_multiplier": 0.3, "clip_quantile": 0.5}),
+            **drawn,
+        ),
+        "buffers": lambda: run(
+            MLP, algorithm=ls.FedAvg(buffers={"*.num_batches_tracked": "max", "*.running_var": "min"})
+        ),
+        "buffers, bounded": lambda: run(
+            MLP, algorithm=ls.FedAvg(buffers={"*.running_var": "min"}), update_bound=ls.server.MaxUpdateNorm(0.2)
+        ),
+        "frozen": lambda: run(Partly, algorithm=spectral()),
+        "frozen, clock": lambda: run(
+            Partly,
+            algorithm=ls.FedAvg(compression=ls.algorithms.TopK(0.2)),
+            clock=ls.VirtualClock([ls.simulation.DeviceProfile(1e6, 1e6, 1e7)] * len(SIZES)),
+        ),
+        "personal, sampler": lambda: run(
+            make,
+            algorithm=ls.FedAvg(personal=head),
+            participation=ls.UpdateVarianceReduced(active=4, measure="all"),
+            seed=3,
+        ),
+    }
+
+
+def filter_cases() -> dict[str, Case]:
+    line = filtered(over_the_line, make=LineNet, least=True)
+    return {
+        **{f"filters/{name}": case for name, case in filtered(fit).items()},
+        **{f"filters, resumed/{name}": case for name, case in filtered(resumed).items() if name != "frozen, clock"},
+        **{f"line/{name}": case for name, case in line.items()},
+    }
 
 
 def all_cases() -> dict[str, Case]:
     """Every case by name; those that fork come first, while this process has not trained."""
-    rooms = (process_cases, dense_cases, spectral_cases, width_cases, lora_cases, zampling_cases)
+    rooms = (process_cases, dense_cases, spectral_cases, width_cases, lora_cases, zampling_cases, filter_cases)
     return {k: v for room in (*rooms, participation_cases, settings_cases, elsewhere_cases) for k, v in room().items()}
 
 

@@ -26,36 +26,36 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from digits import pen_digits
 
 BUT_THE_LAST = ls.LayerChoices(keep_first_and_last_dense=False, exclude=["*4"])
-PACKED = {"whole": None, "Int8()": ls.Int8(), "TopK(0.1)": ls.TopK(0.1), "TopK(0.01)": ls.TopK(0.01)}
+PACKED = {"whole": [], "Int8()": [ls.Int8()], "TopK(0.1)": [ls.TopK(0.1)], "TopK(0.01)": [ls.TopK(0.01)]}
 
 
 def network():
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def cost(algorithm, capacity=1.0):
-    return ls.cost_table(network(), algorithm, [capacity], torch.zeros(20, 64)).at[capacity]
+def cost(algorithm, capacity=1.0, filters=()):
+    return ls.cost_table(network(), algorithm, [capacity], torch.zeros(20, 64), filters=filters).at[capacity]
 
 
 def contenders():
-    """Algorithms, and what a client of each costs."""
-    for name, compression in PACKED.items():
-        algorithm = ls.FedAvg(compression=compression)
-        yield f"FedAvg, {name}", algorithm, cost(algorithm)
+    """Algorithms, filters, and what a client of each costs."""
+    for name, filters in PACKED.items():
+        yield f"FedAvg, {name}", ls.FedAvg(), filters, cost(ls.FedAvg(), filters=filters)
     for name in ("Int8()", "TopK(0.1)"):
-        budget = cost(ls.FedAvg(compression=PACKED[name])).uplink_bytes
+        budget = cost(ls.FedAvg(), filters=PACKED[name]).uplink_bytes
         sharding = ls.SpectralSharding(layers=BUT_THE_LAST)
         keep_ratio = ls.largest_that_fits(network(), sharding, budget_uplink_bytes=budget)
         algorithm = ls.SpectralSharding(keep_ratio=keep_ratio, layers=BUT_THE_LAST)
-        yield f"sharding, r = {keep_ratio:.3f}", algorithm, cost(sharding, keep_ratio)
+        yield f"sharding, r = {keep_ratio:.3f}", algorithm, [], cost(sharding, keep_ratio)
 
 
-def accuracy(algorithm, rate, seed, rounds):
+def accuracy(algorithm, filters, rate, seed, rounds):
     torch.manual_seed(seed)
     module = LitClassifier(network(), num_classes=10, lr=rate)
     partitioner = ls.DirichletPartitioner(num_clients=20, alpha=1.0)
     data = ls.FederatedDataModule(pen_digits(), partitioner, val=pen_digits(test=True), batch_size=20, seed=seed)
-    model = ls.FederatedModule(module, algorithm=algorithm, clients_per_round=5, local_epochs=2, seed=seed)
+    choices = {"algorithm": algorithm, "filters": filters, "local_epochs": 2, "seed": seed}
+    model = ls.FederatedModule(module, clients_per_round=5, **choices)
     with silence():
         trainer = silent_trainer(max_epochs=rounds, check_val_every_n_epoch=rounds, accelerator="cpu", devices=1)
         trainer.fit(model, data)
@@ -70,8 +70,10 @@ def main():
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = [("", "KB up", "of FedAvg", "KB down", "rate", "accuracy")]
-    for name, algorithm, own in contenders():
-        found = {rate: [accuracy(algorithm, rate, s, options.rounds) for s in options.seeds] for rate in options.rates}
+    for name, *contender, own in contenders():
+        found = {
+            rate: [accuracy(*contender, rate, seed, options.rounds) for seed in options.seeds] for rate in options.rates
+        }
         rate = max(found, key=lambda rate: mean(found[rate]))
         spread = f" ± {stdev(found[rate]):.1f}" if len(options.seeds) > 1 else ""
         share = own.uplink_bytes / cost(ls.FedAvg()).uplink_bytes

@@ -485,12 +485,12 @@ def dense_cases() -> dict[str, Case]:
     return {
         **{f"FedAvg/{module.__name__}": partial(fit, module) for module in modules},
         "FedAvg/two local epochs, drop_last": lambda: fit(data=client_data(drop_last=True), local_epochs=2),
-        "FedAvg/kept buffers": lambda: fit(algorithm=ls.FedAvg(buffers={"*.running_*": "server"})),
+        "FedAvg/kept buffers": lambda: fit(buffers={"*.running_*": "server"}),
         "FedAvg/examples in a list": lambda: fit(data=listed_data(), local_epochs=2, rounds=2),
         "FedAvg/cut cohort": lambda: fit(trainer={"limit_train_batches": 3}),
         "FedAvg/validated": lambda: fit(Logging, data=client_data(val=examples())),
         "FedAvg/BatchNormEstimation": lambda: fit(
-            algorithm=ls.FedAvg(buffers={"*.running_*": "server"}),
+            buffers={"*.running_*": "server"},
             trainer={"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
         ),
         "FedAvg/clients evaluated": lambda: fit(
@@ -607,9 +607,6 @@ def width_cases() -> dict[str, Case]:
         **built(
             {
                 "width/scaler": lambda: ls.WidthSharding(keep_ratio={0.5: 0.6, 1.0: 0.4}, scaler=True),
-                "width/excluded, buffers kept": lambda: ls.WidthSharding(
-                    keep_ratio=0.5, exclude=["net.3"], buffers={"*.running_*": "server"}
-                ),
                 "width/step widths": lambda: ls.WidthSharding(keep_ratio=MIXED, step_widths=(0.25, 0.5)),
                 "width/averages per width": lambda: ls.WidthSharding(
                     keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
@@ -620,6 +617,9 @@ def width_cases() -> dict[str, Case]:
             f"width/{m.__name__}": partial(lambda m: fit(m, algorithm=ls.WidthSharding(keep_ratio=0.5), rounds=2), m)
             for m in (Conv, Transformer)
         },
+        "width/excluded, buffers kept": lambda: fit(
+            algorithm=ls.WidthSharding(keep_ratio=0.5, exclude=["net.3"]), buffers={"*.running_*": "server"}
+        ),
         "width/MaskedLogits": lambda: fit(
             Plain,
             data=client_data(by_label=True),
@@ -753,9 +753,9 @@ def settings_cases() -> dict[str, Case]:
             algorithm=spectral(), server_optimizer=ls.server.BoundedMomentum()
         ),
         "server/FedAdam, spectral": lambda: fit(algorithm=spectral(), server_optimizer=ls.server.FedAdam(lr=0.01)),
-        "server/update bound": lambda: fit(update_bound=ls.server.MaxUpdateNorm(0.5)),
+        "server/update bound": lambda: fit(filters=[ls.MaxUpdateNorm(0.5)]),
         "server/update bound, spectral": lambda: fit(
-            algorithm=published(ls.Collective()), update_bound=ls.server.MaxUpdateNorm(0.5)
+            algorithm=published(ls.Collective()), filters=[ls.MaxUpdateNorm(0.5)]
         ),
         "faults/dropout": lambda: fit(dropout=ls.ClientDropout({0.0: 0.5, 0.5: 0.5})),
         "faults/deadline": lambda: fit(clock=clock(deadline=0.05)),
@@ -819,73 +819,56 @@ def process_cases() -> dict[str, Case]:
 
 def filtered(run: Callable[..., Record], make: Callable[[], Any] = MLP, least: bool = False) -> dict[str, Case]:
     """Cases of what happens to updates between the clients' training and their sum."""
-    bound, few = ls.server.UsualUpdateNorm(times=0.9), ls.TopN()
+    bound, few = ls.UsualUpdateNorm(times=0.9), ls.TopN()
     private = {"clip": 0.5, "delta": 1e-3, "noise_multiplier": 1.0, "noise_seed": 1}
     drawn = {"participation": ls.Uniform(active=5), "seed": 3}
     head, norms, buffers = ["net.9.*"], ["net.1.*", "net.7.*"], {"*": "server"}
     if make is not MLP:
         head, norms, buffers = ["net.5.*"], ["net.0.bias"], {}
+
+    def case(*filters: Any, module: Any = make, **options: Any) -> Case:
+        return lambda: run(module, filters=list(filters), **options)
+
     found: dict[str, Case] = {
-        "personal head": lambda: run(make, algorithm=ls.FedAvg(personal=head)),
-        "packed, TopK": lambda: run(make, algorithm=ls.FedAvg(compression=ls.algorithms.TopK(0.1))),
-        "secure sums": lambda: run(make, secure_sums=ls.server.SecureSums()),
-        "update bound": lambda: run(make, update_bound=bound),
+        "personal head": case(ls.Personal(head)),
+        "packed, TopK": case(ls.TopK(0.1)),
+        "secure sums": case(ls.SecureSums()),
+        "update bound": case(bound),
     }
     if least:
         return found
     return {
         **found,
-        "personal, apart": lambda: run(make, algorithm=ls.FedAvg(personal=head, personal_epochs=1)),
-        "personal norms, spectral": lambda: run(make, algorithm=spectral(personal=norms)),
-        "personal layer, spectral": lambda: run(make, algorithm=spectral(personal=["net.3.*"], personal_epochs=1)),
-        "personal, FedDyn, Int8": lambda: run(
-            make, algorithm=ls.FedDyn(personal=head, compression=ls.algorithms.Int8())
+        "personal, apart": case(ls.Personal(head, epochs=1)),
+        "personal norms, spectral": case(ls.Personal(norms), algorithm=spectral()),
+        "personal layer, spectral": case(ls.Personal(["net.3.*"], epochs=1), algorithm=spectral()),
+        "personal, FedDyn, Int8": case(ls.Personal(head), ls.Int8(), algorithm=ls.FedDyn()),
+        "packed, Scaffold": case(ls.TopK(0.2), module=Plain, algorithm=ls.Scaffold()),
+        "packed, Ditto": case(ls.TopK(0.2), algorithm=ls.Ditto()),
+        "packed, LoRA": case(ls.Int8(), algorithm=ls.LoRA(2, aggregation=ls.algorithms.FrozenA(), train=head)),
+        "personal, secure sums": case(ls.Personal(head), ls.SecureSums()),
+        "secure sums, Ditto": case(ls.SecureSums(0.8), algorithm=ls.Ditto()),
+        "packed, update bound": case(bound, ls.Int8()),
+        "privacy": case(ls.ClientPrivacy(**private), buffers=buffers, **drawn),
+        "privacy, spectral": case(
+            ls.ClientPrivacy(**private), algorithm=ls.SpectralSharding(few, 0.5), buffers=buffers, **drawn
         ),
-        "packed, Scaffold": lambda: run(Plain, algorithm=ls.Scaffold(compression=ls.algorithms.TopK(0.2))),
-        "packed, Ditto": lambda: run(make, algorithm=ls.Ditto(compression=ls.algorithms.TopK(0.2))),
-        "packed, LoRA": lambda: run(
-            make,
-            algorithm=ls.LoRA(2, aggregation=ls.algorithms.FrozenA(), train=head, compression=ls.algorithms.Int8()),
-        ),
-        "personal, secure sums": lambda: run(
-            make, algorithm=ls.FedAvg(personal=head), secure_sums=ls.server.SecureSums()
-        ),
-        "secure sums, Ditto": lambda: run(make, algorithm=ls.Ditto(), secure_sums=ls.server.SecureSums(0.8)),
-        "packed, update bound": lambda: run(
-            make, algorithm=ls.FedAvg(compression=ls.algorithms.Int8()), update_bound=bound
-        ),
-        "privacy": lambda: run(
-            make, algorithm=ls.FedAvg(buffers=buffers), privacy=ls.server.ClientPrivacy(**private), **drawn
-        ),
-        "privacy, spectral": lambda: run(
-            make,
-            algorithm=ls.SpectralSharding(few, 0.5, layers=ls.LayerChoices(buffers=buffers)),
-            privacy=ls.server.ClientPrivacy(**private),
-            **drawn,
-        ),
-        "privacy, LoRA, adapted clip": lambda: run(
-            Plain,
+        "privacy, LoRA, adapted clip": case(
+            ls.ClientPrivacy(**{**private, "noise_multiplier": 0.3, "clip_quantile": 0.5}),
+            module=Plain,
             algorithm=ls.LoRA(2, aggregation=ls.SampledTerms()),
-            privacy=ls.server.ClientPrivacy(**{**private, "noise_multiplier": 0.3, "clip_quantile": 0.5}),
             **drawn,
         ),
-        "buffers": lambda: run(
-            MLP, algorithm=ls.FedAvg(buffers={"*.num_batches_tracked": "max", "*.running_var": "min"})
-        ),
-        "buffers, bounded": lambda: run(
-            MLP, algorithm=ls.FedAvg(buffers={"*.running_var": "min"}), update_bound=ls.server.MaxUpdateNorm(0.2)
-        ),
-        "frozen": lambda: run(Partly, algorithm=spectral()),
-        "frozen, clock": lambda: run(
-            Partly,
-            algorithm=ls.FedAvg(compression=ls.algorithms.TopK(0.2)),
+        "buffers": case(module=MLP, buffers={"*.num_batches_tracked": "max", "*.running_var": "min"}),
+        "buffers, bounded": case(ls.MaxUpdateNorm(0.2), module=MLP, buffers={"*.running_var": "min"}),
+        "frozen": case(module=Partly, algorithm=spectral()),
+        "frozen, clock": case(
+            ls.TopK(0.2),
+            module=Partly,
             clock=ls.VirtualClock([ls.simulation.DeviceProfile(1e6, 1e6, 1e7)] * len(SIZES)),
         ),
-        "personal, sampler": lambda: run(
-            make,
-            algorithm=ls.FedAvg(personal=head),
-            participation=ls.UpdateVarianceReduced(active=4, measure="all"),
-            seed=3,
+        "personal, sampler": case(
+            ls.Personal(head), participation=ls.UpdateVarianceReduced(active=4, measure="all"), seed=3
         ),
     }
 

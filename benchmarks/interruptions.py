@@ -7,9 +7,9 @@ by a signal at any moment, by one that a hook sends to its own process, by Ctrl-
 an exception in a hook of the module, of a client or of a callback. In the end, weights, algorithm's state, rows of the
 history and of the ledger, the values in the CSV files of all parts together, and what the Trainer logged last are
 compared with those of the uninterrupted run in one process; timings are left out. After every part, the weights in its
-checkpoints are compared with those of the same round, and the classes of the module's parts with those before. It
-prints a line for each run, then a table, and exits with status 1 if any differs. It takes about three minutes;
-``--only`` repeats single runs, and ``--folder`` keeps the files.
+checkpoints, and what lasts besides them, are compared with those of the same round, and the classes of the module's
+parts with those before. It prints a line for each run, then a table, and exits with status 1 if any differs. It takes
+about three minutes; ``--only`` repeats single runs, and ``--folder`` keeps the files.
 """
 
 from __future__ import annotations
@@ -291,6 +291,7 @@ FEDERATIONS: dict[str, Make] = {
         "algorithm": ls.StaleUpdates(unseen="mean"),
         "callbacks": [ls.ClientEvaluation(clients=3)],
     },
+    "filters": lambda: {"filters": [ls.Personal(["net.6.*"]), ls.UsualUpdateNorm(), ls.TopK(0.2)]},
     "several models": lambda: {"models": {"dense": ls.FedAvg(), "spectral": MIXED}},
 }
 Savers = Callable[[Path], list[Callback]]
@@ -582,7 +583,7 @@ def logged(folder: Path) -> dict[str, str]:
 
 
 def wrong_weights(folder: Path, whole: Path) -> Iterator[str]:
-    """Checkpoints of a part whose weights are not those of the uninterrupted run after as many rounds."""
+    """Checkpoints whose weights, or what lasts besides, are not those of the whole run after as many rounds."""
     right = {saved_progress(path)[0]: path for path in whole.glob("checkpoints/*.ckpt")}
     for path in folder.glob("checkpoints/*.ckpt"):
         saved = torch.load(path, weights_only=True)
@@ -590,10 +591,10 @@ def wrong_weights(folder: Path, whole: Path) -> Iterator[str]:
         if rounds not in right:
             continue
         expected = torch.load(right[rounds], weights_only=True)
-        names = ["federation_state", "current_model_state" if "current_model_state" in expected else "state_dict"]
+        names = ["federation_lasting", "current_model_state" if "current_model_state" in expected else "state_dict"]
         if "current_model_state" in expected and "current_model_state" not in saved:
             expected["state_dict"] = expected["current_model_state"]
-            names = ["federation_state", "state_dict"]
+            names = ["federation_lasting", "state_dict"]
         for name in names:
             if not _all_same(saved.get(name), expected.get(name)):
                 yield f"{path.name} after {rounds} rounds: {name}"
@@ -602,6 +603,8 @@ def wrong_weights(folder: Path, whole: Path) -> Iterator[str]:
 def _all_same(one: Any, two: Any) -> bool:
     if isinstance(one, dict) and isinstance(two, dict):
         return one.keys() == two.keys() and all(_all_same(one[key], two[key]) for key in one)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_all_same, one, two))
     return _same(one, two)
 
 

@@ -196,13 +196,13 @@ def trained(name, system, epsilon, clip, lr, seed):
     task = TASKS[name]
     module, data = task.federation(seed, lr)
     budget = {"target_epsilon": epsilon, "num_rounds": task.rounds}
-    privacy = None if epsilon is None else ls.ClientPrivacy(clip=clip, delta=task.delta, noise_seed=seed, **budget)
+    private = [] if epsilon is None else [ls.ClientPrivacy(clip=clip, delta=task.delta, noise_seed=seed, **budget)]
     model = ls.FederatedModule(
         module,
         algorithm=task.systems[system],
         participation=ls.Uniform(active=task.active),
         local_epochs=task.local_epochs,
-        privacy=privacy,
+        filters=private,
         seed=seed,
     )
     last = LastRounds(task.figure)

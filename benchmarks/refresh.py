@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.client.forms import Forms, LocalOptimizer, options_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.user_optimizer import LocalOptimizer, options_of
 from lightning_spectral.designs import ConditionalPoisson
 from lightning_spectral.functional.spectra import factorize, leading_factors, num_terms_for
 from lightning_spectral.models import ResNet18

@@ -71,8 +71,8 @@ class Ends(ls.RoundCallback):
 def measured(case, clients, rounds):
     """Seconds of a round, and kilobytes that a client gets and sends in it."""
     threshold, lost = CASES[case]
-    secure = None if threshold is None else ls.SecureSums(threshold)
-    model = ls.FederatedModule(module(), clients_per_round=clients, secure_sums=secure)
+    filters = [] if threshold is None else [ls.SecureSums(threshold)]
+    model = ls.FederatedModule(module(), clients_per_round=clients, filters=filters)
     line, ends = Counted(clients, lost), Ends()
     with silence():
         trainer = silent_trainer(max_epochs=rounds, accelerator="cpu", devices=1, callbacks=[ends])

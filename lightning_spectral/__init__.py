@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral import client as client
     from lightning_spectral import designs as designs
     from lightning_spectral import errors as errors
+    from lightning_spectral import filters as filters
     from lightning_spectral import functional as functional
     from lightning_spectral import models as models
     from lightning_spectral import network as network
@@ -37,7 +38,6 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import FedAvg as FedAvg
     from lightning_spectral.algorithms import FedDyn as FedDyn
     from lightning_spectral.algorithms import FrozenA as FrozenA
-    from lightning_spectral.algorithms import Int8 as Int8
     from lightning_spectral.algorithms import LoRA as LoRA
     from lightning_spectral.algorithms import PaddedFactors as PaddedFactors
     from lightning_spectral.algorithms import QFedAvg as QFedAvg
@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.algorithms import SpectralSharding as SpectralSharding
     from lightning_spectral.algorithms import StackedProducts as StackedProducts
     from lightning_spectral.algorithms import StaleUpdates as StaleUpdates
-    from lightning_spectral.algorithms import TopK as TopK
     from lightning_spectral.algorithms import TruncatedProducts as TruncatedProducts
     from lightning_spectral.algorithms import WidthSharding as WidthSharding
     from lightning_spectral.algorithms import Zampling as Zampling
@@ -59,6 +58,16 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.designs import Systematic as Systematic
     from lightning_spectral.errors import ClientError as ClientError
     from lightning_spectral.errors import SpectralWarning as SpectralWarning
+    from lightning_spectral.filters import ClientPrivacy as ClientPrivacy
+    from lightning_spectral.filters import Filter as Filter
+    from lightning_spectral.filters import Int8 as Int8
+    from lightning_spectral.filters import LocalNoise as LocalNoise
+    from lightning_spectral.filters import MaxUpdateNorm as MaxUpdateNorm
+    from lightning_spectral.filters import Personal as Personal
+    from lightning_spectral.filters import SecureSums as SecureSums
+    from lightning_spectral.filters import TopK as TopK
+    from lightning_spectral.filters import UpdateBound as UpdateBound
+    from lightning_spectral.filters import UsualUpdateNorm as UsualUpdateNorm
     from lightning_spectral.nn import EffectiveLRClip as EffectiveLRClip
     from lightning_spectral.nn import LayerChoices as LayerChoices
     from lightning_spectral.nn import SpectralShardedConv1d as SpectralShardedConv1d
@@ -92,8 +101,6 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.plugin.callbacks import SubmodelSampling as SubmodelSampling
     from lightning_spectral.plugin.callbacks import SVDRefresh as SVDRefresh
     from lightning_spectral.protocol import Schedule as Schedule
-    from lightning_spectral.server import ClientPrivacy as ClientPrivacy
-    from lightning_spectral.server import SecureSums as SecureSums
     from lightning_spectral.sharding import Collective as Collective
     from lightning_spectral.sharding import EffectiveCohort as EffectiveCohort
     from lightning_spectral.sharding import PrefixChannels as PrefixChannels
@@ -108,7 +115,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
 __version__ = "0.1.0"
 
 _ROOMS = {place.partition(".")[0] for place in _PLACES.values()} | {
-    *("client", "functional", "models", "network", "report", "testing")
+    *("client", "functional", "server", "models", "network", "report", "testing")
 }
 
 __all__ = sorted(_PLACES)

@@ -1,6 +1,6 @@
 """The package's own warnings and exceptions, so that users can filter them and tests can expect them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,3 +90,16 @@ def from_extra(extra: str) -> Iterator[None]:
         raise ModuleNotFoundError(
             f'this needs {package}; install it: pip install "lightning-spectral[{extra}]".', name=error.name
         ) from None
+
+
+def refuse_moved(owner: str, options: Mapping[str, Any], moved: Mapping[str, str]) -> None:
+    """Raise ``TypeError`` for an argument that belongs elsewhere, with what to write there.
+
+    Example:
+        >>> refuse_moved("FedAvg", {"compression": None}, {"compression": "filters=[TopK(0.1)]"})
+        Traceback (most recent call last):
+        TypeError: FedAvg has no argument `compression`: write filters=[TopK(0.1)].
+    """
+    for name in options:
+        if name in moved:
+            raise TypeError(f"{owner} has no argument `{name}`: write {moved[name]}.")

@@ -11,12 +11,15 @@ from types import MappingProxyType, ModuleType
 
 _NAMES = {
     "algorithms": """
-        Algorithm AlternatingFactors Ditto FIARSE FedAvg FedDyn FrozenA Int8 LoRA PaddedFactors QFedAvg SampledTerms
-        Scaffold SpectralSharding StackedProducts StaleUpdates TopK TruncatedProducts WidthSharding Zampling cost_table
+        Algorithm AlternatingFactors Ditto FIARSE FedAvg FedDyn FrozenA LoRA PaddedFactors QFedAvg SampledTerms Scaffold
+        SpectralSharding StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table
         largest_that_fits
     """,
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
+    "filters": """
+        ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal SecureSums TopK UpdateBound UsualUpdateNorm
+    """,
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
         SpectralShardedLinear replace_layers validate
@@ -31,7 +34,6 @@ _NAMES = {
         SVDRefresh SubmodelSampling
     """,
     "protocol": "Schedule",
-    "server": "ClientPrivacy SecureSums",
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
 }

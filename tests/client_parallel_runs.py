@@ -178,12 +178,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
     "limits": {
-        "algorithm": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
+        "buffers": {"has_begun": "max", "num_steps": "max"},
         "module": WithLimits,
         "clients_per_round": 5,
     },
     "batch norm, estimated": {
-        "algorithm": ls.FedAvg(buffers={"*.running_*": "server"}),
+        "buffers": {"*.running_*": "server"},
         "module": WithBatchNorm,
         "clients_per_round": 5,
         "trainer": {"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
@@ -216,7 +216,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
-    "secure sums": {"module": WithBatchNorm, "clients_per_round": 7, "secure_sums": ls.SecureSums()},
+    "secure sums": {"module": WithBatchNorm, "clients_per_round": 7, "filters": [ls.SecureSums()]},
     "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
     "a store of clients": {"algorithm": Remembering(), "clients_per_round": 9, "rounds": 3},
     "truncated stale updates, clients left out": {
@@ -248,12 +248,12 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
-    "largest changes": {"algorithm": ls.FedAvg(compression=ls.TopK(0.1)), "clients_per_round": 7, "rounds": 3},
+    "largest changes": {"filters": [ls.TopK(0.1)], "clients_per_round": 7, "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
     "private": {
         "algorithm": ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER),
         "participation": ls.Uniform(active=5),
-        "privacy": ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, clip_quantile=0.5, noise_seed=1),
+        "filters": [ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, clip_quantile=0.5, noise_seed=1)],
         "rounds": 3,
     },
     "FIARSE": {

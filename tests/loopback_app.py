@@ -77,8 +77,8 @@ def federation(config: Any) -> ls.FederatedModule | ls.MultiModelModule:
         return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=2, measure="last"), seed=3)
     chosen = algorithm(config["algorithm"])
     clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
-    secure = ls.SecureSums() if config["algorithm"] == "secure sums" else None
-    options: dict[str, Any] = {"algorithm": chosen, "clients_per_round": clients_per_round, "secure_sums": secure}
+    filters = [ls.SecureSums()] if config["algorithm"] == "secure sums" else []
+    options: dict[str, Any] = {"algorithm": chosen, "clients_per_round": clients_per_round, "filters": filters}
     return ls.FederatedModule(LitNet(), **options, seed=1)
 
 

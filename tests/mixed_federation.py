@@ -1,4 +1,4 @@
-"""Clients of two keep ratios: a federation for tests that have a Trainer of their own, and every system with them."""
+"""A federation whose clients have two keep ratios, for tests with a Trainer of their own, and every system."""
 
 from typing import Any
 
@@ -10,12 +10,9 @@ import lightning_spectral as ls
 
 MIXED = ls.SpectralSharding(ls.Collective(), keep_ratio={0.3: 0.5, 0.6: 0.5})
 PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
-EVERY_SYSTEM = {
+HEAD, HEAD_FIRST = ls.Personal(["net.5.*"]), ls.Personal(["net.5.*"], epochs=1)
+ALGORITHMS = {
     "FedAvg": ls.FedAvg(),
-    "personal head": ls.FedAvg(personal=["net.5.*"], personal_epochs=1),
-    "largest changes": ls.FedAvg(compression=ls.TopK(0.1)),
-    "eight bits, personal head": ls.FedAvg(compression=ls.Int8(), personal=["net.5.*"]),
-    "spectral, personal head": ls.SpectralSharding(keep_ratio=0.5, personal=["net.5.*"]),
     "spectral": ls.SpectralSharding(
         ls.Unbiased(),
         keep_ratio={0.3: 0.5, 0.6: 0.5},
@@ -34,6 +31,13 @@ EVERY_SYSTEM = {
     "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),
     "width of each step": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5), plan=PLAN),
+}
+EVERY_SYSTEM: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": algorithm} for name, algorithm in ALGORITHMS.items()},
+    "personal head": {"filters": [HEAD_FIRST]},
+    "largest changes": {"filters": [ls.TopK(0.1)]},
+    "eight bits, personal head": {"filters": [HEAD, ls.Int8()]},
+    "spectral, personal head": {"algorithm": ls.SpectralSharding(keep_ratio=0.5), "filters": [HEAD]},
 }
 
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.device import ClientSide
-from lightning_spectral.client.forms import Forms, LocalOptimizer, options_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.user_optimizer import LocalOptimizer, options_of
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 

@@ -1,4 +1,4 @@
-"""An executor whose device lives in another process: it gets the device half once, then downloads alone, as bytes."""
+"""An executor whose device lives in another process: it gets its instructions once, then downloads alone, as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.device import ClientSide, Device
+from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.protocol.codec import decode, encode
@@ -48,8 +48,8 @@ class OtherProcess(Executor):
 
     Attributes:
         worker: The process.
-        side: The device half of the algorithm.
-        module: The user's module; sent at the start, as is the half.
+        instructions: What the device is told.
+        module: The user's module; sent at the start, as are the instructions.
         optimizers: The user's optimizers; sent together with the module, so that they are over its parameters there.
         make_data: Called in the other process, which has its own data. Its result maps a download to the client's data.
         local_hooks: Hooks that act while clients train; also sent at the start.
@@ -59,7 +59,7 @@ class OtherProcess(Executor):
     """
 
     worker: Worker
-    side: ClientSide
+    instructions: Instructions
     module: Any
     optimizers: Sequence[Optimizer]
     make_data: Callable[[], Callable[[Download], ClientData]]
@@ -72,7 +72,7 @@ class OtherProcess(Executor):
         self._start()
 
     def _start(self) -> None:
-        start = self.side, self.module, self.optimizers, self.make_data, self.local_hooks
+        start = self.instructions, self.module, self.optimizers, self.make_data, self.local_hooks
         self.worker.pipe.send_bytes(pickle.dumps(start))
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
@@ -108,9 +108,9 @@ def serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while start := pipe.recv_bytes():
-        side, module, optimizers, make_data, local_hooks = pickle.loads(start)
+        told, module, optimizers, make_data, local_hooks = pickle.loads(start)
         settings = LocalSettings(local_hooks=local_hooks)
-        device = Device(module, side, optimizers, make_data(), settings, owned=True)
+        device = Device(module, told, optimizers, make_data(), settings, owned=True)
         while (download := receive(pipe))[0]:
             send(pipe, encode(device.run(decode(*download, Download))))
 

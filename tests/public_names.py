@@ -8,12 +8,13 @@ import lightning_spectral as ls
 # What the documentation names besides the top level.
 IN_PACKAGES = {
     "algorithms": """
-        AdapterAggregation Compression MatrixMeans SpectralStart TermAggregation TermMeans narrow_model
+        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans narrow_model
         save_peft_adapter spectral_start
     """,
     "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
     "designs": "Coordinated Design JointDesign RandomSystematic",
     "errors": "LostProcessError RoundError",
+    "filters": "Packing",
     "functional": "standardize_images",
     "functional.zampling": "Clip Link Sigmoid",
     "nn": """

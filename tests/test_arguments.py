@@ -61,12 +61,14 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "FrobeniusDecay": lambda: {"coefficients": {}},
     "GradientClip": lambda: {"max_norm": 1.0},
     "IIDPartitioner": lambda: {"num_clients": 3},
+    "LocalNoise": lambda: {"clip": 1.0, "noise_multiplier": 1.0},
     "LossVarianceReduced": lambda: {"active": 2},
     "MultiModelModule": lambda: {
         "models": {"words": ls.FederatedModule(LitLine())},
         "participation": ls.LossVarianceReduced(active=2),
     },
     "PachinkoPartitioner": lambda: {"num_clients": 3, "superclasses": [0, 0, 1], "alpha": 1.0, "beta": 10.0},
+    "Personal": lambda: {"patterns": ["head.*"]},
     "ProximalTerm": lambda: {"mu": 0.1},
     "RoundRobin": lambda: {"active": 2},
     "SpectralShardedConv1d": lambda: {"in_channels": 4, "out_channels": 4, "kernel_size": (3,), "num_terms": 2},
@@ -195,6 +197,10 @@ def data(train: Any = TOY, **options: Any) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(train, **{"partitioner": ls.IIDPartitioner(2), **options})
 
 
+def federated(**options: Any) -> ls.FederatedModule:
+    return ls.FederatedModule(LitLine(), **options)
+
+
 def costs(**options: Any) -> Any:
     given = {"module": net(), "algorithm": ls.FIARSE(), "capacities": [0.5], "example_input": EXAMPLE}
     return ls.cost_table(**{**given, **options})
@@ -222,6 +228,34 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (data, {"labels": "label"}, r"`labels` must list one entry .*if it is a column, write labels=table\['label'\]"),
     (data, {"labels": dict.fromkeys(range(12), 1)}, r"`labels` must list one entry per example, .*, got a dict"),
     (data, {"labels": 2}, r"`labels` must list one entry per example, .*, got 2\."),
+    (federated, {"filters": ls.TopK(0.1)}, r"`filters` must be a list, got .*; write filters=\[TopK\(share=0\.1\)\]"),
+    (
+        federated,
+        {"filters": [ls.TopK]},
+        r"`filters` must be an instance of Filter, got the class TopK; write TopK\(\.\.\.",
+    ),
+    (federated, {"filters": [None]}, r"`filters` must be an instance of Filter, got None"),
+    (federated, {"filters": 3}, r"`filters` must be an instance of Sequence, got 3"),
+    (federated, {"buffers": ["low"]}, r"`buffers` must map patterns of names to rules, .*; write buffers=\{"),
+    (
+        federated,
+        {"privacy": None},
+        r"FederatedModule has no argument `privacy`: write filters=\[ClientPrivacy\(\.\.\.\)\]",
+    ),
+    (federated, {"secure_sums": None}, r"FederatedModule has no argument `secure_sums`: write filters=\[SecureSums\("),
+    (
+        federated,
+        {"update_bound": 1},
+        r"FederatedModule has no argument `update_bound`: write filters=\[UsualUpdateNorm",
+    ),
+    (federated, {"personal": ["*"]}, r"FederatedModule has no argument `personal`: write filters=\[Personal\("),
+    (federated, {"compression": None}, r"FederatedModule has no argument `compression`: write filters=\[TopK\("),
+    (ls.FedAvg, {"personal": ["*"]}, r"FedAvg has no argument `personal`: write FederatedModule\(.*filters=\[Personal"),
+    (ls.FedAvg, {"personal_epochs": 1}, r"FedAvg has no argument `personal_epochs`: write .*Personal\(.*, epochs=1"),
+    (ls.Scaffold, {"compression": ls.Int8()}, r"Scaffold has no argument `compression`: write .*filters=\[TopK"),
+    (ls.LoRA, {"buffers": {}}, r"LoRA has no argument `buffers`: write FederatedModule\(\.\.\., buffers=\{"),
+    (ls.Personal, {"patterns": []}, r"Personal needs patterns of names, .*; got none"),
+    (ls.Personal, {"patterns": "head"}, r"`patterns` must be a sequence of patterns, got 'head'; write patterns="),
     (ls.NaturalPartitioner, {"keys": "user"}, r"`keys` must list one entry .* write keys=table\['user'\]"),
     (ls.NaturalPartitioner, {"keys": {0: "romeo", 1: "juliet"}}, r"`keys` must list one entry .*, got a dict"),
     (ls.NaturalPartitioner, {"keys": {"romeo", "juliet"}}, r"`keys` must list one entry .*, got a set"),

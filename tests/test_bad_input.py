@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.checks import check_trainer
 
@@ -608,7 +609,7 @@ class TestClients:
 
 # Patterns that match nothing, whichever algorithm they are given to
 
-WITH_PATTERNS: dict[str, Callable[..., Any]] = {
+ALGORITHMS: dict[str, Callable[..., Any]] = {
     **{cls.__name__: cls for cls in (ls.FedAvg, ls.Scaffold, ls.StaleUpdates, ls.FIARSE, ls.WidthSharding)},
     "LoRA": partial(ls.LoRA, 2),
     "Zampling": partial(ls.Zampling, 8, degree=2),
@@ -618,20 +619,20 @@ EXCLUDING = ("FIARSE", "Zampling", "WidthSharding", "SpectralSharding")
 BUFFER = r"`buffers` pattern 'nope' matches no buffer; known names: net\.1\.running_mean, "
 
 
-def bind(algorithm: Any) -> None:
+def bind(algorithm: Any, buffers: Any = MappingProxyType({})) -> None:
     """Do what is done before the first round."""
-    server = seeded(LitSmall)
-    algorithm.check(server)
-    algorithm.bind(server, algorithm.new_state(server, 0))
+    plan = Plan(server := seeded(LitSmall), algorithm, buffers=buffers)
+    algorithm.check(plan)
+    algorithm.bind(server, algorithm.new_state(server, 0), rules=plan.rules())
 
 
-@pytest.mark.parametrize("name", WITH_PATTERNS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_pattern_that_matches_nothing_is_refused_also_next_to_one_that_does(name: str) -> None:
-    make, server = WITH_PATTERNS[name], "server"
+    make, server = ALGORITHMS[name], "server"
     for buffers in ({"nope": server}, {"net.1.*": server, "nope": server}):
         with pytest.raises(ValueError, match=BUFFER):
-            bind(make(buffers=buffers))
-    bind(make(buffers={"net.1.*": server}))
+            bind(make(), buffers)
+    bind(make(), {"net.1.*": server})
     if name in EXCLUDING:
         what = "parameter" if name in ("FIARSE", "Zampling") else "layer"
         for exclude in (["nope"], ["net.0*", "nope"]):
@@ -642,7 +643,7 @@ def test_a_pattern_that_matches_nothing_is_refused_also_next_to_one_that_does(na
 
 def test_a_fit_and_tables_of_costs_refuse_them_too(data: Any, fit: Fit) -> None:
     with pytest.raises(ValueError, match=BUFFER):
-        fit(seeded(LitSmall), data, algorithm=ls.FedAvg(buffers={"nope": "server"}))
-    for algorithm in (ls.Zampling(degree=2, buffers={"nope": "server"}), ls.LoRA(buffers={"nope": "server"})):
+        fit(seeded(LitSmall), data, buffers={"nope": "server"})
+    for algorithm in (ls.Zampling(degree=2), ls.LoRA()):
         with pytest.raises(ValueError, match=BUFFER):
-            ls.cost_table(seeded(LitSmall), algorithm, [2])
+            ls.cost_table(seeded(LitSmall), algorithm, [2], buffers={"nope": "server"})

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitNet
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
 from lightning_spectral.nn.plan.planner import plan_layers
 
@@ -268,9 +269,9 @@ def test_a_plan_fixes_what_is_sharded_and_knows_its_module(flat, fit, capsys):
     assert list(algorithm.plan(lit).sharded) == ["b"]
     wider = LitOf(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
     with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
-        algorithm.check(wider)
+        algorithm.check(Plan(wider, algorithm))
     with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
-        algorithm.check(LitOf(lambda self, x: x, False, a=nn.Linear(8, 8)))
+        algorithm.check(Plan(LitOf(lambda self, x: x, False, a=nn.Linear(8, 8)), algorithm))
     with pytest.raises(ValueError, match="for a plan, pass them to `validate`"):
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
@@ -281,10 +282,9 @@ def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> No
         return LitOf(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
     kept = {"*running_*": "server"}
-    choices = ls.LayerChoices(buffers=kept)
-    planned = ls.SpectralSharding(layers=plan_layers(make(), choices=choices))
-    for algorithm in (ls.FedAvg(buffers=kept), ls.SpectralSharding(layers=choices), planned):
+    planned = ls.SpectralSharding(layers=plan_layers(make()))
+    for algorithm in (ls.FedAvg(), ls.SpectralSharding(), planned):
         lit = make()
-        fit(lit, shared_out(flat), algorithm=algorithm)
+        fit(lit, shared_out(flat), algorithm=algorithm, buffers=kept)
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))
         assert not torch.equal(lit.norm.weight, torch.ones(8))

@@ -1,7 +1,6 @@
 """What clients hold, what is sent, and how it is averaged."""
 
-from lightning_spectral.algorithms.base import Algorithm
-from lightning_spectral.algorithms.compression import Compression, Int8, TopK
+from lightning_spectral.algorithms.base import Algorithm, Promises
 from lightning_spectral.algorithms.costs import cost_table, largest_that_fits
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
@@ -34,19 +33,18 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
-    "Compression",
     "DenseRound",
     "Ditto",
     "FedAvg",
     "FedDyn",
     "FoldedTerms",
     "FrozenA",
-    "Int8",
     "LoRA",
     "MatrixMeans",
     "OrthonormalA",
     "PaddedFactors",
     "ParallelTerms",
+    "Promises",
     "QFedAvg",
     "RankedProducts",
     "SampledTerms",
@@ -57,7 +55,6 @@ __all__ = [
     "StaleUpdates",
     "TermAggregation",
     "TermMeans",
-    "TopK",
     "TruncatedProducts",
     "WidthSharding",
     "Zampling",

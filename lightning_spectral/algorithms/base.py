@@ -5,19 +5,21 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.personal import NOTHING, Personal
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.device import ClientSide
+from lightning_spectral.errors import refuse_moved
 from lightning_spectral.functional.spectra import KEEP_RATIO
 from lightning_spectral.nn.cost import Cost
-from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules
+from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules, Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import returned_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
@@ -27,12 +29,76 @@ from lightning_spectral.sums import RunningMean
 
 PARTS = 1000  # keep ratios to try for an algorithm without `all_capacities` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
-DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "unpack", "keep", "own_model", "watched")
+DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "keep", "own_model", "watched")
 
 Names: TypeAlias = Collection[str]
 Decisions: TypeAlias = Mapping[str, Any] | None  # of the half of a run that is resumed, `ServerHalf.decisions`
 
-UPLOADING = ("bind", "half", "round", "side", "add", "client_side")  # what decides the meaning of an upload
+
+@dataclass(frozen=True)
+class Promises:
+    """What filters and samplers may rely on, of one class and not of its subclasses: these say it themselves.
+
+    Attributes:
+        new_values: What devices send back are new values of the tensors that they were sent.
+        same_tensors: A tensor means the same in every round and to every client, so that a device may send later what
+            it owes.
+        one_sum: Its rounds need nothing of single clients but the sum of the changes of whole tensors, in one
+            `MeanChange`.
+        noise_hides: Noise on `Round.sums` hides what a client has uploaded: they are `MeanChange` objects, nothing else
+            that a round releases comes from uploads, clients hold the same terms, and a client is sent the same
+            whoever else takes part.
+        parts_stay: Any parameters and buffers may stay with clients.
+        any_steps: A client's steps may train what is not sent back.
+        expected_updates: Its rounds define `Round.expected_update`.
+        remedies: For promises that another choice of the class could keep, how to write it, without a full stop.
+    """
+
+    new_values: bool = False
+    same_tensors: bool = False
+    one_sum: bool = False
+    noise_hides: bool = False
+    parts_stay: bool = False
+    any_steps: bool = False
+    expected_updates: bool = False
+    remedies: Mapping[str, str] = field(default_factory=dict)
+
+
+NO_PROMISES = Promises()
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """What an algorithm is to train, and with what, as far as it is known.
+
+    Attributes:
+        module: The user's module.
+        buffers: The user's rules of buffers, by patterns of their names.
+        callbacks: Those of the Trainer; empty before there is one.
+        optimizers: The user's; empty before they are made.
+        server_optimizer: The server's; ``None`` before it is made.
+    """
+
+    module: nn.Module
+    buffers: Rules = field(default_factory=dict, kw_only=True)
+    callbacks: Sequence[Any] = field(default=(), kw_only=True)
+    optimizers: Sequence[Optimizer] = field(default=(), kw_only=True)
+    server_optimizer: Optimizer | None = field(default=None, kw_only=True)
+
+    @property
+    def stays(self) -> frozenset[str]:
+        """Names of the parameters and buffers that stay with clients."""
+        return frozenset()
+
+
+MOVED: Mapping[str, str] = MappingProxyType(  # what any algorithm can have
+    {
+        "buffers": 'FederatedModule(..., buffers={"*.queue": "server"})',
+        "personal": 'FederatedModule(..., filters=[Personal(["head.*"])])',
+        "personal_epochs": 'FederatedModule(..., filters=[Personal(["head.*"], epochs=1)])',
+        "compression": "FederatedModule(..., filters=[TopK(0.1)])",
+    }
+)
 
 
 class Moment(Enum):
@@ -94,7 +160,7 @@ class Round(ABC):
     def positions(self, receipt: Receipt) -> Mapping[str, Tensor]:
         """For each tensor of which a unit holds a part, the places of its entries in the flattened whole one.
 
-        By default none: buffers that follow a minimum or a maximum are sent whole.
+        Filters compare clients by them, entry by entry. By default none: all clients send back whole tensors.
         """
         return {}
 
@@ -138,27 +204,25 @@ class ServerHalf(_AtServer, ABC):
     Attributes:
         server: The server's module.
         state: What `Algorithm.new_state` made, as it is now.
-        buffers: The rules of the buffers. Those that are not averaged are combined by the engine: neither `Round.add`
-            nor `Round.close` sees them.
-        personal: What stays with each client; nothing, unless a subclass sets it.
+        rules: What becomes of buffers, and which tensors stay with clients. Buffers that are not averaged are combined
+            by the engine: neither `Round.add` nor `Round.close` sees them.
         apart: Names of the tensors that are sent in a form of the algorithm's own; all others are sent whole.
         rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
     rounds_are_alike: ClassVar[bool] = False
-    buffers: BufferRules = NO_RULES
-    personal: Personal = NOTHING
+    rules: BufferRules = NO_RULES
     apart: Names = ()
 
-    def __init__(self, server: nn.Module, state: nn.Module | None = None, buffers: BufferRules = NO_RULES) -> None:
+    def __init__(self, server: nn.Module, state: nn.Module | None = None, rules: BufferRules | None = None) -> None:
         self.server = server
         self.state = state
-        self.buffers = buffers
+        self.rules = buffer_rules(server) if rules is None else rules
 
     @property
     def decisions(self) -> Mapping[str, Any]:
         """What initial values have decided, for a resumed run: here, the rules of buffers that were not finite."""
-        return self.buffers.decisions
+        return self.rules.decisions
 
     @property
     @abstractmethod
@@ -182,19 +246,19 @@ class ServerHalf(_AtServer, ABC):
 
     def returned(self) -> dict[str, Tensor]:
         """What clients send back of the tensors that are sent whole, as it is now."""
-        return returned_tensors(self.server, {*self.apart, *self.personal.names}, self.buffers)
+        return returned_tensors(self.server, self.apart, self.rules)
 
     def averaged(self) -> dict[str, Tensor]:
         """What of it is averaged: the trainable parameters and the averaged buffers."""
-        return dict(self.buffers.averaged(self.returned()))
+        return dict(self.rules.averaged(self.returned()))
 
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of every download that do not change between rounds, by name: each client is sent them once.
 
         The names are the same in every round; a value that does change is sent again. By default, the parameters that
-        need no gradient, and the server's values of personal tensors, with which clients begin.
+        need no gradient, and the server's values of tensors that stay with clients, with which these begin.
         """
-        return {**frozen_parameters(self.server), **select_tensors(self.server, self.personal.names)}
+        return {**frozen_parameters(self.server), **select_tensors(self.server, sorted(self.rules.stays))}
 
     @property
     def moving_tensors(self) -> Collection[str]:
@@ -207,7 +271,7 @@ class ServerHalf(_AtServer, ABC):
 
         By default only if they keep buffers of their own, which rest at the server.
         """
-        return any(name in self.personal.names for name, _ in self.server.named_buffers())
+        return any(name in self.rules.stays for name, _ in self.server.named_buffers())
 
     @property
     def cost_besides(self) -> Cost:
@@ -235,9 +299,7 @@ class Algorithm(_AtServer, ABC):
 
     Attributes:
         capacity_name: What clients differ by, if they differ.
-        updates_have_norms: Whether devices send back new values of the tensors that they were sent, once unpacked. A
-            class that changes what is uploaded or added says so itself, or samplers that need update norms refuse it.
-        updates_are_expected: Whether its rounds define `Round.expected_update`.
+        promises: What filters and samplers may rely on; a subclass that does not define it promises nothing.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
         counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
@@ -245,18 +307,22 @@ class Algorithm(_AtServer, ABC):
     """
 
     capacity_name: ClassVar[str] = "keep ratio"
-    updates_have_norms: ClassVar[bool] = True
-    updates_are_expected: ClassVar[bool] = False
+    promises: ClassVar[Promises | property] = NO_PROMISES
     steps_without_clients: ClassVar[bool] = False
     counts_all_clients: ClassVar[bool] = False
 
-    @property
-    def sums_are_all(self) -> bool:
-        """Whether its rounds need nothing of single clients but the sum of the changes of whole tensors.
+    def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
+        """Say where an argument is that acts on updates, whatever the algorithm."""
+        own = getattr(cls, "__dataclass_fields__", {})
+        refuse_moved(cls.__name__, options, {name: place for name, place in MOVED.items() if name not in own})
+        return super().__new__(cls)
 
-        In one `MeanChange`, which can then be secure. By default not; said anew like ``updates_have_norms``.
-        """
-        return False
+    @property
+    def promised(self) -> Promises:
+        """What this class promises itself: a base may promise what is not true of a class that changes it."""
+        own = self.promises if "promises" in vars(type(self)) else NO_PROMISES
+        assert isinstance(own, Promises), "a property of the class is read from the instance"
+        return own
 
     def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
         """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
@@ -304,33 +370,13 @@ class Algorithm(_AtServer, ABC):
         """Tensors of the state whose distribution is worth seeing, by their names in dashboards; by default none."""
         return {}
 
-    def check(self, server: nn.Module) -> None:
-        """Raise ``ValueError`` if this algorithm cannot train ``server``. By default it can train any module."""
-        return None
+    def check(self, plan: Setting) -> None:
+        """Raise ``ValueError`` if this algorithm cannot be part of a federation; warn if it trains worse in it.
 
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
-        """Raise ``ValueError`` if clients cannot train with one of the user's optimizers; warn if they train worse."""
-        return None
-
-    def check_server_optimizer(self, optimizer: Optimizer) -> None:
-        """Raise ``ValueError`` if the server cannot step with ``optimizer``."""
-        return None
-
-    def check_average_estimation(self) -> None:
-        """Raise ``ValueError`` if the server's running averages are not those of the whole model, which may be set."""
-        return None
-
-    def check_privacy(self) -> None:
-        """Raise ``ValueError`` if noise on `Round.sums` may not hide what a client has uploaded, as by default.
-
-        It does if the sums are `MeanChange` objects, nothing else that a round releases comes from uploads, clients
-        hold the same terms, and a client is sent the same whoever else takes part. A subclass may sum something else,
-        so this is not inherited: each class states it itself.
+        Called when a module is wrapped, and again, with ``plan.optimizers`` and ``plan.callbacks``, when a fit has
+        made them. By default it can train any module with any optimizer.
         """
-        raise ValueError(
-            f"{type(self).__name__} does not say that noise on its sums hides clients, so it cannot have `privacy`; "
-            "use FedAvg, SpectralSharding or LoRA, or define `check_privacy`."
-        )
+        return None
 
     def new_state(self, server: nn.Module, seed: int) -> nn.Module | None:
         """What the algorithm keeps between rounds, as a module; by default ``None``.
@@ -346,26 +392,25 @@ class Algorithm(_AtServer, ABC):
 
     @abstractmethod
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> ServerHalf:
         """Decide everything that depends on the server's module, once, when a fit starts.
 
         Args:
             server: The server's module.
             state: What `new_state` returned, perhaps with the values of a checkpoint.
+            rules: What becomes of buffers, and which tensors stay with clients; ``None`` for what a federation does
+                whose user says nothing about either.
             untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must
                 stay as they are.
             decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
         """
-
-
-def is_said(kind: type[Algorithm], attribute: str) -> bool:
-    """Whether what a class says of uploads is of its own, and not inherited from a class with other ones."""
-
-    def place(name: str) -> int:  # of the class that defines an attribute, among a class and its bases
-        return next((i for i, owner in enumerate(kind.__mro__) if name in vars(owner)), len(kind.__mro__))
-
-    return place(attribute) <= min(map(place, UPLOADING))
 
 
 def ratios_of(sizes: Collection[float]) -> list[float]:

@@ -7,9 +7,11 @@ happens on fake tensors, unless the module's code needs values.
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -17,15 +19,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_spectral.algorithms.base import Algorithm, ServerHalf
 from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.algorithms.filter import Filter, Plan, check_chain, instructions
 from lightning_spectral.arguments import Number, each
-from lightning_spectral.client.device import ClientSide, StepActions, phases_of
-from lightning_spectral.client.forms import (
-    Forms,
+from lightning_spectral.client.device import Instructions, StepActions
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.kept_state import HOOKS, KeptState, hooks_of, package_of, trying
+from lightning_spectral.client.user_optimizer import (
     LocalOptimizer,
     check_optimizer,
     foreign_parameters,
@@ -35,8 +40,8 @@ from lightning_spectral.client.forms import (
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
+from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.kept_state import FakeTensors, package_of, trying
 from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes
 
 CAPACITY = Number(above=0)
@@ -65,6 +70,8 @@ def cost_table(
     example_input: Example = None,
     *,
     optimizer: Optimizer | None = None,
+    filters: Sequence[Filter] = (),
+    buffers: Rules | None = None,
 ) -> CostTable:
     """The cost of each capacity of any algorithm to a client, before any training.
 
@@ -87,6 +94,8 @@ def cost_table(
             ``None`` for the module's ``example_input_array``.
         optimizer: The optimizer with which clients train, over the module's parameters. With it, the memory of a local
             step is counted too: one step is taken, and the optimizer's state is what it makes.
+        filters: As for the federation; what they pack is counted packed.
+        buffers: Likewise, what becomes of buffers.
 
     Raises:
         TypeError: If ``algorithm`` is not an algorithm.
@@ -119,10 +128,10 @@ def cost_table(
     check_is("algorithm", algorithm, Algorithm)
     capacities = each("capacities", capacities, CAPACITY)
     example = required_example(module, example_input)
-    counted = _Counted(module, algorithm, example, optimizer)
+    counted = _Counted(module, algorithm, example, optimizer, filters, buffers)
     costs = counted.at(capacities, example)  # first, because it says what is wrong with the algorithm
-    whole = FedAvg(buffers=getattr(algorithm, "buffers", {}))
-    return CostTable(_Counted(module, whole, example, optimizer).at([1.0], example)[1.0], costs, counted.capacity)
+    whole = _Counted(module, FedAvg(), example, optimizer, (), buffers)
+    return CostTable(whole.at([1.0], example)[1.0], costs, counted.capacity)
 
 
 def largest_that_fits(
@@ -137,6 +146,8 @@ def largest_that_fits(
     budget_params: Budget | None = None,
     memory: MemoryBudget | None = None,
     optimizer: Optimizer | None = None,
+    filters: Sequence[Filter] = (),
+    buffers: Rules | None = None,
 ) -> float | list[float]:
     """The largest capacity of an algorithm whose cost fits a budget: a keep ratio, a rank, or the least compression.
 
@@ -157,6 +168,8 @@ def largest_that_fits(
         memory: Bytes that a client may need while it trains on batches like ``example_input``: a number, or a string
             such as ``"512 MB"`` or ``"0.5 GiB"``.
         optimizer: As in `cost_table`; needed for ``memory``.
+        filters: As in `cost_table`.
+        buffers: As in `cost_table`.
 
     Raises:
         TypeError: If ``algorithm`` is not an algorithm, or several budgets are given where all clients share one
@@ -192,7 +205,7 @@ def largest_that_fits(
             "torch.optim.Adam(module.parameters()), or what your `configure_optimizers()` returns."
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input
-    counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None)
+    counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None, filters, buffers)
     candidates = counted.algorithm.all_capacities(module)
     ends = counted.algorithm.with_capacities([candidates[0], candidates[-1]])
     if not one and len({id(choice) for choice, _ in ends.values()}) > 1:
@@ -248,13 +261,22 @@ def last_within(budget: float, needed: Callable[[int], int], beyond: int) -> int
     return fits
 
 
-def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[float]) -> dict[float, int]:
+def round_bytes(
+    module: nn.Module,
+    algorithm: Algorithm,
+    keep_ratios: Sequence[float],
+    *,
+    filters: Sequence[Filter] = (),
+    buffers: Rules | None = None,
+) -> dict[float, int]:
     """Bytes that a client of each of an algorithm's own keep ratios gets and sends in a round, without frozen ones.
 
     Args:
         module: Any module; it is not changed.
         algorithm: The algorithm with the run's options.
         keep_ratios: Some of its keep ratios.
+        filters: As in `cost_table`.
+        buffers: As in `cost_table`.
 
     Example:
         >>> from lightning_spectral.algorithms import SpectralSharding
@@ -262,16 +284,90 @@ def round_bytes(module: nn.Module, algorithm: Algorithm, keep_ratios: Sequence[f
         >>> round_bytes(mlp, SpectralSharding(keep_ratio={0.25: 0.5, 1.0: 0.5}), [0.25, 1.0])
         {0.25: 2592, 1.0: 5712}
     """
-    counted = _Counted(module, algorithm, None)
+    counted = _Counted(module, algorithm, None, None, filters, buffers)
     return {r: cost.round_bytes for r, cost in counted.of_federation(counted.algorithm, keep_ratios, None).items()}
+
+
+RNN_KERNELS = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default)
+
+
+class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors that have sizes, but neither values nor memory, and take the place of a module's.
+
+    Within a ``with`` block on it, all operations make such tensors, and those on some are also made outside of one. An
+    error is raised by what depends on values, and by code that has kept one of the module's own tensors where it cannot
+    be found, such as a closure. Tensors on the meta device count as tensors on the CPU.
+
+    Example:
+        >>> fakes, line = FakeTensors(), nn.Linear(2, 3)
+        >>> with fakes.in_place_of(line), fakes:
+        ...     line(torch.ones(5, 2))
+        FakeTensor(..., size=(5, 3), grad_fn=<AddmmBackward0>)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the module's tensors, which are held
+
+    @contextmanager
+    def in_place_of(self, module: nn.Module, *others: Any) -> Iterator[None]:
+        """Replace the tensors of a module, and of others such as optimizers, within the block."""
+        kept, log = KeptState(module, *others), logging.getLogger(FakeTensorMode.__module__)
+        was_disabled = log.disabled
+        try:
+            log.disabled = True  # it would print what it also raises
+            kept.exchange(self._exchanged)
+            yield
+        finally:
+            log.disabled = was_disabled
+            kept.restore()
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same size, type and device, without values; but a single number, such as a counter, stays."""
+        if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
+            number = tensor.item()
+            with self:
+                return torch.tensor(number, dtype=tensor.dtype)
+        if not tensor.is_meta:
+            return self.from_tensor(tensor)
+        with self:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
+
+    def _exchanged(self, part: Any) -> Any:
+        if not isinstance(part, Tensor) or isinstance(part, FakeTensor):
+            return part
+        if id(part) not in self._of:
+            fake = self.like(part)
+            for when in HOOKS:
+                if hooks := hooks_of(part, when):
+                    setattr(fake, when, OrderedDict(hooks))
+            self._of[id(part)] = part, fake
+        return self._of[id(part)][1]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(id(leaf) in self._of for leaf in tree_leaves((args, kwargs))):
+            raise RuntimeError("A tensor of the module is used that is kept where no other can take its place.")
+        if func in RNN_KERNELS:  # only they know the size of their workspace
+            args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs or {}))
+            return tree_map_only(Tensor, self.from_tensor, func(*args, **kwargs))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class _Counted:
     """An algorithm on a module, which is restored: what its clients cost, and the capacities that differ."""
 
     def __init__(
-        self, module: nn.Module, algorithm: Algorithm, example: Example, optimizer: Optimizer | None = None
+        self,
+        module: nn.Module,
+        algorithm: Algorithm,
+        example: Example,
+        optimizer: Optimizer | None = None,
+        filters: Sequence[Filter] = (),
+        buffers: Rules | None = None,
     ) -> None:
+        self.filters, self.buffers = filters, buffers or {}
         if optimizer is not None:
             check_is("optimizer", optimizer, Optimizer)
             if foreign := foreign_parameters(optimizer, module):
@@ -348,6 +444,7 @@ class _Counted:
             if fakes is not None:
                 example = tree_map_only(Tensor, fakes.like, example)
             given: dict[str, Any] = {"beside": beside, "moving": half.moving_tensors, "fakes": fakes}
+            given["filters"] = self.filters
             first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
             if not half.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
@@ -362,14 +459,16 @@ class _Counted:
         with self._in_place(fakes):
             with warnings.catch_warnings():  # what would make a poor run has a cost like any other
                 warnings.simplefilter("ignore", SpectralWarning)
-                choice.check(module)
+                check_chain(plan := Plan(module, choice, self.filters, buffers=self.buffers))
+                choice.check(plan)
             with fakes or nullcontext():
                 state, parameter = choice.new_state(module, 0), next(module.parameters(), None)
             if state is not None and parameter is not None and fakes is None:
                 state.to(parameter.device)  # where a Trainer would move it
         with self._in_place(None if self.has_values else fakes):
             untrained = () if self.optimizer is None else untrained_parameters([self.optimizer], module)
-            self._bound = choice, choice.bind(module, state, untrained=untrained)
+            rules = Plan(module, choice, self.filters, buffers=self.buffers).rules()
+            self._bound = choice, choice.bind(module, state, rules=rules, untrained=untrained)
         return self._bound[1]
 
 
@@ -383,6 +482,7 @@ def turn_costs(
     moving: Collection[str] = (),
     optimizer: Optimizer | None = None,
     fakes: FakeTensors | None = None,
+    filters: Sequence[Filter] = (),
 ) -> dict[float, Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
@@ -395,7 +495,8 @@ def turn_costs(
     }
     shares = {unit.key: 1.0 / len(units) for unit in units.values()}
     opened = half.open(Cohort(0, round_idx, {r: (unit,) for r, unit in units.items()}, shares=shares))
-    side, once = half.device_half, half.frozen_tensors().keys() - set(moving)
+    told, once = instructions(half, filters), half.frozen_tensors().keys() - set(moving)
+    side = told.side
     names = {id(parameter): name for name, parameter in half.server.named_parameters()}
     optimizers = () if optimizer is None else (optimizer,)
     costs = {}
@@ -405,34 +506,34 @@ def turn_costs(
         frozen = num_bytes({name: tensor for name, tensor in download.tensors.items() if name in once})
         # forms of its own, so that there is one sub-model at a time
         with fakes or nullcontext(), Forms(half.server, side.take_form, optimizers).client(download.capacity) as client:
-            side.load(client, download)
+            told.load(client, download)
             cost = half.cost_besides
             if example is not None:
-                if draw := _widest_step(side, client, download).before_forward:
+                if draw := _widest_step(told, client, download).before_forward:
                     draw()  # weights that are drawn for a step have a gradient only in it
                 cost += count_pass(client, example)
             cost += Cost(
                 parameters=sum(parameter.numel() for parameter in client.parameters()),
                 downlink_bytes=download.num_bytes - frozen,
-                uplink_bytes=side.collect(client, download).num_bytes,
+                uplink_bytes=told.sized(client, download).num_bytes,
                 frozen_bytes=frozen,
             )
             if optimizer is not None:  # last, because it changes the client
                 options = options_of(optimizer)
                 LocalOptimizer(optimizer, names, client, side.origin, side.overrides).start_client(options)
-                cost += _step_memory(side, client, download, optimizer, example)
+                cost += _step_memory(told, client, download, optimizer, example)
         costs[keep_ratio] = cost
     return costs
 
 
-def _widest_step(side: ClientSide, client: nn.Module, download: Download) -> StepActions:
+def _widest_step(told: Instructions, client: nn.Module, download: Download) -> StepActions:
     """What an algorithm does in a local step, in the largest one where it draws a width for each."""
-    actions = phases_of(side.start(client, download))[-1]
+    actions = told.phases(client, download)[-1]
     return StepActions() if actions.after_forward is not None else actions
 
 
 def _step_memory(
-    side: ClientSide, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
+    told: Instructions, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
 ) -> Cost:
     """Take a local step like those after the first, in the order of the local loop, and count what is alive.
 
@@ -446,7 +547,7 @@ def _step_memory(
 
     made_before = state_bytes()  # by those that make it with the optimizer, such as Adagrad
     with LiveBytes() as live:
-        actions = _widest_step(side, client, download)
+        actions = _widest_step(told, client, download)
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()  # which makes its state

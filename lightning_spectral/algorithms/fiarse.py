@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf, ratios_of
+from lightning_spectral.algorithms.base import (
+    ByKeepRatio,
+    Decisions,
+    Names,
+    Promises,
+    Round,
+    ServerHalf,
+    Setting,
+    ratios_of,
+)
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
@@ -19,7 +28,7 @@ from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 from lightning_spectral.nn.torch_modules import normalised_weights
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import PerClient, check_per_client
@@ -47,7 +56,6 @@ class FIARSE(ByKeepRatio):
     Args:
         keep_ratio: Share r of the weights a client holds: one for all, ``{ratio: share of clients}`` or one per client.
         exclude: Patterns of the names of parameters that are sent whole.
-        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
 
     Note:
         The published code also masks the biases of linear layers and convolutions, and counts clients, whereas this
@@ -61,14 +69,13 @@ class FIARSE(ByKeepRatio):
         ('weight',)
     """
 
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(new_values=True, parts_stay=True, any_steps=True)
 
     keep_ratio: PerClient[float] = 0.25
     exclude: Sequence[str] = ()
-    buffers: Rules = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self, keep_ratio=partial(check_per_client, rule=SHARE), exclude=as_patterns, buffers=as_rules)
+        check_fields(self, keep_ratio=partial(check_per_client, rule=SHARE), exclude=as_patterns)
 
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
         """Names of the parameters of which clients hold only the largest entries."""
@@ -83,8 +90,8 @@ class FIARSE(ByKeepRatio):
             and not matches_any(name, self.exclude)
         )
 
-    def check(self, server: nn.Module) -> None:
-        if not self.masked_weights(server):
+    def check(self, plan: Setting) -> None:
+        if not self.masked_weights(server := plan.module):
             raise ValueError(
                 f"FIARSE needs trainable weights of two or more dimensions that are not in `exclude`, and "
                 f"{type(server).__name__} has none. Exclude fewer, or use FedAvg()."
@@ -95,18 +102,24 @@ class FIARSE(ByKeepRatio):
         return ratios_of([sum(server.get_parameter(name).numel() for name in self.masked_weights(server))])
 
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> FIARSEHalf:
-        """Decide which weights are cut, and the rules of buffers; what is untrained is sent whole."""
-        masked = [name for name in self.masked_weights(server) if name not in untrained]
-        return FIARSEHalf(server, masked, buffer_rules(server, self.buffers, decisions))
+        """Decide which weights are cut; what is untrained, or stays with clients, is sent whole."""
+        whole = {*untrained} if rules is None else {*untrained, *rules.stays}
+        return FIARSEHalf(server, [name for name in self.masked_weights(server) if name not in whole], rules)
 
 
 class FIARSEHalf(ServerHalf):
     """FIARSE bound to a module; ``masked`` names the parameters of which clients hold only the largest entries."""
 
-    def __init__(self, server: nn.Module, masked: Sequence[str], buffers: BufferRules) -> None:
-        super().__init__(server, buffers=buffers)
+    def __init__(self, server: nn.Module, masked: Sequence[str], rules: BufferRules | None = None) -> None:
+        super().__init__(server, rules=rules)
         self.masked = tuple(masked)
 
     @property
@@ -146,6 +159,9 @@ class FIARSERound(Round):
                 bits = torch.zeros_like(whole, dtype=torch.bool).index_fill_(0, entries, True)
                 tensors[HELD + name] = pack_bits(bits)
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio)
+
+    def positions(self, receipt: Receipt) -> dict[str, Tensor]:
+        return dict(self.held[receipt.capacity]) if receipt.capacity < 1 else {}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         weight = receipt.unit.coefficient

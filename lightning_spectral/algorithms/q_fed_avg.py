@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lightning_spectral.algorithms.base import Promises
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg, dense_mean
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.cohort import Cohort
@@ -127,18 +128,17 @@ class QFedAvg(FedAvg):
 
     Example:
         >>> QFedAvg(q=1.0, lipschitz=10.0)
-        QFedAvg(buffers={}, ..., q=1.0, lipschitz=10.0)
+        QFedAvg(q=1.0, lipschitz=10.0)
     """
 
     side: ClassVar[type[DenseSide]] = QFedAvgSide
     round: ClassVar[type[DenseRound]] = QFedAvgRound
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(new_values=True, same_tensors=True, parts_stay=True, any_steps=True)
 
     q: float = 1.0
     lipschitz: float = 10.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_fields(
             self, q=Number(at_least=0), lipschitz=Number(above=0, hint="about 1 / learning rate for one local step")
         )

@@ -207,3 +207,19 @@ def naming_layer(name: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"Layer {name!r} cannot be factorised: {error}") from error
+
+
+def places_of_terms(terms: Tensor, left: Tensor, right: Tensor, left_name: str, right_name: str) -> dict[str, Tensor]:
+    """The places of some terms' entries in two flattened factors, ``(rows, N)`` and ``(N, columns)``, by their names.
+
+    Example:
+        >>> places = places_of_terms(torch.tensor([0, 2]), torch.zeros(2, 3), torch.zeros(3, 2), "u", "v")
+        >>> places["u"].tolist(), places["v"].tolist()
+        ([[0, 2], [3, 5]], [[0, 1], [4, 5]])
+    """
+    (rows, number), columns = left.shape, right.shape[1]
+    terms = terms.cpu()
+    return {
+        left_name: torch.arange(rows).unsqueeze(1) * number + terms,
+        right_name: terms.unsqueeze(1) * columns + torch.arange(columns),
+    }

@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Names, Round, ServerHalf, ratios_of
+from lightning_spectral.algorithms.base import (
+    ByKeepRatio,
+    Decisions,
+    Names,
+    Promises,
+    Round,
+    ServerHalf,
+    Setting,
+    ratios_of,
+)
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
@@ -19,7 +28,7 @@ from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
 from lightning_spectral.nn.width.plan import NarrowSteps, WidthPlan, cut_for_steps, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, copy_module, load_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
@@ -58,7 +67,6 @@ class WidthSharding(ByKeepRatio):
         scaler: While training, divide the outputs of narrowed layers by r, so that they are as large as those of the
             whole model, which is the one that is evaluated: HeteroFL's Scaler.
         exclude: Patterns of the names of layers that are not cut.
-        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         step_widths: Keep ratios from which each local step draws its own, uniformly among those up to the client's. The
             step uses and trains the first of the client's channels: FjORD's ordered dropout. If empty, all steps have
             the client's width. Modules that recompute activations in the backward pass (``torch.utils.checkpoint``),
@@ -85,13 +93,12 @@ class WidthSharding(ByKeepRatio):
         {0.5: 0.6, 1.0: 0.4}
     """
 
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(new_values=True)
 
     channels: ChannelChoice = field(default_factory=PrefixChannels)
     keep_ratio: PerClient[float] = 0.5
     scaler: bool = False
     exclude: Sequence[str] = ()
-    buffers: Rules = field(default_factory=dict)
     step_widths: Sequence[float] = ()
     averages_per_width: bool = False
     plan: WidthPlan | None = field(default=None, repr=False, compare=False)
@@ -102,7 +109,6 @@ class WidthSharding(ByKeepRatio):
             keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
             scaler=flag,
             exclude=as_patterns,
-            buffers=as_rules,
             step_widths=as_widths,
             averages_per_width=flag,
         )
@@ -127,24 +133,28 @@ class WidthSharding(ByKeepRatio):
                 "missing, so that some channels of a client would never be trained."
             )
 
-    def check(self, server: nn.Module) -> None:
+    def check(self, plan: Setting) -> None:
         """Also warn of settings that have no effect on the module, and of averages that evaluation should not read."""
-        plan, kind = self.plan_for(server), type(server).__name__
+        if plan.optimizers:
+            self._check_estimation(plan.callbacks)
+            return
+        server, channels = plan.module, self.plan_for(plan.module)
+        kind = type(server).__name__
         ratios, found = {*entries_of(self.keep_ratio)}, []
-        if not plan.groups:
+        if not channels.groups:
             found.append(
                 f"WidthSharding cuts no channel of {kind}: clients train all of it, as with FedAvg(). `width_plan` "
                 "says why."
             )
         layers = layers_with_averages(server) if self.scaler and ratios != {1.0} else []
-        if scaled := [name for name in layers if first_match(f"{name}.running_mean", self.buffers) != "server"]:
+        if scaled := [name for name in layers if first_match(f"{name}.running_mean", plan.buffers) != "server"]:
             found.append(
                 f"`scaler` divides outputs while clients train and not in evaluation, which reads the averages that "
                 f"{', '.join(scaled)} learned of the divided ones. Use scaler=False, which a BatchNorm makes up for; "
                 "buffers={'*.running_*': 'server'} with the callback BatchNormEstimation, as HeteroFL evaluates; "
                 "`lightning_spectral.nn.use_batch_statistics`; or another norm."
             )
-        if self.averages_per_width and not self.running_averages(server):
+        if self.averages_per_width and not self.running_averages(server, buffer_rules(server, plan.buffers)):
             found.append(f"`averages_per_width` finds no BatchNorm with running averages in {kind}; leave it out.")
         for sentence in found:
             warnings.warn(sentence, SpectralWarning, stacklevel=3)
@@ -154,10 +164,11 @@ class WidthSharding(ByKeepRatio):
                 "its own: set `automatic_optimization = True`, or leave `step_widths` out."
             )
         for keep_ratio in sorted({*ratios, *self.step_widths} - {1.0}):
-            check_cut(server, plan, keep_ratio)
+            check_cut(server, channels, keep_ratio)
 
-    def check_average_estimation(self) -> None:
-        if self.averages_per_width and self.widest < 1:
+    def _check_estimation(self, callbacks: Sequence[Any]) -> None:
+        estimates = any(getattr(callback, "estimates_averages", False) for callback in callbacks)
+        if estimates and self.averages_per_width and self.widest < 1:
             raise ValueError(
                 "BatchNormEstimation estimates averages of the whole model, and with `averages_per_width` the module "
                 f"has those of width {self.widest:g}, the largest `keep_ratio`; leave the callback out, or set "
@@ -177,16 +188,20 @@ class WidthSharding(ByKeepRatio):
     def planned(self, server: nn.Module) -> WidthSharding:
         return replace(self, plan=self.plan_for(server))
 
-    def running_averages(self, server: nn.Module) -> tuple[str, ...]:
+    def running_averages(self, server: nn.Module, rules: BufferRules | None = None) -> tuple[str, ...]:
         """Names of the running averages of which each width has its own: all, or none.
+
+        Args:
+            server: The server's module.
+            rules: What becomes of its buffers, which is checked; ``None`` if that is not known yet.
 
         Raises:
             ValueError: If one of them is not averaged over clients.
         """
         if not self.averages_per_width:
             return ()
-        names, rules = names_of_averages(server), buffer_rules(server, self.buffers)
-        if other := set(names) - (rules.mean - rules.limits.keys()):
+        names = names_of_averages(server)
+        if rules is not None and (other := set(names) - (rules.mean - rules.limits.keys())):
             raise ValueError(
                 f"`averages_per_width` needs averages that clients send back, but {', '.join(sorted(other))} are not "
                 "averaged: `buffers` says so, or they are not finite. Leave either out."
@@ -202,9 +217,15 @@ class WidthSharding(ByKeepRatio):
         return WidthAverages(server, self.plan_for(server), names, widths) if names and widths else None
 
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> ServerHalf:
-        return WidthHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
+        return WidthHalf(self, server, state, rules)
 
 
 def narrow_model(model: Any, width: float) -> Any:
@@ -281,10 +302,12 @@ class WidthHalf(ServerHalf):
 
     state: WidthAverages | None
 
-    def __init__(self, choice: WidthSharding, server: nn.Module, state: nn.Module | None, buffers: BufferRules) -> None:
-        super().__init__(server, state if isinstance(state, WidthAverages) else None, buffers)
+    def __init__(
+        self, choice: WidthSharding, server: nn.Module, state: nn.Module | None, rules: BufferRules | None
+    ) -> None:
+        super().__init__(server, state if isinstance(state, WidthAverages) else None, rules)
         self.choice, self.plan = choice, choice.plan_for(server)
-        self.averages = choice.running_averages(server)
+        self.averages = choice.running_averages(server, self.rules)
 
     @cached_property
     def device_half(self) -> WidthSide:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
@@ -47,7 +47,7 @@ from lightning_spectral.nn.zampling import (
     SampledWeights,
     split_weights,
 )
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, LoggedValue, Options, Receipt, RoundSummary, Upload, WorkUnit
@@ -94,7 +94,6 @@ class Zampling(Algorithm):
         normal_scores: Whether training starts from standard normal scores, whose probabilities the link gives;
             by default the first probabilities are uniform.
         exclude: Shell-style patterns of the names of parameters that are sent whole.
-        buffers: Rules for buffers by patterns of their names, as in `FedAvg`.
         memory: Number of bytes of Q that a process may keep, eight for each of its m d entries and four for each row;
             what does not fit is drawn again in every product.
 
@@ -106,8 +105,7 @@ class Zampling(Algorithm):
         torch.Size([39])
     """
 
-    updates_have_norms: ClassVar[bool] = False
-
+    promises: ClassVar[Promises] = Promises()
     capacity_name: ClassVar[str] = "compression"
 
     compression: float = 32
@@ -119,7 +117,6 @@ class Zampling(Algorithm):
     values: Values = "normal"
     downlink_bits: int | None = None
     exclude: Sequence[str] = ()
-    buffers: Rules = field(default_factory=dict)
     memory: int = 2**30
     gain: float = 1.0
     coordinated: bool = False
@@ -131,7 +128,6 @@ class Zampling(Algorithm):
             self,
             **COMPRESSION,
             exclude=as_patterns,
-            buffers=as_rules,
             smoothing=Number(at_least=0, hint="it is a pseudo-count"),
             downlink_bits=DOWNLINK_BITS,
             coordinated=flag,
@@ -182,11 +178,14 @@ class Zampling(Algorithm):
         options = (self.degree, self.init, self.sampled, self.values, self.exclude, self.memory, self.gain)
         return Compression(self.compression, *options)
 
-    def check(self, server: nn.Module) -> None:
-        how = self.scheme()
-        how.matrix(how.weights_of(server), seed=0)
+    def check(self, plan: Setting) -> None:
+        if not plan.optimizers:
+            how = self.scheme()
+            how.matrix(how.weights_of(plan.module), seed=0)
+        for template in plan.optimizers:
+            self._check_optimizer(template, plan.module)
 
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+    def _check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """One optimizer steps all scores with the same options; warn that weight decay does not reach them."""
         wanted = {id(server.get_parameter(weight.name)) for weight in self.weights_of(server)}
         groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
@@ -221,7 +220,13 @@ class Zampling(Algorithm):
         return ZamplingState(first, weights, how.matrix(weights, seed))
 
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
         weights = self.weights_of(server)
@@ -232,7 +237,7 @@ class Zampling(Algorithm):
                 "as they are."
             )
         state.check_unchanged(weights)
-        return ZamplingHalf(self, server, state, buffer_rules(server, self.buffers, decisions))
+        return ZamplingHalf(self, server, state, rules)
 
     def network(
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
@@ -251,8 +256,10 @@ class ZamplingHalf(ServerHalf):
 
     state: ZamplingState
 
-    def __init__(self, choice: Zampling, server: nn.Module, state: ZamplingState, buffers: BufferRules) -> None:
-        super().__init__(server, state, buffers)
+    def __init__(
+        self, choice: Zampling, server: nn.Module, state: ZamplingState, rules: BufferRules | None = None
+    ) -> None:
+        super().__init__(server, state, rules)
         self.choice = choice
         self.apart = frozenset(weight.name for weight in state.weights)
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.client.forms import Form, Forms, LocalOptimizer, check_still_own, trainable_parameters
+from lightning_spectral.client.forms import Form, Forms
+from lightning_spectral.client.kept_state import KeptState, changed_attributes, trying
 from lightning_spectral.client.local_loop import (
     LocalLoop,
     LocalSettings,
@@ -27,12 +28,12 @@ from lightning_spectral.client.local_loop import (
     isolate_metrics,
     log_to,
 )
-from lightning_spectral.client.local_noise import LocalNoise
 from lightning_spectral.client.masking import Parties
+from lightning_spectral.client.user_optimizer import LocalOptimizer, check_still_own, trainable_parameters
+from lightning_spectral.errors import DeviceError, RecordError
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
-from lightning_spectral.protocol.kept_state import KeptState, changed_attributes, trying
 from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
@@ -164,16 +165,6 @@ class ClientSide(ABC):
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """Return the unit and the tensors that a trained client sends back."""
 
-    def unpack(self, download: Download, upload: Upload) -> Upload:
-        """The upload as the algorithm's round adds it, where `collect` has packed tensors; called at the server.
-
-        Unpacked tensors are new values of those that were sent, so that norms and bounds of updates apply to them.
-
-        Raises:
-            ValueError: If tensors have the names, types and shapes that `collect` gives them, but impossible values.
-        """
-        return upload
-
     @property
     def keeps_state(self) -> bool:
         """Whether devices `keep` something; by default, whether a subclass defines that."""
@@ -188,7 +179,7 @@ class ClientSide(ABC):
         Args:
             client: The trained client.
             download: What it was sent, with the state of its last turn.
-            upload: What it sends back.
+            upload: What it sends back, as the server's round adds it.
         """
         return {}
 
@@ -201,6 +192,179 @@ class ClientSide(ABC):
         return {}
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceTurn:
+    """A client's turn, as the device ends of filters see it.
+
+    Attributes:
+        client: The user's module in the client's form.
+        download: What the client was sent.
+        kept: What this filter kept for the client in its last turn; empty before there is one.
+        parties: The secrets with which clients mask their updates.
+    """
+
+    client: nn.Module
+    download: Download
+    kept: Tensors
+    parties: Parties
+
+
+class DeviceEnd:
+    """The end of a filter that acts on a device: a frozen, picklable object without access to the server.
+
+    By default nothing happens to what comes and goes.
+
+    Attributes:
+        keeps: Whether `leave` returns something to keep for the client's next turn.
+        hides_values: Whether the server cannot see the values of what `leave` returns, only sums of them.
+        says_nothing: Whether uploads say nothing besides their tensors: no loss, no metrics, no seconds.
+    """
+
+    keeps: ClassVar[bool] = False
+    hides_values: ClassVar[bool] = False
+    says_nothing: ClassVar[bool] = False
+
+    def enter(self, turn: DeviceTurn) -> None:
+        """A client has been loaded, and may get values of its own before it trains."""
+
+    def phases(self, client: nn.Module, phases: Sequence[StepActions]) -> Sequence[StepActions]:
+        """The phases of a client's training, given those of the algorithm."""
+        return phases
+
+    def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
+        """What leaves the device in place of an upload, and what is kept for the client's next turn.
+
+        An upload that is left out passes, too, with `Upload.left_out` and without tensors; nothing is kept then.
+
+        Raises:
+            DeviceError: If it must not leave.
+        """
+        return upload, {}
+
+    def unpack(self, download: Download, upload: Upload) -> Upload:
+        """The new values that the tensors of an upload stand for; called at the server, and for what devices keep.
+
+        Raises:
+            ValueError: If tensors have the names, types and shapes that `leave` gives them, but impossible values.
+        """
+        return upload
+
+    def sized(self, turn: DeviceTurn, upload: Upload) -> Upload:
+        """An upload whose tensors have the names, types and shapes of those that `leave` returns.
+
+        Costs and checks of uploads need no more; by default the upload of the client as it is.
+        """
+        return self.leave(turn, upload)[0]
+
+    def own_model(self, kept: Tensors) -> Tensors:
+        """The values of the client's own model that differ from the server's, given what is kept; by default none."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """What a device is told once in a run: the algorithm's half, and the filters that act on what comes and goes.
+
+    Attributes:
+        side: The device half of the algorithm.
+        ends: The device ends of the filters by name, the one next to the algorithm first.
+    """
+
+    side: ClientSide
+    ends: Mapping[str, DeviceEnd] = field(default_factory=dict)
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether devices keep something from turn to turn."""
+        return self.side.keeps_state or any(end.keeps for end in self.ends.values())
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether uploads say nothing besides their tensors."""
+        return any(end.says_nothing for end in self.ends.values())
+
+    def load(self, client: nn.Module, download: Download) -> None:
+        """Give a client the downloaded values, and then its own."""
+        self.side.load(client, _of_algorithm(download, self.ends))
+        for name, end in reversed(list(self.ends.items())):
+            end.enter(self._turn(name, client, download))
+
+    def phases(self, client: nn.Module, download: Download) -> Sequence[StepActions]:
+        """What to do in each local step, phase by phase; at least one."""
+        phases = phases_of(self.side.start(client, _of_algorithm(download, self.ends)))
+        for end in self.ends.values():
+            phases = end.phases(client, phases)
+        return phases
+
+    def sized(self, client: nn.Module, download: Download) -> Upload:
+        """An upload of the client as it is, with the names, types and shapes of tensors that a device sends."""
+        upload = self.side.collect(client, _of_algorithm(download, self.ends))
+        for name, end in self.ends.items():
+            upload = end.sized(self._turn(name, client, download), upload)
+        return upload
+
+    def leave(
+        self, client: nn.Module, download: Download, upload: Upload, parties: Parties | None = None
+    ) -> tuple[Upload, dict[str, Tensor]]:
+        """What leaves the device in place of an upload, and what it keeps for the client's next turn."""
+        if upload.left_out is not None:
+            upload = replace(upload, tensors={})
+        kept, seen = dict[str, Tensor](), upload  # by the server's round
+        for name, end in self.ends.items():
+            upload, own = end.leave(self._turn(name, client, download, parties), upload)
+            if own and not end.keeps:
+                raise TypeError(f"{type(end).__name__} keeps {', '.join(own)} for the next turn; set `keeps = True`.")
+            kept |= {_kept_name(name, key): tensor for key, tensor in own.items()}
+            if self.side.keeps_state and not end.hides_values and upload.left_out is None:
+                seen = end.unpack(download, upload)
+        if upload.left_out is not None:
+            return upload, {}
+        if self.side.keeps_state:
+            kept |= self.side.keep(client, _of_algorithm(download, self.ends), seen)
+        return upload, kept
+
+    def unpack(self, download: Download, upload: Upload) -> Upload:
+        """The upload as the algorithm's round adds it, as far as the server can see it; errors as for `DeviceEnd`."""
+        for end in reversed(list(self.ends.values())):
+            if end.hides_values:
+                return upload
+            upload = end.unpack(download, upload)
+        return upload
+
+    def own_model(self, client_state: Tensors) -> dict[str, Tensor]:
+        """The values of a client's own model that differ from the server's, given its state."""
+        own = dict(self.side.own_model(without_filters(client_state, self.ends)))
+        for name, end in self.ends.items():
+            own |= end.own_model(kept_by(name, client_state))
+        return own
+
+    def _turn(self, name: str, client: nn.Module, download: Download, parties: Parties | None = None) -> DeviceTurn:
+        return DeviceTurn(client, download, kept_by(name, download.client_state), parties or Parties())
+
+
+def _kept_name(filter_name: str, name: str) -> str:
+    return f"{filter_name}/{name}"
+
+
+def kept_by(filter_name: str, client_state: Tensors) -> dict[str, Tensor]:
+    """What one filter has kept of a client, by its own names."""
+    prefix = _kept_name(filter_name, "")
+    return {name.removeprefix(prefix): own for name, own in client_state.items() if name.startswith(prefix)}
+
+
+def without_filters(client_state: Tensors, filters: Collection[str]) -> Tensors:
+    """What the algorithm has kept of a client."""
+    prefixes = tuple(_kept_name(name, "") for name in filters)
+    return {name: own for name, own in client_state.items() if not name.startswith(prefixes)}
+
+
+def _of_algorithm(download: Download, filters: Collection[str]) -> Download:
+    """A download with what the algorithm alone has kept of its client."""
+    if not filters or not download.client_state:
+        return download
+    return replace(download, client_state=without_filters(download.client_state, filters))
+
+
 class Device:
     """Turns a `Download` into an `Upload`, without access to the server or the round.
 
@@ -210,7 +374,7 @@ class Device:
 
     Args:
         module: The user's module.
-        side: The device half of the algorithm.
+        instructions: The device half of the algorithm, and what acts on what comes and goes.
         optimizers: The user's optimizers of its parameters; exactly one unless the module uses manual optimisation.
         data: Maps a download to the data of its client.
         settings: Settings shared by the local training of all clients.
@@ -219,15 +383,12 @@ class Device:
             Trainer; what it sets is put back.
         profile: Maps the name of a stage to a context manager that is entered around it.
         owned: Whether the module is this device's alone, and not the server's.
-
-    Attributes:
-        noise: What hides the client's updates from the server; ``None`` if they need not be hidden.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        side: ClientSide,
+        instructions: Instructions,
         optimizers: Sequence[Optimizer],
         data: Callable[[Download], ClientData],
         settings: LocalSettings,
@@ -237,15 +398,14 @@ class Device:
         owned: bool = False,
     ) -> None:
         self.module = module
-        self.side = side
+        self.instructions = instructions
         self.optimizers = tuple(optimizers)
         self.data = data
         self.settings = settings
         self.generators = GlobalGenerators([settings.placement.device])
-        self.forms = Forms(module, side.take_form, self.optimizers, owned)
+        self.forms = Forms(module, instructions.side.take_form, self.optimizers, owned)
         self.kept = KeptTensors()
         self.parties = Parties()
-        self.noise: LocalNoise | None = None
         self._recorder = Recorder(module)
         self._local_trainer = local_trainer
         self._attach = attach
@@ -268,38 +428,50 @@ class Device:
         clock = StageClock(self._profile)
         try:
             try:
-                upload = self._turn(download, clock)
-            except _Failed as failed:
-                upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
+                try:
+                    download, upload = self._turn(download, clock)
+                except _Failed as failed:
+                    upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
+                with clock.measure("train") if self.instructions.ends else nullcontext():
+                    upload = self._leave(download, upload)
             finally:
                 self.forms.give_back()
         finally:
             self.forms.give_back()  # Ctrl-C may have kept the first from beginning
-        if self.noise is not None:
-            upload = self.noise.hide(download, upload, dict(self.module.named_buffers()))
-        if download.masking is not None:
-            with clock.measure("train"):
-                upload = self.parties.masked(download, upload)
-        stages = ("load", "train") if self.noise is None else ()
-        return replace(upload, seconds={stage: clock.seconds[stage] for stage in stages})
+        if self.instructions.says_nothing:
+            return upload.without_figures()
+        return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
-    def _turn(self, download: Download, clock: StageClock) -> Upload:
+    def _leave(self, download: Download, upload: Upload) -> Upload:
+        """What leaves the device in place of an upload, with what the device keeps."""
+        try:
+            with _during("collecting", passing=(DeviceError, RecordError)):
+                left, state = self.instructions.leave(self.module, download, upload, self.parties)
+        except _Failed as failed:
+            return Upload(download.unit, {}, left_out="error", failure=failed.failure)
+        if not all(map(math.isfinite, largest_magnitudes(state).values())):
+            return Upload(download.unit, {}, loss=left.loss, left_out="not_finite")  # the last state is kept
+        return replace(left, client_state=state)
+
+    def _turn(self, download: Download, clock: StageClock) -> tuple[Download, Upload]:
+        """What the client was sent, with what the device has of it, and what it sends back before filters act."""
         with clock.measure("load"), _during("loading"):
             download = self.kept.complete(download) if download.frozen else download
             form = self.forms.take(download.capacity, download.tensors.keys())
             self._attach(self._recorder, self.module)
             isolate_metrics(self._recorder.metrics)
-            self.side.load(self.module, download)
+            self.instructions.load(self.module, download)
         module, hooks, kept = self.module, self.settings.local_hooks, self.forms.kept
+        side = self.instructions.side
         assert kept is not None, "the module is a client"
         is_watched = download.round_idx < WATCHED_ROUNDS
-        watched = self.side.watched(module) if is_watched else {}
+        watched = side.watched(module) if is_watched else {}
         stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
         with watching(watched) as unreached, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             kept.seed(download.seed, download.ids)
             trains, data = download.local_epochs > 0, self.data(download)
-            loss_before = self._loss(download, data) if self.side.reads_loss and trains else math.nan
+            loss_before = self._loss(download, data) if side.reads_loss and trains else math.nan
             phases = self._phases(form, download, data)
             task = next(phases)
             changed = self._comparison(form, kept) if is_watched and trains else tuple
@@ -319,20 +491,16 @@ class Device:
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if result.num_steps == 0 and trains:
-            return Upload(download.unit, {}, loss=result.loss, left_out="no_update")
+            return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
-            upload = self.side.collect(module, download)
+            upload = side.collect(module, download)
             logged = {**upload.logged, **self._recorder.finish_client()}
             rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, data).items()}
             upload = replace(upload, num_steps=result.num_steps, loss=result.loss, loss_before=loss_before)
-            state = dict(self.side.keep(module, download, upload)) if self.side.keeps_state else {}
-        if not all(map(math.isfinite, largest_magnitudes(state).values())):
-            return Upload(download.unit, {}, loss=result.loss, left_out="not_finite")  # the last state is kept
         sent, returned = download.tensors, upload.tensors
-        return replace(
+        return download, replace(
             upload,
-            client_state=state,
             logged=logged,
             untrained_rows=rows,
             unreached=tuple(unreached) if is_watched and result.num_steps > 0 else None,
@@ -367,13 +535,13 @@ class Device:
         known, local_optimizers = self._local_optimizers.get(download.capacity, (None, ()))
         if known is not form:
             names = {id(tensor): name for name, tensor in form.server.items()}
-            follow = self.side.origin, self.side.overrides
+            follow = self.instructions.side.origin, self.instructions.side.overrides
             local_optimizers = tuple(LocalOptimizer(one, names, self.module, *follow) for one in self.optimizers)
             self._local_optimizers[download.capacity] = form, local_optimizers
         for local, options in zip(local_optimizers, download.options, strict=True):
             local.start_client(options)
         self._recorder.start_client()
-        phases = phases_of(self.side.start(self.module, download))
+        phases = self.instructions.phases(self.module, download)
         as_at_first = [local.as_now() for local in local_optimizers] if len(phases) > 1 else []
         needed = [p for p in self.module.parameters() if p.requires_grad] if len(phases) > 1 else []
         first_epoch = 0
@@ -403,7 +571,10 @@ class _Failed(Exception):
 
 @contextmanager
 def _during(
-    stage: str, has_other_shapes: Callable[[], bool] = lambda: False, shapes: Callable[[], str] = str
+    stage: str,
+    has_other_shapes: Callable[[], bool] = lambda: False,
+    shapes: Callable[[], str] = str,
+    passing: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
     """Raise any failure within the block as a `_Failed` that names the stage.
 
@@ -411,9 +582,12 @@ def _during(
         stage: The stage.
         has_other_shapes: Returns whether the client's parameters have other names or shapes than the server's.
         shapes: Returns the types and shapes of the current batch.
+        passing: Exceptions that are no failures, and are raised as they are.
     """
     try:
         yield
+    except passing:
+        raise
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         remedies = REMEDIES | OF_BATCHES | dict.fromkeys(OTHER_SHAPES if has_other_shapes() else (), SMALLER)

@@ -18,8 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.kept_state import all_parts
 from lightning_spectral.client.local_hooks import BeforeStep, LocalHook
-from lightning_spectral.protocol.kept_state import all_parts
 from lightning_spectral.protocol.records import Download, LoggedValue
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_spectral.client.local_noise import LocalNoise
+    from lightning_spectral.filters import LocalNoise
     from lightning_spectral.network.device import ClientData
     from lightning_spectral.network.flower import client_app, server_app
     from lightning_spectral.network.remote_clients import RemoteClients
@@ -17,7 +17,7 @@ __all__ = ["ClientData", "LocalNoise", "RemoteClients", "client_app", "server_ap
 
 _MODULE_OF = {
     "ClientData": "network.device",
-    "LocalNoise": "client.local_noise",
+    "LocalNoise": "filters",
     "RemoteClients": "network.remote_clients",
     "client_app": "network.flower",
     "server_app": "network.flower",

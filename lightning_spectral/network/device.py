@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
-from lightning_spectral.client.device import ClientSide, Device
-from lightning_spectral.client.local_noise import LocalNoise
+from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
+from lightning_spectral.filters import LocalNoise
 from lightning_spectral.network.messages import (
     Holding,
     Identity,
@@ -243,7 +243,7 @@ class DeviceService:
         self._starts: dict[bytes, Start] = {}
         self._devices: dict[tuple[bytes, float], tuple[Workplace, Device]] = {}
         self._kept: dict[str, KeptTensors] = {}
-        self._sides: dict[str, ClientSide] = {}  # of the last run, by model
+        self._told: dict[str, Instructions] = {}  # of the last run, by model
         self._states = {model: KeptStates(of_model.state_folder) for model, of_model in data.items()}
         self._parties = Parties()
 
@@ -284,14 +284,14 @@ class DeviceService:
             start = self._starts[known]
             self._check_model(start.model)
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
+            start = replace(start, instructions=self._with_noise(start))
             device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
             device.kept = self._kept.setdefault(start.model, device.kept)
             device.parties = self._parties
-            device.noise = self._noise_of(start)
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
         model, states = self._starts[known].model, self._states[self._starts[known].model]
-        self._sides[model] = device.side
+        self._told[model] = device.instructions
         download = workplace.arrive(download)
         completed = states.complete(download)
         device.generators.save()
@@ -299,7 +299,7 @@ class DeviceService:
             upload = device.run(completed or download)
         finally:
             device.generators.restore()
-        if device.side.keeps_state and upload.left_out is None and not upload.missing:
+        if device.instructions.keeps_state and upload.left_out is None and not upload.missing:
             states.keep(download, upload)
         upload = replace(upload, client_state={}, lost_state=completed is None)
         if (failure := upload.failure) is not None:
@@ -316,23 +316,25 @@ class DeviceService:
             raise RecordError("This client has no held-out examples.")
         workplace = Workplace(self.accelerator, parts.get(Part.PRECISION, b"32-true").decode())
         logged = dict(workplace.evaluate(self.modules[model](), data.held_out_batches(), download))
-        if model in self._sides and self._sides[model].keeps_state:
+        if model in self._told and self._told[model].keeps_state:
             completed = self._states[model].complete(download) or download
-            if own := self._sides[model].own_model(completed.client_state):
+            if own := self._told[model].own_model(completed.client_state):
                 download = replace(download, tensors={**download.tensors, **own})
                 evaluated = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
                 logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
         return record_parts(Upload(download.unit, {}, logged=logged))
 
-    def _noise_of(self, start: Start) -> LocalNoise | None:
-        """The noise that the device's owner asks for; `DeviceError` if the server needs losses, which have none."""
-        noise = self.data[start.model].local_noise
-        if noise is not None and (start.measures or start.side.reads_loss):
+    def _with_noise(self, start: Start) -> Instructions:
+        """What the device does, with its owner's noise; `DeviceError` if the server needs losses, which have none."""
+        noise, told = self.data[start.model].local_noise, start.instructions
+        if noise is None:
+            return told
+        if start.measures or told.side.reads_loss:
             raise DeviceError(
                 "This device hides its loss (`local_noise`), and the server asks for it. Choose an algorithm and a "
                 "sampler without losses, such as FedAvg and Uniform."
             )
-        return noise
+        return replace(told, ends={"noise of the owner": noise.end, **told.ends})
 
     def _check_model(self, model: str) -> None:
         if model not in self.modules or model not in self.data:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.client.device import ClientSide
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.network.line import Answer
@@ -96,11 +96,11 @@ class UploadGate:
 
     Args:
         module: The server's module, which takes the forms of clients.
-        side: The device half of the algorithm.
+        told: What devices are told once.
     """
 
-    def __init__(self, module: nn.Module, side: ClientSide) -> None:
-        self._side, self._forms = side, Forms(module, side.take_form)
+    def __init__(self, module: nn.Module, told: Instructions) -> None:
+        self._told, self._forms = told, Forms(module, told.side.take_form)
         self._usual: dict[float, Form] = {}
         self._own = set[str]()  # names of what the algorithm's device half logs, which the server reads
         self._most_bytes = SMALL + sum(PER_TENSOR + 8 * len(name) for name in module.state_dict())
@@ -138,22 +138,20 @@ class UploadGate:
         raise RecordError(f"it cannot be left out as {upload.left_out!r}")
 
     def _check_tensors(self, download: Download, upload: Upload) -> None:
-        """Check tensors' form; those of masks differ from download to download, and are computed if need be."""
+        """Check tensors' form; that of masks differs from download to download, and is computed if need be."""
         found = _form_of(upload.tensors)
         if found != self._usual.get(download.capacity):
             with self._forms.client(download.capacity) as client:
-                self._side.load(client, download)
-                self._side.start(client, download)
-                collected = self._side.collect(client, download)
+                self._told.load(client, download)
+                self._told.phases(client, download)
+                collected = self._told.sized(client, download)
                 expected = _form_of(collected.tensors)
-            if download.masking is not None:
-                expected = {name: (torch.int64, shape) for name, (_, shape) in expected.items()}
             self._own.update(collected.logged)
             self._usual[download.capacity] = expected
             if found != expected:
                 raise RecordError(_difference(found, expected))
         try:
-            values = self._side.unpack(download, upload).tensors
+            values = self._told.unpack(download, upload).tensors
         except ValueError as error:
             raise RecordError(_text(str(error))) from error
         for name, rows in upload.untrained_rows.items():

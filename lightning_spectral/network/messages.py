@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from lightning_spectral.client.device import ClientSide
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, from_extra
 from lightning_spectral.protocol.codec import VERSION, decode, encode
@@ -87,7 +87,7 @@ class Start:
 
     Attributes:
         model: The model's name; empty if there is only one.
-        side: The device half of the algorithm.
+        instructions: The device half of the algorithm, and the filters that act on devices.
         local_hooks: Hooks that act while clients train.
         measures: Whether clients only measure their loss.
         precision: Precision of the server's Trainer, in which devices train too.
@@ -95,7 +95,7 @@ class Start:
     """
 
     model: str
-    side: ClientSide
+    instructions: Instructions
     local_hooks: tuple[LocalHook, ...] = ()
     measures: bool = False
     precision: str = "32-true"

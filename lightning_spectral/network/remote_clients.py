@@ -11,11 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.algorithms.costs import round_bytes
+from lightning_spectral.algorithms.filter import Filter, conflict
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
 from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, check_is
+from lightning_spectral.filters import UpdateBound, UsualUpdateNorm
 from lightning_spectral.network.executor import RemoteExecutor
 from lightning_spectral.network.gate import UploadGate, read_metrics
 from lightning_spectral.network.line import Asking, Line, Question
@@ -32,7 +35,6 @@ from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import UpdateBound, UsualUpdateNorm
 from lightning_spectral.server.round import Engine
 
 USUAL = UsualUpdateNorm()
@@ -80,8 +82,8 @@ class RemoteClients(ServerData):
             others as surplus, as `VirtualClock` does in a simulation; ``None`` to wait for all.
         max_share: Largest share of the weight of a round that one of its clients has, by the number of examples that it
             says; in (0, 1]. Two clients have equal weights with 0.5.
-        update_bound: Bound on each client's update, if the `FederatedModule` has none and the algorithm's updates have
-            norms; ``None`` for none.
+        update_bound: Bound on each client's update, where the `FederatedModule` has none among its filters and could
+            have one; ``None`` for none.
         trust_names: Whether a client may come back as another node, as it does without node keys, where the network
             gives nodes new numbers at every start.
         at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the
@@ -126,6 +128,13 @@ class RemoteClients(ServerData):
         self.roster = line if isinstance(line, Roster) else Roster(line, patience, trust_names)
         self.model = model
         self._begun: int | None = None
+
+    def filters_beside(self, filters: Sequence[Filter], algorithm: Algorithm) -> Sequence[Filter]:
+        """A bound on updates, unless the user's filters have one, or hide what it reads."""
+        bound = self.update_bound
+        if bound is None or not algorithm.promised.new_values or any(conflict(bound, each) for each in filters):
+            return ()
+        return [bound]
 
     @property
     def num_clients(self) -> int:
@@ -195,7 +204,7 @@ class RemoteClients(ServerData):
         Raises:
             ValueError: If the run has settings that devices cannot honour.
         """
-        side, trainer = engine.half.device_half, owner.trainer
+        told, trainer = engine.instructions, owner.trainer
         if trainer.world_size > 1:
             raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
         if trainer.precision not in PRECISIONS:
@@ -204,15 +213,12 @@ class RemoteClients(ServerData):
                 f"{trainer.precision!r}); choose one of them."
             )
         start = Start(
-            *(self.model, side, tuple(owner.local_hooks)),
+            *(self.model, told, tuple(owner.local_hooks)),
             measures=local_trainer is LossLoop,
             precision=trainer.precision,
             num_rounds=num_rounds(trainer),
         )
-        hides = engine.secure_sums is not None or engine.privacy is not None
-        if engine.update_bound is None and not hides and engine.algorithm.updates_have_norms:
-            engine.update_bound = self.update_bound
-        gate = UploadGate(engine.server, side)
+        gate = UploadGate(engine.server, told)
         return RemoteExecutor(self.roster, start, gate, self.deadline, self.at_once, self.keep_first)
 
     @property
@@ -263,13 +269,18 @@ class RemoteClients(ServerData):
                 "leave them out of their rounds: faults=Faults(on_no_data=LeaveOut())."
             )
 
+    def identity(self) -> Sequence[str]:
+        """The clients' names, by number."""
+        return list(self.roster.names)
+
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed; who is there may change."""
         return {"clients": "elsewhere"}
 
     def _bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
         owner = self._module.federation.members[self.model]
-        return round_bytes(owner.module, owner.algorithm, keep_ratios)
+        given = {"filters": owner.filters, "buffers": owner.buffer_rules}
+        return round_bytes(owner.module, owner.algorithm, keep_ratios, **given)
 
     @property
     def _module(self) -> Any:

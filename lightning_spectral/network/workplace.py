@@ -84,7 +84,7 @@ class Workplace:
         placement = placement_of(self.trainer, self.torch_device, module)
         settings = LocalSettings(placement, start.local_hooks, defines, redirect)
         train: LocalTrainer = LossLoop if start.measures else LocalLoop
-        return Device(module, start.side, optimizers, data, settings, train, attach, owned=True)
+        return Device(module, start.instructions, optimizers, data, settings, train, attach, owned=True)
 
     @torch.no_grad()
     def evaluate(self, module: Any, batches: Iterator[Any], download: Download) -> Mapping[str, LoggedValue]:

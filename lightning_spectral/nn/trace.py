@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_map
 
+from lightning_spectral.client.kept_state import trying
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.nn.layers.terms import join
-from lightning_spectral.protocol.kept_state import trying
 
 Example = Any
 

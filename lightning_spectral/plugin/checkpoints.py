@@ -26,7 +26,9 @@ from lightning_spectral.protocol.records import WorkUnit
 
 Checkpoint = dict[str, Any]
 OF_A_RUN = ("callbacks", "optimizer_states", "lr_schedulers")  # what a checkpoint of weights alone lacks
-LASTING = ("federation", "federation_clients", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
+LASTING = ("federation", ARGUMENTS, HPARAMS)  # what nothing changes between two server steps
+FEDERATION = "federation_lasting"  # entry of what lasts from round to round besides weights
+STEPPED = ("algorithm", "schedules")  # of these, what something may change before the next server step
 REMEDIES = {
     "callbacks": "leave it out of what that callback's `state_dict` returns",
     "state_dict": "leave it out of what your module's `state_dict` or `get_extra_state` returns",
@@ -64,6 +66,7 @@ class SavedRun:
         """Begin a fit, before its first round."""
         self.batch_ended = self.validated = self.ended = self._federation.last_stepped = -1
         self.kept: dict[bool, Checkpoint] = {}
+        self._federation.begin()
         self.logged = NewlyLogged()
         self.resumed: Checkpoint | None = None
         self.begun = False
@@ -87,6 +90,8 @@ class SavedRun:
             for kind, found in _dumped(self._trainer).items():
                 lasting = [found.get(name) for name in LASTING]
                 lasting += [state for key, state in found.get("callbacks", {}).items() if key in records]
+                models = found.get(FEDERATION, {}).get("models", {}).values()
+                lasting += [part for model in models for name, part in model.items() if name not in STEPPED]
                 memo.update({id(value): value for value in lasting})
                 self.kept[kind] = copy.deepcopy(found, memo)
             self.batch_ended = now
@@ -118,7 +123,7 @@ class SavedRun:
                 write_hparams(own, member.module)
                 member.module.on_save_checkpoint(own)
         checkpoint["federation"] = configuration
-        federation.write(checkpoint)
+        checkpoint[FEDERATION] = federation.state_dict()
         checkpoint["federation_metrics"] = self.logged.split(self._trainer)
         _settle_progress(checkpoint, round_is_over=not (is_open or is_unfinished), server_has_stepped=is_unfinished)
         if is_unfinished:
@@ -144,7 +149,6 @@ class SavedRun:
         """Check that the configuration is unchanged, and restore what is restored before training starts."""
         check_checkpoint(checkpoint, configuration)
         self.resumed = dict(checkpoint)  # as it is before users' hooks
-        self._federation.read(checkpoint)
 
     def start_training(self, host: pl.LightningModule) -> None:
         """In a resumed run, restore what Lightning does not save, and finish a round that has yet to be validated.
@@ -159,8 +163,6 @@ class SavedRun:
             self.logged.mark(trainer)
             self.begun = True
             return
-        for name, state in saved.get("federation_schedules", {}).items():
-            self._federation.members[name].schedules.load_state_dict(state)
         before, in_the_round = saved.get("federation_metrics", ({}, {}))
         trainer.callback_metrics.update(before)
         self.logged.mark(trainer)

@@ -13,7 +13,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import is_said
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
@@ -95,8 +94,6 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
         participation.check(data.num_clients)
         if owner.faults.ends_run("no_data"):
             data.check_clients()
-    if owner.secure_sums is not None:
-        check_secure_sums(participation, owner.trainer.callbacks)
     for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
     if (
@@ -166,54 +163,17 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
     """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
-        if "update" in sampler.figure and not is_said(type(algorithm), "updates_have_norms"):
+        if "update" in sampler.figure and not algorithm.promised.new_values:
             raise ValueError(
-                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} changes what "
-                "is uploaded or added without saying whether uploads are new values of the tensors sent: set "
-                "`updates_have_norms` in the class, to False if they are changes or anything else."
+                f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} does not "
+                "promise that clients send back new values of the tensors that they were sent; use "
+                "LossVarianceReduced, or say `promises = Promises(new_values=True)` in the class."
             )
-        if "update" in sampler.figure and not algorithm.updates_have_norms:
-            raise ValueError(
-                f"{type(sampler).__name__} needs update norms, which {type(algorithm).__name__}{of_model} does not "
-                "provide; use LossVarianceReduced."
-            )
-        if sampler.figure == "stale update" and not algorithm.updates_are_expected:
+        if sampler.figure == "stale update" and not algorithm.promised.expected_updates:
             raise ValueError(
                 f"{type(sampler).__name__} compares updates with earlier ones, which "
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "
                 "UpdateVarianceReduced."
-            )
-
-
-def check_summable(algorithm: Algorithm, update_bound: object) -> None:
-    """Raise ``ValueError`` if an algorithm, or a bound, needs single clients' updates, which secure sums hide."""
-    name = type(algorithm).__name__
-    if not algorithm.sums_are_all or not is_said(type(algorithm), "sums_are_all"):
-        own = f", or set `sums_are_all` in {name}" if algorithm.sums_are_all else ""
-        raise ValueError(
-            f"`secure_sums` hides single clients' updates, and {name} may need them: it does more than sum the changes "
-            f"of whole tensors, or packs them; use FedAvg without `compression`{own}."
-        )
-    if update_bound is not None:
-        raise ValueError(
-            f"`secure_sums` hides single clients' updates, so none can be shortened to {update_bound!r}; leave one out."
-        )
-
-
-def check_secure_sums(participation: UniformParticipation | Sampler | None, callbacks: Iterable[pl.Callback]) -> None:
-    """Raise ``ValueError`` if a sampler or a callback needs to know single clients, which secure sums hide."""
-    if isinstance(participation, Sampler) and participation.figure:
-        raise ValueError(
-            f"`secure_sums` hides the losses and updates of single clients, by which {type(participation).__name__} "
-            "draws them; use `clients_per_round`, or Uniform."
-        )
-    if isinstance(participation, UniformParticipation) and participation.clients_per_round < 2:
-        raise ValueError("`secure_sums` needs at least two clients a round: the sum of one is its update.")
-    for callback in callbacks:
-        if getattr(callback, "reads_clients", False):
-            raise ValueError(
-                f"`secure_sums` hides single clients, and {type(callback).__name__} reads their data, figures or "
-                "updates; leave one out."
             )
 
 

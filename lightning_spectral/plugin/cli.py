@@ -20,7 +20,17 @@ import torch
 from jsonargparse import Namespace
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_spectral import algorithms, client, designs, participation, partition, server, sharding, simulation
+from lightning_spectral import (
+    algorithms,
+    client,
+    designs,
+    filters,
+    participation,
+    partition,
+    server,
+    sharding,
+    simulation,
+)
 from lightning_spectral.arguments import MOST_NAMES
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.plugin import callbacks
@@ -221,6 +231,7 @@ KINDS = {
     "algorithm": algorithms.Algorithm,
     "callbacks": pl.Callback,
     "design": designs.Design,
+    "filters": filters.Filter,
     "logger": pl.loggers.Logger,
     "participation": participation.Sampler,
     "partitioner": partition.Partitioner,
@@ -237,7 +248,7 @@ def _nearest_class(key: str, given: str) -> str:
         ("; did you mean 'DirichletPartitioner'?", '; choose from Collective, EffectiveCohort, PriSM, ...')
     """
     given, kind = given.casefold(), KINDS.get(key, object)
-    rooms = algorithms, callbacks, client, designs, participation, partition, server, sharding, simulation
+    rooms = algorithms, callbacks, client, designs, filters, participation, partition, server, sharding, simulation
     found = {name: getattr(room, name) for room in (*rooms, pl.callbacks, pl.loggers) for name in room.__all__}
     classes = {name: one for name, one in found.items() if isinstance(one, type) and one is not kind}
     known = {name.casefold(): name for name, one in classes.items() if issubclass(one, kind)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias, cast
@@ -10,8 +11,11 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.filter import Filter
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
 from lightning_spectral.client.local_loop import LocalTrainer
@@ -36,6 +40,8 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed, iso
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import Engine
+
+COMPARED = 8  # clients whose first examples tell data sets apart
 
 
 def check_dealt(train: Any, partitioner: Any) -> None:
@@ -225,6 +231,18 @@ class ServerData(pl.LightningDataModule):
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed."""
         raise NotImplementedError
+
+    def filters_beside(self, filters: Sequence[Filter], algorithm: Algorithm) -> Sequence[Filter]:
+        """Filters that these clients need, besides those of the user, which they precede."""
+        return ()
+
+    def identity(self) -> Sequence[str]:
+        """Who the clients are, for checkpoints: those of two fits differ if one of the entries that both have does."""
+        raise NotImplementedError
+
+    def has_clients_of(self, other: ServerData) -> bool:
+        """Whether its clients are those of another one, as far as both have them."""
+        return all(own == its for own, its in zip(self.identity(), other.identity(), strict=False))
 
     @property
     def has_val(self) -> bool:
@@ -416,6 +434,22 @@ class FederatedDataModule(FixedArguments, ServerData):
     def configuration(self) -> dict[str, str | int]:
         own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         return {**own, "partition": self.partition.fingerprint()}
+
+    def identity(self) -> Sequence[str]:
+        return [self.partition.fingerprint()]
+
+    def has_clients_of(self, other: ServerData) -> bool:
+        """Examples are compared, the first ones of some clients, unless the data sets are the same object."""
+        if not (isinstance(other, FederatedDataModule) and super().has_clients_of(other)):
+            return False
+        return self.train is other.train or self._first_examples() == other._first_examples()
+
+    def _first_examples(self) -> list[bytes]:
+        """The first example of some clients, as bytes."""
+        with_data = self.partition.sizes.nonzero().flatten().tolist()
+        with isolated_rng(derived_seed(self.seed, "first examples")):  # examples may draw
+            examples = [self.train[int(self.partition[client][0])] for client in with_data[:COMPARED]]
+        return [pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.numpy(force=True), each)) for each in examples]
 
     def examples_per_epoch(self, num_examples: int) -> int:
         return examples_per_epoch(num_examples, self.batch_size, self.drop_last)

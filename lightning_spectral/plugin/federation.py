@@ -25,14 +25,15 @@ from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import STAGE, unscaled
 from lightning_spectral.plugin.user_hooks import Share
-from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.cohorts import SampledCohorts
+from lightning_spectral.server.lasting import Lasting
 from lightning_spectral.server.processes import Processes, predicted_work, shares
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
+OF_A_FIT = ("schedules", "advice", "frozen tensors")  # parts that go on only from a checkpoint
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
 
 
@@ -72,7 +73,7 @@ class Federation:
         units = self.cohorts.units(round_idx)
         for member in self.members.values():
             own = [unit for unit in units if unit.model == member.key]
-            if own or member.algorithm.steps_without_clients or member.privacy is not None:
+            if own or member.algorithm.steps_without_clients or member.engine.is_private:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
                     callback.on_round_start(self.runtime.trainer, member, opened.opened)
@@ -126,9 +127,9 @@ class Federation:
 
     @property
     def is_spent(self) -> bool:
-        """Whether another round after the last one would exceed a privacy budget."""
-        fits = [member.engine.privacy for member in self.members.values()]
-        return any(fit.is_spent(self.last_stepped + 1) for fit in fits if fit is not None)
+        """Whether another round after the last one would exceed a budget."""
+        ends = (end for member in self.members.values() for end in member.engine.filters.values())
+        return any(end.is_spent(self.last_stepped + 1) for end in ends)
 
     def abandon_round(self) -> None:
         """End a round that failed; it has changed nothing at the server and can be repeated."""
@@ -136,56 +137,38 @@ class Federation:
             if member.engine_or_none is not None:
                 member.engine_or_none.abandon_round()
 
-    def write(self, checkpoint: dict[str, Any]) -> None:
-        """Write what lasts between rounds, besides weights, into a checkpoint; an entry without content is left out."""
-        members, sampled = self.members.items(), self.cohorts.sampled
-        reached = {name: member.first_rounds.unreached for name, member in members}
-        entries = {
-            "federation_state": {n: state.state_dict() for n, m in members if (state := m.state) is not None},
-            "federation_clients": [entries for _, member in members for entries in member.store.state_dict()],
-            "federation_client_states": [row for _, m in members for row in m.client_states.state_dict()],
-            "federation_frozen": {name: found for name, m in members if (found := m.frozen_base.state_dict())},
-            "federation_unreached": {name: names for name, names in reached.items() if names is not None},
-            "federation_decisions": {name: dict(m.decisions) for name, m in members if m.decisions},
-            "federation_updates": {n: m.usual_update for n, m in members if not math.isnan(m.usual_update)},
-            "federation_clips": {name: m.adapted_clip for name, m in members if m.adapted_clip is not None},
-            "federation_private_rounds": {name: m.private_rounds for name, m in members if m.private_rounds},
-            "federation_sampler": {} if sampled is None else sampled.state_dict(),
-        }
-        checkpoint.update({name: entry for name, entry in entries.items() if entry})
-        checkpoint["federation_schedules"] = {name: m.schedules.state_dict() for name, m in members}
-
-    def read(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore all that `write` wrote, except schedules, which exist only once optimizers do."""
-        clients, frozen = checkpoint.get("federation_clients", []), checkpoint.get("federation_frozen", {})
-        for name, member in self.members.items():
-            member.frozen_base = FrozenBase.from_state_dict(frozen.get(name, {}))
-            member.unreached = checkpoint.get("federation_unreached", {}).get(name)
-            member.usual_update = checkpoint.get("federation_updates", {}).get(name, math.nan)
-            member.adapted_clip = checkpoint.get("federation_clips", {}).get(name)
-            member.private_rounds = checkpoint.get("federation_private_rounds", {}).get(name, [])
-            member.decisions = checkpoint.get("federation_decisions", {}).get(name, {})
-            member.store.load_state_dict(entries for entries in clients if entries["model"] == member.key)
-        if self.cohorts.sampled is not None:
-            self.cohorts.sampled.load_state_dict(checkpoint.get("federation_sampler", {}))
-
-    def load_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore what algorithms keep from round to round, here and on devices, which `write` wrote with the rest."""
+    def begin(self) -> None:
+        """Begin a fit, before anything is restored: what belongs to single fits is new."""
         for member in self.members.values():
-            kept = checkpoint.get("federation_client_states", [])
-            member.client_states.load_state_dict(entries for entries in kept if entries["model"] == member.key)
-        saved = checkpoint.get("federation_state", {})
-        states = {name: state for name, m in self.members.items() if (state := m.state) is not None}
+            member.lasting.drop(OF_A_FIT)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What lasts between rounds, besides weights: of each model, and of all together."""
+        models = {name: member.lasting.state_dict() for name, member in self.members.items()}
+        return {"models": models, "together": self.cohorts.lasting.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            RuntimeError: If it is not of these models, or of other algorithms.
+        """
+        models = state_dict.get("models", {})
         try:
-            if saved.keys() != states.keys():
-                raise RuntimeError(f"It is of {list(saved)}, not of {list(states)}.")
-            for name, state in states.items():
-                state.load_state_dict(saved[name])
+            saved, own = ({n for n, s in kept.items() if "algorithm" in s} for kept in (models, self._with_states()))
+            if saved != own:
+                raise RuntimeError(f"It is of {sorted(saved)}, not of {sorted(own)}.")
+            for name, member in self.members.items():
+                member.lasting.load_state_dict(models.get(name, {}))
+            self.cohorts.lasting.load_state_dict(state_dict.get("together", {}))
         except RuntimeError as error:
             raise RuntimeError(
                 "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
                 f"load_from_checkpoint(path, algorithm=...), or load your own module alone: {ALONE}. {error}"
             ) from error
+
+    def _with_states(self) -> dict[str, dict[str, Any]]:
+        return {n: {} if m.state is None else {"algorithm": m.state} for n, m in self.members.items()}
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
@@ -206,12 +189,14 @@ class Cohorts:
     Attributes:
         limit: Largest number of clients in a cohort, or the largest share of them.
         sampled: The sampler's cohorts, in a fit that has a sampler.
+        lasting: What all models keep together from round to round.
     """
 
     def __init__(self, plan: Any, members: Mapping[str, Member], runtime: Runtime) -> None:
         self._plan, self._members, self._runtime = plan, members, runtime
         self.limit: int | float = 1.0
         self.sampled: SampledCohorts | None = None
+        self.lasting = Lasting()
         self._resumed: tuple[int, list[WorkUnit]] = -1, []
 
     def begin(self, limit: int | float) -> None:
@@ -227,6 +212,8 @@ class Cohorts:
             check_measurable(sampler, {name: member.module for name, member in self._members.items()})
             keys = [member.key for member in self._members.values()]
             self.sampled = SampledCohorts(sampler, self._plan.population(), keys, self._seed())
+            self.lasting.drop(["sampler"])
+            self.lasting.attach("sampler", self.sampled)
         if limit and not self._most_units:
             raise ValueError(f"limit_train_batches={limit} of {self.usual_size} clients trains none; raise it.")
         if self._most_units > (most := MOST_TERMS * len(self._members)):
@@ -242,11 +229,11 @@ class Cohorts:
             self.sampled = SampledCohorts(before.sampler, self._plan.population(), before.keys, before.seed)
             rows = min(len(before.figures), len(self.sampled.figures))
             self.sampled.figures[:rows] = before.figures[:rows]
+            self.lasting.parts["sampler"] = self.sampled
 
     def _seed(self) -> int:
         """The seed of the draws: the run's, unless privacy depends on nobody else knowing who takes part."""
-        private = [member.privacy for member in self._members.values() if member.privacy is not None]
-        if not private or private[0].noise_seed is not None:
+        if not any(each.secret_cohorts for member in self._members.values() for each in member.filters):
             return int(self._plan.seed)
         return self._runtime.processes.gather(secrets.randbits(256))[0]
 

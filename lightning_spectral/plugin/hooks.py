@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.client.local_loop import call_with_accepted
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks import (
@@ -31,7 +32,7 @@ from lightning_spectral.plugin.callbacks import (
     WandbRounds,
 )
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
-from lightning_spectral.plugin.checkpoints import SavedRun, own_checkpoint
+from lightning_spectral.plugin.checkpoints import FEDERATION, SavedRun, own_checkpoint
 from lightning_spectral.plugin.checks import (
     check_callbacks,
     check_member,
@@ -249,14 +250,9 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         configured = [owner.module.configure_callbacks() for owner in self.members.values()]
         own = [callback for found in configured for callback in (found if isinstance(found, Iterable) else [found])]
         callbacks = [*trainer.callbacks, *own]
-        if fits and any(owner.privacy is not None for owner in self.members.values()):
-            for callback in callbacks:
-                if getattr(callback, "reads_clients", False) or isinstance(callback, RoundDashboard):
-                    raise ValueError(
-                        f"{type(callback).__name__} shows or uses clients' data without noise; leave it out where "
-                        "there is `privacy`."
-                    )
         if fits:
+            for owner in self.members.values():
+                check_chain(owner.plan(callbacks=callbacks))
             check_callbacks(callbacks)  # before Lightning refuses some of them with its own messages
         boundaries: list[pl.Callback] = []  # only those with something to do, since Lightning calls all
         if any(isinstance(logger, WandbLogger) for logger in trainer.loggers):
@@ -437,7 +433,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         data = {name: self.data_or_none(name) for name in self.members}
         configs = {name: config_of(one, one.settings) for name, one in data.items() if one is not None}
         for name in configs:
-            if self.members[name].privacy is not None:
+            if any(each.equal_weights for each in self.members[name].filters):
                 configs[name].pop("num_examples", None)
         return AttributeDict({**found, "data": configs.get("", configs)}) if configs else found
 
@@ -474,7 +470,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
                 member.module.on_load_checkpoint(own)
         if self._trainer is not None:
             convert_now(self, self.trainer.precision_plugin)
-        self.federation.load_states(checkpoint)
+        self.federation.load_state_dict(checkpoint.get(FEDERATION, {}))
 
 
 def _joined(prefix: str, own: str) -> str:

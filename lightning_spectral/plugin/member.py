@@ -18,8 +18,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import Moment, ServerHalf
+from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
+from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.forms import (
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
+from lightning_spectral.client.user_optimizer import (
     check_optimizer,
     check_own_parameters,
     check_still_own,
@@ -27,24 +31,40 @@ from lightning_spectral.client.forms import (
     trainable_parameters,
     untrained_parameters,
 )
-from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
+from lightning_spectral.errors import SpectralWarning, refuse_moved
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
 from lightning_spectral.plugin.trainer import Instead, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
+from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore, with_state
-from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.executor import Executor, SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults, UpdateBound
+from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.lasting import Kept, Lasting
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.privacy import ClientPrivacy, PrivateFit, Rounds
+from lightning_spectral.server.own_filters import DeviceStates, Stored, chain
 from lightning_spectral.server.round import Engine, OpenRound
-from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.simulation import Conditions
+
+DECISIONS, BELONGS, ADVICE = "decisions", "belongs to", "advice"  # parts of what lasts, beside those of filters
+STATES, STORED = "client states", "stored clients"
+KEPT = {  # what is said of parts that are dropped
+    STATES: "what their devices kept, such as personal parameters and residuals",
+    STORED: "their stored updates",
+    "algorithm": "the algorithm's sums over all clients",
+}
+
+
+MOVED = {  # arguments of a federation that filters are now
+    "update_bound": "filters=[UsualUpdateNorm()]",
+    "secure_sums": "filters=[SecureSums()]",
+    "privacy": "filters=[ClientPrivacy(...)]",
+    "personal": 'filters=[Personal(["head.*"])]',
+    "compression": "filters=[TopK(0.1)]",
+}
 
 
 class Member(pl.LightningModule):
@@ -58,15 +78,8 @@ class Member(pl.LightningModule):
         key: Its name in work units; empty if it is the only one.
         made_optimizers: The server's, and then the user's own, which step clients; only while fitting.
         schedules: The user's learning-rate schedules.
-        store: What the server keeps for single clients.
-        client_states: What their devices keep, in a simulation, and since when.
-        frozen_base: Which clients have which frozen tensors.
-        decisions: What the algorithm has decided from the initial weights.
-        usual_update: `Engine.usual_update` of its last round.
-        adapted_clip: The bound on clients' changes in the next private round, if it is adapted.
-        private_rounds: The private rounds so far, with what their epsilon depends on.
+        lasting: What it keeps from round to round besides its weights.
         first_rounds: Watches the first rounds for mistakes.
-        unreached: The layers that no client had reached when a resumed run was saved; ``None`` if that is settled.
         engine_or_none: The engine, if there is a fit.
     """
 
@@ -79,28 +92,31 @@ class Member(pl.LightningModule):
     server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     local_epochs: int
     local_hooks: tuple[LocalHook, ...]
-    update_bound: UpdateBound | None
-    secure_sums: SecureSums | None
-    privacy: ClientPrivacy | None
+    filters: tuple[Filter, ...]
+    buffer_rules: Rules
     conditions: Conditions
+
+    def __new__(cls, *args: Any, **options: Any) -> Member:
+        """Say where an argument is that acts on updates."""
+        refuse_moved(cls.__name__, options, MOVED)
+        return super().__new__(cls)
 
     def __init__(self) -> None:
         super().__init__()
         self.name = self.key = ""
+        self.part_of = self._last_data = None
         self.made_optimizers: list[Optimizer] = []
         self.schedules = RoundSchedules((), "")
-        self.store, self.client_states, self.frozen_base = ClientStore(), ClientStore(), FrozenBase()
-        self.decisions: Mapping[str, Any] = {}
-        self.usual_update = math.nan
-        self.adapted_clip: float | None = None
-        self.private_rounds: list[Rounds] = []
         self.first_rounds = FirstRounds()
-        self.unreached: list[str] | None = None
+        self.lasting, self._decisions, self._belongs = Lasting(), Kept(), Kept()
+        self.lasting.attach(DECISIONS, self._decisions)
+        self.lasting.attach(BELONGS, self._belongs)
+        self.lasting.attach(STATES, DeviceStates())
         self.engine_or_none: Engine | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the fit."""
-        return {**super().__getstate__(), "engine_or_none": None, "made_optimizers": []}
+        return {**super().__getstate__(), "engine_or_none": None, "made_optimizers": [], "_last_data": None}
 
     @property
     def engine(self) -> Engine:
@@ -109,17 +125,35 @@ class Member(pl.LightningModule):
         return self.engine_or_none
 
     def own_model(self, client_id: int) -> Mapping[str, Tensor]:
-        """The values of a client's own model that differ from the server's; none if it has no such model.
+        """The values of a client's own model that differ from the server's; none if it has no such model yet.
 
         With them, `load_state_dict(..., strict=False)` makes a module of the server's the client's own. A server whose
         clients are elsewhere does not have them.
+
+        Raises:
+            ValueError: If there is no such client.
         """
+        num_clients = self._belongs.values.get("num_clients")
+        if client_id < 0 or (num_clients is not None and client_id >= num_clients):
+            raise ValueError(f"There is no client {client_id!r}; the last fit had {num_clients}, numbered from 0.")
         download = with_state(Download(WorkUnit(client_id, self.key), 1.0, {}), self.client_states)
         if not download.client_state:
             return {}
-        engine = self.engine_or_none
-        half = self.algorithm.bind(self.module, decisions=self.decisions) if engine is None else engine.half
-        return half.device_half.own_model(download.client_state)
+        if self.engine_or_none is not None:
+            return self.engine_or_none.instructions.own_model(download.client_state)
+        decided = self._decisions.values
+        half = self.algorithm.bind(self.module, self.state, rules=self.plan().rules(decided), decisions=decided)
+        return instructions(half, self.filters).own_model(download.client_state)
+
+    @property
+    def client_states(self) -> ClientStore:
+        """What the devices of its clients keep, in a simulation, and since when."""
+        return cast(DeviceStates, self.lasting.parts[STATES]).store
+
+    def plan(self, **known: Any) -> Plan:
+        """What it is made of, with what else is known now."""
+        who = {"participation": None if self.part_of is None else self.part_of.plan.participation}
+        return Plan(self.module, self.algorithm, self.filters, buffers=self.buffer_rules, **{**who, **known})
 
     @property
     def data(self) -> Any:
@@ -144,14 +178,15 @@ class Member(pl.LightningModule):
         for template in templates:
             check_optimizer(template)
             check_own_parameters(template, module, module.configure_optimizers)
-            self.algorithm.check_optimizer(template, module)
         if not (parameters := trainable_parameters(templates)):
             raise ValueError(f"{kind} has no trainable parameter in its optimizer; unfreeze some.")
         parameters += [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
         server = (self.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
-        self.algorithm.check_server_optimizer(server)
+        callbacks = getattr(self.part_of.runtime.trainer, "callbacks", ())  # none where a plain loop runs the rounds
+        self.algorithm.check(self.plan(optimizers=templates, server_optimizer=server, callbacks=callbacks))
+        self.lasting.attach("schedules", self.schedules)
         self.made_optimizers = [server, *templates]
         _name_group(server, f"{self.name}/server" if self.name else "server")
         scheduled = [one.scheduler.optimizer for one in schedulers]  # whose names are those of their schedules
@@ -165,46 +200,70 @@ class Member(pl.LightningModule):
         runtime = self.part_of.runtime
         self.module.on_fit_start()
         untrained = untrained_parameters(self.templates(), self.module)
-        decided = self.decisions if resumed else None
-        half = self.algorithm.bind(self.module, self.state, untrained=untrained, decisions=decided)
         if not resumed:
-            self.frozen_base, self.usual_update, self.adapted_clip = FrozenBase(), math.nan, None
+            self._drop_what_belongs_elsewhere()
+        decided = self._decisions.values if resumed else None
+        rules = self.plan().rules(decided)
+        half = self.algorithm.bind(self.module, self.state, rules=rules, untrained=untrained, decisions=decided)
+        if not resumed:
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
             self._report(done.splitlines())
-        self.decisions = half.decisions
-        if self.secure_sums is not None and (limits := sorted(half.buffers.limits)):
-            raise ValueError(
-                f"Secure sums cannot hide smallest and largest values, which {', '.join(limits)} would follow; give "
-                "them another rule: FedAvg(buffers={...: 'server'})."
-            )
+        self._decisions.values = half.decisions
         may_rest = half.averages_may_rest or runtime.averages_are_set
-        self.first_rounds = FirstRounds(runtime.processes.rank == 0, self.unreached if resumed else None, may_rest)
+        self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)
+        self.lasting.attach(ADVICE, self.first_rounds)
         self._report(self._remarks())
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
-        self.engine_or_none = self._build(
-            self.algorithm, half, self.conditions, (self.store, self.client_states), self.frozen_base
-        )
-        self.engine.usual_update = self.usual_update
-        if self.privacy is not None:
-            self.privacy.check_buffers(half.buffers)
-            self.privacy.check_attributes(self.module)
-            active, num_clients = self.part_of.plan.participation.active, int(self.engine.clients.sizes.count_nonzero())
-            first = None if resumed else runtime.round_idx  # a second fit of this module may count from 0 again
-            rounds = self.private_rounds, first
-            self.engine.privacy = PrivateFit(self.privacy, active, num_clients, self.adapted_clip, *rounds)
-            self._report([str(self.engine.privacy)])
+        first_round = None if resumed else runtime.round_idx  # a second fit of this module may count from 0 again
+        filters = [*self.data.filters_beside(self.filters, self.algorithm), *self.filters]
+        engine = self.engine_or_none = self._build(self.algorithm, half, filters, self.conditions, first_round)
+        for name, end in engine.filters.items():
+            self.lasting.attach(name, end)
+        for end in engine.filters.values():
+            self._report(end.remarks())
+
+    def _drop_what_belongs_elsewhere(self) -> None:
+        """Drop what earlier fits have left of other clients, or of tensors that were others, with a warning."""
+        parameters, before = self.module.named_parameters(), self._belongs.values
+        now = self._belongs.values = {
+            "num_clients": self.part_of.plan.clients_of(self.name, self.algorithm).num_clients,
+            "clients": list(self.data.identity()),
+            "tensors": {name: [str(tuple(p.shape)), str(p.dtype), p.requires_grad] for name, p in parameters},
+        }
+        if not before:
+            self._last_data = self.data
+            return
+        last_data, self._last_data = self._last_data, self.data
+        if last_data is None:  # in another process
+            has_others = any(old != new for old, new in zip(before["clients"], now["clients"], strict=False))
+        else:
+            has_others = not self.data.has_clients_of(last_data)
+        changed = [name for name, what in now["tensors"].items() if before["tensors"].get(name) != what]
+        changed += [name for name in before["tensors"] if name not in now["tensors"]]
+        if not (has_others or changed):
+            return
+        dropped = self.lasting.drop([STATES, STORED])
+        self.lasting.attach(STATES, DeviceStates())
+        if self.algorithm.counts_all_clients and self.state is not None:
+            dropped += self.lasting.drop(["algorithm"])
+            self.state = cast(nn.Module, self.algorithm.new_state(self.module, self.seed)).to(self.device)
+            self.lasting.attach("algorithm", self.state)
+        if dropped:
+            what = "clients" if has_others else f"parameters ({first_of(changed, 3)})"
+            warnings.warn(
+                f"This fit has other {what} than the one before, so what was kept of clients is dropped: "
+                f"{', '.join(KEPT[name] for name in dropped)}. Weights stay as they are. To go on instead, fit the "
+                "same parameters on the same data, or resume from a checkpoint.",
+                SpectralWarning,
+                stacklevel=2,
+            )
 
     def _remarks(self) -> Iterator[str]:
         """What is allowed, and may still not be meant."""
         if self.local_epochs == 0:
             yield "local_epochs=0: clients train nothing, so rounds leave the weights as they are."
-        if self.secure_sums is not None:
-            yield (
-                "secure_sums: updates are masked, and clients keep their losses and what they log: there is no "
-                "`fl/loss`, and no update is bounded."
-            )
         if any(each.interval == "step" for each in self.schedules.schedulers):
             yield (
                 "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
@@ -217,26 +276,34 @@ class Member(pl.LightningModule):
 
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
-        half = algorithm.bind(server, untrained=untrained_parameters(self.templates(), self.module))
-        return self._build(algorithm, half, Conditions(), (ClientStore(), ClientStore()), FrozenBase())
+        rules = Plan(server, algorithm, self.filters, buffers=self.buffer_rules).rules()
+        half = algorithm.bind(server, rules=rules, untrained=untrained_parameters(self.templates(), self.module))
+        return self._build(algorithm, half, (), Conditions(), 0)
 
     def _build(
         self,
         algorithm: Algorithm,
         half: ServerHalf,
+        filters: Sequence[Filter],
         conditions: Conditions,
-        stores: tuple[ClientStore, ClientStore],
-        frozen_base: FrozenBase,
+        first_round: int | None,
     ) -> Engine:
         plan, runtime = self.part_of.plan, self.part_of.runtime
-        sampler = plan.participation
-        for store in stores:
-            store.to(self.device)
+        sampler, clients, store = plan.participation, plan.clients_of(self.name, algorithm), ClientStore()
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
+        active = float(getattr(sampler, "active", math.nan))
+        told, processes = instructions(half, filters), runtime.processes
+        fit = Fit(half, processes, lambda: clients.sizes, figure, active, first_round)
+        ends = chain(filters, fit, store, told.keeps_state)
+        for end in ends.values():
+            if isinstance(end, Stored):
+                end.store.to(self.device)
         return Engine(
             algorithm,
             half,
-            plan.clients_of(self.name, algorithm),
+            told,
+            ends,
+            clients,
             self.make_executor,
             seed=self.seed,
             local_epochs=self.local_epochs,
@@ -245,13 +312,9 @@ class Member(pl.LightningModule):
             figure=figure,
             options=lambda: tuple(options_of(template) for template in self.templates()),
             faults=self.faults,
-            update_bound=self.update_bound,
-            secure_sums=self.secure_sums,
             conditions=conditions,
-            processes=runtime.processes,
-            store=stores[0],
-            client_states=stores[1],
-            frozen_base=frozen_base,
+            processes=processes,
+            store=store,
             profile=runtime.profile,
             make_measuring=partial(self.make_local_executor, local_trainer=LossLoop) if figure == "loss" else None,
         )
@@ -279,9 +342,9 @@ class Member(pl.LightningModule):
 
         placement = placement_of(self.trainer, self.device, self.module, data)
         settings = LocalSettings(placement, self.local_hooks, defines, redirect)
-        half, templates = engine.half.device_half, self.templates()
+        told, templates = engine.instructions, self.templates()
         device = Device(
-            engine.server, half, templates, data.client_data, settings, local_trainer, attach, engine.profile
+            engine.server, told, templates, data.client_data, settings, local_trainer, attach, engine.profile
         )
         return SequentialExecutor(device)
 
@@ -299,10 +362,6 @@ class Member(pl.LightningModule):
         """Turn the round's sums into pseudo-gradients."""
         outcomes = self.engine.round.gathered
         summary = self.engine.apply_round()
-        self.usual_update = self.engine.usual_update
-        if self.engine.privacy is not None:
-            self.adapted_clip = self.engine.privacy.clip
-            self.private_rounds = self.engine.privacy.rounds(summary.round_idx + 1)
         self.first_rounds.end(self.engine.half, summary, outcomes)
         return summary
 

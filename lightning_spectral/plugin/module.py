@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms import Algorithm, FedAvg
+from lightning_spectral.algorithms.filter import Plan, check_chain
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
+from lightning_spectral.filters import Filter  # and all of them, for configs that name them
 from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
-from lightning_spectral.plugin.checks import check_summable
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
 from lightning_spectral.plugin.logs import forwarded_logging
@@ -34,16 +35,14 @@ from lightning_spectral.plugin.user_hooks import (
     for_evaluation_only,
     is_overridden,
 )
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
-from lightning_spectral.server.fault_policy import Faults, UpdateBound
+from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
-from lightning_spectral.server.privacy import ClientPrivacy
-from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
-CHOSEN = ("update_bound", "secure_sums", "privacy", "participation")  # shown only if they are
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
@@ -65,18 +64,18 @@ class FederatedModule(FederatedHooks, Member):
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
         faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
-        update_bound: Bound on each client's update: `MaxUpdateNorm` or `UsualUpdateNorm`; ``None`` for none.
-        secure_sums: Lets the server have the sum of a round's updates alone; ``None`` for each update.
-        privacy: Differential privacy of clients, `ClientPrivacy`, with ``participation=Uniform(...)``; ``None`` for
-            none.
+        filters: What happens to updates, whatever the algorithm, the one next to it first, e.g.
+            ``[Personal(["head.*"]), TopK(0.1), SecureSums()]``; see the page on filters.
+        buffers: What becomes of buffers, by patterns of their names: ``"mean"`` for the clients' average, the default
+            for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
+            ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         dropout: Simulated dropout of clients; ``None`` for none.
         clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
             none.
 
     Note:
         Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
-        round. Floating-point buffers (BatchNorm's running statistics) are averaged over clients; other buffers keep
-        the server's value, unless the algorithm's ``buffers`` say otherwise.
+        round.
 
     Example:
         >>> class LitLine(pl.LightningModule):
@@ -89,7 +88,7 @@ class FederatedModule(FederatedHooks, Member):
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> FederatedModule(LitLine(), clients_per_round=2).algorithm
-        FedAvg(buffers={}, ...)
+        FedAvg()
     """
 
     data_type, data_call = ServerData, "FederatedDataModule(train, partitioner)"
@@ -106,9 +105,8 @@ class FederatedModule(FederatedHooks, Member):
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
         faults: Faults | None = None,
-        update_bound: UpdateBound | None = None,
-        secure_sums: SecureSums | None = None,
-        privacy: ClientPrivacy | None = None,
+        filters: Sequence[Filter] = (),
+        buffers: Rules | None = None,
         dropout: ClientDropout | None = None,
         clock: VirtualClock | None = None,
     ) -> None:
@@ -122,7 +120,8 @@ class FederatedModule(FederatedHooks, Member):
         check_user_module(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
-        _check_algorithm(self.algorithm, module)
+        _check_filters(filters)
+        self.filters, self.buffer_rules = tuple(filters), as_rules("buffers", buffers or {})
         self.participation: UniformParticipation | Sampler | None = participation
         if participation is not None:
             check_is("participation", participation, Sampler)
@@ -136,28 +135,16 @@ class FederatedModule(FederatedHooks, Member):
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
         self.faults = Faults() if faults is None else faults
-        kinds = {"faults": Faults, "update_bound": UpdateBound, "secure_sums": SecureSums, "privacy": ClientPrivacy}
-        self.update_bound, self.secure_sums, self.privacy = update_bound, secure_sums, privacy
-        for name, kind in kinds.items():
-            if (given := getattr(self, name)) is not None:
-                check_is(name, given, kind)
-        if update_bound is not None:
-            update_bound.check(self.algorithm)
-        if secure_sums is not None:
-            check_summable(self.algorithm, update_bound)
-        if privacy is not None:
-            privacy.check(self.algorithm, self.participation)
-            if update_bound is not None or secure_sums is not None:
-                raise ValueError(
-                    "`privacy` lets the server shorten each update to its `clip`: give it without `update_bound` and "
-                    "`secure_sums`."
-                )
+        check_is("faults", self.faults, Faults)
+        _check_algorithm(self.algorithm, self.plan(participation=self.participation))
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)
+        if self.state is not None:
+            self.lasting.attach("algorithm", self.state)
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
         self._create_federation({"": self})
         self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
-        self._fix(signature(FederatedModule).parameters)
+        self._fix({*signature(FederatedModule).parameters, "buffer_rules"} - {"buffers"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the server's parameters, and of those of the algorithm's state."""
@@ -181,18 +168,24 @@ class FederatedModule(FederatedHooks, Member):
 
     def population(self) -> Population:
         sizes = self.clients_of("", self.algorithm).sizes
-        if self.privacy is not None:
-            sizes = sizes.sign()  # all weigh the same
+        if any(each.equal_weights for each in self.filters):
+            sizes = sizes.sign()
         return Population(sizes[:, None], torch.ones_like(sizes))
 
     def settings(self) -> dict[str, Any]:
         """All settings in plain nested dictionaries, as loggers show them."""
         return {
             **config_of(self, ("algorithm", "local_epochs", "local_hooks", "seed", "faults")),
-            **config_of(self, [n for n in CHOSEN if getattr(self, n) is not None]),
+            **{name: as_config(one) for name, one in self._chosen.items() if one},
+            **({} if self.participation is None else config_of(self, ["participation"])),
             "server_optimizer": as_config(self.server_optimizer or AVERAGING),
             **config_of(self.conditions, ("dropout", "clock")),
         }
+
+    @property
+    def _chosen(self) -> dict[str, Any]:
+        """Choices that are shown and compared only if there are any."""
+        return {"filters": self.filters, "buffers": self.buffer_rules}
 
     def configuration(self) -> dict[str, str | int]:
         server = self.server_optimizer
@@ -205,7 +198,7 @@ class FederatedModule(FederatedHooks, Member):
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,
             "conditions": repr(self.conditions),
-            **{name: repr(one) for name in CHOSEN[:-1] if (one := getattr(self, name)) is not None},
+            **{name: repr(one) for name, one in self._chosen.items() if one},
         }
 
     predict_step = passed_on("predict_step", 2)
@@ -470,8 +463,14 @@ def _check_local_hooks(local_hooks: Any) -> None:
         check_is("local_hooks", hook, LocalHook)
 
 
-def _check_algorithm(algorithm: Any, module: pl.LightningModule) -> None:
-    """Raise ``TypeError`` unless there is an algorithm, and ``ValueError`` if it cannot train the module."""
+def _check_filters(filters: Any) -> None:
+    if isinstance(filters, Filter):
+        raise TypeError(f"`filters` must be a list, got one filter; write filters=[{filters!r}].")
+    check_is("filters", filters, Sequence)
+
+
+def _check_algorithm(algorithm: Any, plan: Plan) -> None:
+    """Raise ``TypeError`` unless there is an algorithm, and ``ValueError`` if it cannot be part of the plan."""
     is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
     if is_class or isinstance(algorithm, ShardingStrategy):
         strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
@@ -480,8 +479,10 @@ def _check_algorithm(algorithm: Any, module: pl.LightningModule) -> None:
             f"SpectralSharding(strategy={strategy})."
         )
     check_is("algorithm", algorithm, Algorithm)
+    module = plan.module
     try:
-        algorithm.check(module)
+        check_chain(plan)
+        algorithm.check(plan)
     except ValueError as error:
         if next(module.parameters(), None) is not None:
             raise
@@ -504,8 +505,6 @@ def _check_models(models: Any) -> None:
             raise ValueError(f"A model's name must be an identifier, as it begins those of its metrics, got {name!r}.")
         if name in taken:
             raise ValueError(f"A model cannot be named {name!r}, which has another meaning; give it another name.")
-        if model.privacy is not None:
-            raise ValueError(f"`privacy` is for one model, but {name!r} is one of several; leave it out.")
         if model.participation is not None:
             raise ValueError(
                 f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "

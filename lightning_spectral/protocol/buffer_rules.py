@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,17 +25,24 @@ SIGNS: Mapping[str, int] = {"min": -1, "max": 1}
 class BufferRules:
     """The rules of a module's buffers, as they hold for a whole run; a buffer without one keeps the server's value.
 
+    They also know which parameters and buffers stay with clients.
+
     Attributes:
         mean: Names of the buffers of which clients send back all or some entries to be averaged.
         limits: Names of the buffers of which all or some entries follow an extreme, each with its signs, int8: -1 for
             entries that follow the smallest value of the clients that report, 1 for the largest, 0 for the mean. They
             are a scalar if all entries follow the same rule, otherwise of the buffer's shape.
         decided: What followed from initial values that were not finite, as plain values or signs, for checkpoints.
+        asked: Names of the buffers about which the user, or a filter, has said something.
+        stays: Names of the parameters and buffers that stay with clients: they are sent, but neither sent back nor
+            averaged.
     """
 
     mean: frozenset[str] = frozenset()
     limits: Tensors = field(default_factory=dict)
     decided: Mapping[str, str | Tensor] = field(default_factory=dict)
+    asked: frozenset[str] = frozenset()
+    stays: frozenset[str] = frozenset()
 
     @property
     def decisions(self) -> dict[str, Mapping[str, str | Tensor]]:
@@ -74,7 +81,8 @@ class BufferRules:
     def only(self, names: frozenset[str]) -> BufferRules:
         """These rules for some buffers; all others keep the server's value."""
         limits = {name: signs for name, signs in self.limits.items() if name in names}
-        return BufferRules(self.mean & names, limits, {n: found for n, found in self.decided.items() if n in names})
+        decided = {name: found for name, found in self.decided.items() if name in names}
+        return replace(self, mean=self.mean & names, limits=limits, decided=decided)
 
 
 NO_RULES = BufferRules()
@@ -99,7 +107,10 @@ def as_rules(argument: str, rules: object) -> dict[str, Rule]:
 
 
 def buffer_rules(
-    module: nn.Module, rules: Rules | None = None, decisions: Mapping[str, Any] | None = None
+    module: nn.Module,
+    rules: Rules | None = None,
+    decisions: Mapping[str, Any] | None = None,
+    stays: Collection[str] = (),
 ) -> BufferRules:
     """Decide what a run does with each buffer of a module.
 
@@ -112,6 +123,7 @@ def buffer_rules(
         module: The server's module.
         rules: The user's rules by patterns of names; the first pattern that matches a name counts.
         decisions: For a resumed run, what includes the `BufferRules.decisions` of the run that it resumes.
+        stays: Names of the parameters and buffers that stay with clients.
 
     Raises:
         ValueError: If a pattern matches no buffer, or a buffer cannot follow its rule.
@@ -124,8 +136,9 @@ def buffer_rules(
         >>> sorted(found.mean), {name: signs.tolist() for name, signs in found.limits.items()}
         (['mask', 'running_mean', 'running_var'], {'num_batches_tracked': 1, 'low': -1, 'mask': [0, 1]})
     """
-    rules = rules or {}
-    check_matches("buffers", rules, (name for name, _ in module.named_buffers()), "buffer")
+    names = [name for name, _ in module.named_buffers()]
+    check_matches("buffers", rules or {}, names, "buffer")
+    rules = {**{name: "server" for name in names if name in stays}, **(rules or {})}
     mean, limits, by_values = set[str](), dict[str, Tensor](), dict[str, str | Tensor]()
     for name, buffer, rule, why in _decide(module, rules, (decisions or {}).get("buffers", {})):
         if why == _VALUES:
@@ -135,7 +148,8 @@ def buffer_rules(
             limits[name] = signs.to(buffer.device)
         if not (isinstance(rule, str) and rule == "server") and bool((signs == 0).any()):
             mean.add(name)
-    return BufferRules(frozenset(mean), limits, by_values)
+    asked = frozenset(name for name in names if first_match(name, rules) is not None)
+    return BufferRules(frozenset(mean), limits, by_values, asked, frozenset(stays))
 
 
 def buffer_policies(module: nn.Module, rules: Rules | None = None) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -30,7 +30,8 @@ def returned_tensors(
 ) -> dict[str, Tensor]:
     """The part of `travelling_tensors` that clients send back.
 
-    These are the trainable parameters, other `averaged_parameters`, and buffers unless they keep the server's value.
+    These are the trainable parameters, other `averaged_parameters`, and buffers unless they keep the server's value;
+    of all of them, those that do not stay with clients.
 
     Args:
         module: The server's module.
@@ -39,7 +40,7 @@ def returned_tensors(
     """
     rules = buffer_rules(module) if buffers is None else buffers
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    returned = trainable | averaged_parameters(module) | rules.returned
+    returned = (trainable | averaged_parameters(module) | rules.returned) - rules.stays
     return {name: tensor for name, tensor in travelling_tensors(module, without).items() if name in returned}
 
 
@@ -147,3 +148,8 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
                     seen.add(id(tensor))
                     found[prefix + name] = tensor
     return {**parameters, **buffers}
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A tensor in at least single precision, in which small changes count."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -109,14 +109,10 @@ class FrozenBase:
         known = {"digests": dict(self.digests), "since": dict(self._since)}
         return {"version": self._version, "holders": dict(self._holders), **known}
 
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> FrozenBase:
-        """The record that a checkpoint holds; an empty one if it holds none."""
-        base = cls()
-        if state_dict:
-            base._version, base._holders = state_dict["version"], dict(state_dict["holders"])
-            base.digests, base._since = dict(state_dict["digests"]), dict(state_dict["since"])
-        return base
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the record that a checkpoint holds."""
+        self._version, self._holders = state_dict["version"], dict(state_dict["holders"])
+        self.digests, self._since = dict(state_dict["digests"]), dict(state_dict["since"])
 
 
 class KeptTensors:

@@ -287,15 +287,13 @@ class ClientOutcome:
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
         logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
-        update_norm: Norm of its update if the sampler or a bound uses it, NaN otherwise.
         frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
         discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
         missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
         put_back: Names of attributes of the module that it changed, and that were put back; looked for in a few turns.
-        is_bounded: Whether its update was shortened at the server.
-        is_masked: Whether its update was masked, so that its loss and what it logged are not known.
+        figures: What filters have found out about its update, by name, such as its norm, ``"update_norm"``.
     """
 
     round_idx: int
@@ -309,20 +307,28 @@ class ClientOutcome:
     left_out: ExclusionReason | None = None
     virtual_seconds: float = math.nan
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
-    update_norm: float = math.nan
     frozen_bytes: int = 0
     unreached: tuple[str, ...] | None = None
     seconds: float = field(default=math.nan, compare=False)
     discarded: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     put_back: tuple[str, ...] = ()
-    is_bounded: bool = False
-    is_masked: bool = False
+    figures: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def client_id(self) -> int:
         """The client's id, from 0."""
         return self.unit.client_id
+
+    @property
+    def update_norm(self) -> float:
+        """Norm of its update, before it was bounded, if the sampler or a filter uses it; otherwise NaN."""
+        return self.figures.get("update_norm", math.nan)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether its update was masked, so that its loss and what it logged are not known."""
+        return "masked" in self.figures
 
 
 @dataclass(frozen=True)

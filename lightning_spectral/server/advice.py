@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,21 +37,25 @@ class FirstRounds:
 
     Args:
         warns: Whether this process warns; one of several is enough, because all of them see the same rounds.
-        unreached: Layers that no client had given a gradient before the checkpoint from which the run is resumed;
-            ``None`` if it is not resumed, or no client had trained.
         averages_may_rest: Whether BatchNorm's running averages may stay unchanged in a round in which clients trained.
     """
 
-    def __init__(
-        self, warns: bool = True, unreached: Collection[str] | None = None, averages_may_rest: bool = False
-    ) -> None:
+    def __init__(self, warns: bool = True, averages_may_rest: bool = False) -> None:
         self._warns = warns
         self._done = {"averages"} if averages_may_rest else set[str]()
         self._losses: dict[int, float] = {}  # the finite ones by round
         # One client alone says little: a router may send it to other experts, or a layer may be dropped at random.
-        self._unreached = None if unreached is None else sorted(unreached)
+        self._unreached: list[str] | None = None
         self._remedy = ""
         self._last_watched = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layers that no client has given a gradient yet; empty if that is settled, or no client has trained."""
+        return {} if self.unreached is None else {"unreached": list(self.unreached)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore them, in a resumed run."""
+        self._unreached = sorted(state_dict["unreached"])
 
     def begin(self, opened: Round, round_idx: int) -> None:
         """Pass on what the algorithm finds wrong with its first round, before any client trains."""

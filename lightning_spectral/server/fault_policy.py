@@ -1,20 +1,14 @@
-"""Policies for client faults: which of them end a run, which a round tolerates, and how far one client may go."""
+"""Policies for client faults: which of them end a run, and which a round tolerates."""
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
-import torch
-
-from lightning_spectral.algorithms.base import Algorithm
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.errors import RoundError, check_is
-from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, Download, ExclusionReason, Tensors, Upload
+from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, ExclusionReason
 from lightning_spectral.simulation import Conditions
 
 REMEDIES: dict[ExclusionReason, str] = {
@@ -136,152 +130,3 @@ def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason
         if outcome.left_out is not None:
             by_reason[outcome.left_out].append(outcome.client_id)
     return dict(by_reason)
-
-
-@torch.no_grad()
-def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = None) -> float:
-    """Euclidean norm of what came back minus what was sent, over the tensors that were sent both ways.
-
-    Args:
-        sent: The tensors that a device was sent, by name.
-        returned: The tensors that it sent back.
-        expected: The change that the server expects, which is subtracted; ``None`` for none. Tensors without an entry
-            are expected to stay unchanged.
-
-    Returns:
-        The norm, in units of the weights.
-
-    Example:
-        >>> sent, returned = {"w": torch.zeros(2), "steps": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}
-        >>> update_norm(sent, returned), update_norm(sent, returned, expected={"w": torch.tensor([3.0, 0.0])})
-        (5.0, 4.0)
-    """
-    return _norm(
-        _single(returned[name]) - _single(before) - (expected or {}).get(name, 0.0)
-        for name, before in _both_ways(sent, returned)
-    )
-
-
-def _single(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a precision in which differences of half-precision numbers do not overflow."""
-    return tensor.float() if tensor.element_size() < 4 else tensor
-
-
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    """Euclidean norm of all values together."""
-    squares = [tensor.double().square().sum() for tensor in tensors]
-    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
-
-
-def _scale(sent: Tensors, both: Tensors) -> float:
-    weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
-    return max(_norm(weights), math.sqrt(sum(tensor.numel() for tensor in both.values())))
-
-
-def _both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of the tensors sent that came back in the same shape, and that can be changed in part."""
-    for name, before in sent.items():
-        if name in returned and before.is_floating_point() and before.shape == returned[name].shape:
-            yield name, before
-
-
-class UpdateBound(ABC):
-    r"""Shortens a client's update whose norm is larger than a bound, at the server and before it is summed.
-
-    The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that are sent both ways:
-    for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
-    was shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
-    average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
-    term decides it alone, whatever its weight.
-    """
-
-    @abstractmethod
-    def limit(self, sent: Callable[[], float], usual: float) -> float:
-        """The bound b, in units of the weights.
-
-        Args:
-            sent: Returns the norm of what the client was sent, or of as many ones as it sends back if that is larger.
-            usual: Median norm of the updates of an earlier round; NaN if there is none.
-        """
-
-    def check(self, algorithm: Algorithm) -> None:
-        """Raise ``ValueError`` if an algorithm's uploads are not new values of what was sent."""
-        if not algorithm.updates_have_norms:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name} needs update norms, which {type(algorithm).__name__} does not provide; leave it out."
-            )
-
-    @torch.no_grad()
-    def applied(self, download: Download, upload: Upload, usual: float = math.nan, norm: float | None = None) -> Upload:
-        """An upload whose values are finite, shortened if that is needed; otherwise the same object.
-
-        Args:
-            download: What the client was sent.
-            upload: What it sent back.
-            usual: As for `limit`.
-            norm: That of the update, if it is known.
-        """
-        sent, returned = download.tensors, upload.tensors
-        both = dict(_both_ways(sent, returned))
-        norm = update_norm(sent, returned) if norm is None else norm
-        limit = self.limit(partial(_scale, sent, both), usual)
-        if norm <= limit:
-            return upload
-        shortened = {
-            name: _single(before).lerp(_single(returned[name]), limit / norm).to(before)
-            for name, before in both.items()
-        }
-        return replace(upload, tensors={**returned, **shortened})
-
-
-@dataclass(frozen=True)
-class MaxUpdateNorm(UpdateBound):
-    """Shortens updates whose norm is larger than a number; see `UpdateBound`.
-
-    Args:
-        norm: The bound, in units of the weights, positive.
-
-    Example:
-        >>> from lightning_spectral.protocol.records import WorkUnit
-        >>> download = Download(WorkUnit(3), 1.0, {"w": torch.zeros(2)})
-        >>> upload = Upload(WorkUnit(3), {"w": torch.tensor([3.0, 4.0])})
-        >>> MaxUpdateNorm(1.0).applied(download, upload).tensors
-        {'w': tensor([0.6000, 0.8000])}
-        >>> MaxUpdateNorm(5.0).applied(download, upload) is upload
-        True
-    """
-
-    norm: float
-
-    def __post_init__(self) -> None:
-        check_fields(self, norm=Number(above=0))
-
-    def limit(self, sent: Callable[[], float], usual: float) -> float:
-        return self.norm
-
-
-@dataclass(frozen=True)
-class UsualUpdateNorm(UpdateBound):
-    """Shortens updates that are many times as long as is usual; see `UpdateBound`.
-
-    What is usual is the median norm of the updates of the last round in which clients changed anything, which no
-    minority of them can move far. Until there is one, a client changes what it is sent by at most its norm, or the norm
-    of as many ones if that is larger.
-
-    Args:
-        times: The bound, in units of the median norm, positive.
-
-    Example:
-        >>> bound = UsualUpdateNorm(times=10.0)
-        >>> bound.limit(lambda: 3.0, usual=0.2), bound.limit(lambda: 3.0, usual=math.nan)
-        (2.0, 3.0)
-    """
-
-    times: float = 10.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, times=Number(above=0))
-
-    def limit(self, sent: Callable[[], float], usual: float) -> float:
-        return sent() if math.isnan(usual) else self.times * usual

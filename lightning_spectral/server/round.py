@@ -6,24 +6,21 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
-from typing import TypeVar
 
 from torch import nn
 
 from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
-from lightning_spectral.client.device import phases_of
+from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unusable
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.participation import Figure
-from lightning_spectral.protocol.client_store import ClientStore, note_state, with_state
+from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import load_tensors, select_tensors
-from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
     STAGES,
@@ -43,16 +40,13 @@ from lightning_spectral.protocol.records import (
 from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.fault_policy import Faults, UpdateBound, clients_by_reason, update_norm
+from lightning_spectral.server.fault_policy import Faults, clients_by_reason
 from lightning_spectral.server.metrics import round_means
-from lightning_spectral.server.privacy import PrivateFit
+from lightning_spectral.server.own_filters import NORM
 from lightning_spectral.server.processes import Processes, raise_everywhere
-from lightning_spectral.server.secure_sums import MaskedSum, SecureSums
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
-from lightning_spectral.sums import Extremes, MeanChange, PrivateSums, SummandError, add_up
+from lightning_spectral.sums import SummandError, add_up
 from lightning_spectral.sums.exact_mean import Peers
-
-RecordT = TypeVar("RecordT", Download, Upload)
 
 LISTED = 9  # further units are counted in messages
 NUMBER = 4  # bytes of the one number that a measured client uploads
@@ -67,6 +61,8 @@ class Engine:
     Attributes:
         algorithm: The algorithm, as the user chose it.
         half: The algorithm, bound to the user's module with dense weights.
+        instructions: What devices are told once.
+        filters: What acts on updates at the server, by name, the one next to the algorithm first.
         clients: What is known of the clients.
         make_executor: Creates the executor that runs the device half; called when the first round opens.
         seed: The run's seed.
@@ -76,24 +72,19 @@ class Engine:
         model: The model's name; empty if there is only one.
         figure: The figure of each client that the sampler uses; "" for none.
         faults: What to do about clients that do not report back.
-        update_bound: Bound on each client's update; ``None`` for none.
-        secure_sums: Whether, and how, clients mask their updates; ``None`` if they do not.
         conditions: Simulated dropout and device speed.
         processes: The processes that train the clients of a round; each has its own engine, with the same weights.
         store: State of single clients that the server keeps.
-        client_states: The last turn of each client whose device keeps a state; in a simulation, also that state.
-        frozen_base: Record of the frozen tensors that each client already has.
-        usual_update: Median norm of the updates of the last round in which clients changed anything; NaN before it, and
-            if no norms are taken.
         profile: Maps the name of a stage to a context manager that is entered around it.
         make_measuring: Creates the executor that measures clients before a round; ``None`` to use the same one.
-        privacy: What hides clients; ``None`` if they need not be hidden.
         round_is_open: Whether a round is open.
         server_is_stepping: Whether the server's step has begun and not ended.
     """
 
     algorithm: Algorithm
     half: ServerHalf
+    instructions: Instructions
+    filters: Mapping[str, ServerEnd]
     clients: ClientDirectory
     make_executor: Callable[[Engine], Executor]
     seed: int
@@ -103,17 +94,11 @@ class Engine:
     model: str = ""
     figure: Figure = ""
     faults: Faults = field(default_factory=Faults)
-    update_bound: UpdateBound | None = None
-    secure_sums: SecureSums | None = None
     conditions: Conditions = field(default_factory=Conditions)
     processes: Processes = field(default_factory=Processes)
     store: ClientStore = field(default_factory=ClientStore)
-    client_states: ClientStore = field(default_factory=ClientStore)
-    frozen_base: FrozenBase = field(default_factory=FrozenBase)
-    usual_update: float = math.nan
     profile: Profile = nullcontext
     make_measuring: Callable[[Engine], Executor] | None = None
-    privacy: PrivateFit | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
     _tasks: dict[float, SimulatedTask] = field(default_factory=dict, init=False)
@@ -132,10 +117,15 @@ class Engine:
         """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(self.clients.num_clients, self.seed)
 
-    @property
-    def stores(self) -> tuple[ClientStore, ...]:
-        """All that is kept of single clients."""
-        return self.store, self.client_states
+    @cached_property
+    def inward(self) -> Sequence[ServerEnd]:
+        """What acts on updates when they arrive, in this order; downloads take the opposite way."""
+        return list(self.filters.values())[::-1]
+
+    @cached_property
+    def is_private(self) -> bool:
+        """Whether nothing of a round is told but its sums, and what hides clients in them."""
+        return any(end.releases for end in self.inward)
 
     @property
     def round(self) -> OpenRound:
@@ -150,13 +140,6 @@ class Engine:
             self._executor = self.make_executor(self)
         return self._executor
 
-    @cached_property
-    def possible_units(self) -> Sequence[WorkUnit]:
-        """The units of all clients that may take part in a private round."""
-        assert self.privacy is not None
-        clients = self.clients.sizes.nonzero().squeeze(1).tolist()
-        return [WorkUnit(client, coefficient=self.privacy.weight) for client in clients]
-
     def task_of(self, opened: Round, unit: WorkUnit, capacity: float) -> SimulatedTask:
         """The task of a client for the simulation.
 
@@ -167,15 +150,12 @@ class Engine:
         if self.conditions.clock is None:
             return task
         if capacity not in self._tasks:
-            side, download = self.half.device_half, replace(opened.send(unit)[0], local_epochs=self.local_epochs)
-            with Forms(self.server, side.take_form).client(download.capacity) as client:
-                side.load(client, download)
-                phases = phases_of(side.start(client, download))
+            told, download = self.instructions, replace(opened.send(unit)[0], local_epochs=self.local_epochs)
+            with Forms(self.server, told.side.take_form).client(download.capacity) as client:
+                told.load(client, download)
+                phases = told.phases(client, download)
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
-                collected = side.collect(client, download)
-            uplink_bytes = collected.num_bytes
-            if self.secure_sums is not None:  # numbers of 64 bits
-                uplink_bytes = sum(8 * tensor.numel() for tensor in collected.tensors.values())
+                uplink_bytes = told.sized(client, download).num_bytes
             self._tasks[capacity] = replace(
                 task,
                 local_epochs=sum(self.local_epochs if phase.epochs is None else phase.epochs for phase in phases),
@@ -184,7 +164,7 @@ class Engine:
                 uplink_bytes=uplink_bytes,
             )
         usual = self._tasks[capacity]
-        downlink_bytes = usual.downlink_bytes - self.frozen_base.bytes_held_by(unit)
+        downlink_bytes = usual.downlink_bytes - sum(end.saved_bytes(unit) for end in self.inward)
         return replace(usual, num_examples=task.num_examples, downlink_bytes=downlink_bytes)
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
@@ -216,7 +196,7 @@ class Engine:
 
     def gather_round(self) -> None:
         """The first half of `close_round`, which may still raise: add up the sums of all processes."""
-        self.round.remove_masks()
+        self.round.collected()
         self.round.executor.end_round()
         self.round.gather()
 
@@ -279,7 +259,8 @@ class Engine:
 
         gathered = processes.gather_results(measure, ClientError)
         by_client = {outcome.client_id: outcome for part in gathered for outcome in part}
-        self.frozen_base.note_outcomes(by_client.values())
+        for end in self.inward:
+            end.note(list(by_client.values()))
         return [by_client[unit.client_id] for unit in units]
 
     def _estimating(self, outcomes: Iterable[ClientOutcome], count: int) -> Iterator[ClientOutcome]:
@@ -314,60 +295,49 @@ class OpenRound:
     Attributes:
         num_examples: Number of examples of each, by its key.
         opened: The round as the algorithm opened it.
-        extremes: The clients' smallest or largest values of the buffers that follow them.
-        private: The sums of a private round; ``None`` for other rounds.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
-        masked: The sum that clients mask, once they have agreed on masks; ``None`` if they do not.
+        fallen: What stands for the uploads of clients that cannot take part after all.
     """
 
     def __init__(self, engine: Engine, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
         self.engine = engine
         self.executor = executor
         self.round_idx = round_idx
-        self.units = tuple(units)
+        asked = tuple(units)
+        weighed: Sequence[WorkUnit] = sorted(asked, key=lambda unit: unit.key)
+        for end in engine.inward:
+            weighed = end.weigh(weighed)
+        self._unit_of = {unit.key: unit for unit in weighed}
+        self.units = tuple(self._unit_of[unit.key] for unit in asked)
         sizes = engine.clients.sizes_of([unit.client_id for unit in self.units])
         self.num_examples = {unit.key: size for unit, size in zip(self.units, sizes, strict=True)}
         self.clock = StageClock(engine.profile)
         self.outcomes: list[ClientOutcome] = []
         self.gathered: tuple[ClientOutcome, ...] = ()
         self.failure: Exception | None = None
-        self.masked: MaskedSum | None = None
+        self.fallen: dict[Key, Upload] = {}
         self._options = engine.options()
-        for store in engine.stores:
-            store.discard()
         with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
             self.cohort = self._cohort()
-            engine.frozen_base.refresh(engine.half.frozen_tensors())
             self.opened: Round = engine.half.open(self.cohort)
-            self.private = None if engine.privacy is None else self._private_sums(engine.privacy)
-            limits = engine.half.buffers.limits
-            self.extremes = Extremes(select_tensors(engine.server, limits), limits)
+            for end in engine.inward:
+                end.begin(Opened(self.opened, self.cohort))
             tasks = {unit: engine.task_of(self.opened, unit, self.cohort.capacity_of(unit)) for unit in self.units}
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
-        """Who takes part; in a private round all who may, so that nobody's download or weight depends on others."""
+        """The units that the round is opened for, by capacity."""
         engine, groups = self.engine, defaultdict[float, list[WorkUnit]](list)
-        for unit in sorted(self.units if engine.privacy is None else engine.possible_units, key=lambda unit: unit.key):
+        for _, unit in sorted(self._unit_of.items()):
             groups[engine.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         shares = {key: size / max(engine.clients.num_examples, 1) for key, size in self.num_examples.items()}
         return Cohort(engine.seed, self.round_idx, units, engine.processes, engine.store, engine.absolute, shares)
 
-    def _private_sums(self, privacy: PrivateFit) -> PrivateSums:
-        """The sums, whose divisors are those of one client with the weight of a whole round, which did not train."""
-        unit, side = self.engine.possible_units[0], self.engine.half.device_half
-        download, receipt = self.opened.send(unit._replace(coefficient=min(1.0, self.cohort.total)))
-        with Forms(self.engine.server, side.take_form).client(download.capacity) as client:
-            download = replace(download, round_idx=self.round_idx)
-            side.load(client, download)
-            self.opened.add(receipt, side.unpack(download, side.collect(client, download)))
-        return privacy.open(self.opened, self.round_idx)
-
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
-        """Draw the download of one unit, and complete it with the fields that all downloads share."""
+        """Draw the download of one unit, and pass it through all filters, with the fields that all downloads share."""
         engine = self.engine
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
             download, receipt = self.opened.send(unit)
@@ -378,38 +348,56 @@ class OpenRound:
             options=self._options,
             seed=engine.seed,
         )
-        common = with_state(common, engine.client_states) if engine.half.device_half.keeps_state else common
-        common = engine.frozen_base.mark(common) if engine.frozen_base.digests else common
-        if self.masked is not None and unit.key not in self.masked.fallen:
-            common = self.masked.masked(common)
+        for end in engine.filters.values():
+            try:
+                common = end.send(common)
+            except Unusable as why:
+                failure = Failure("network", str(why)) if why.reason == "error" else None
+                self.fallen[unit.key] = Upload(unit, {}, left_out=why.reason, failure=failure)
         return common, receipt
 
+    def arrive(self, arrival: Arrival, past: ServerEnd | None = None) -> Arrival:
+        """Pass an update through the filters, or those past one of them, and add it unless one holds it back.
+
+        Raises:
+            Unusable: If it must be left out; no part of it has been added then.
+            SummandError: If what is computed from it cannot be summed, likewise.
+        """
+        inward = self.engine.inward
+        for end in inward if past is None else inward[inward.index(past) + 1 :]:
+            arrival = end.arrive(arrival)
+            if arrival.is_held:
+                return arrival
+        self.opened.add(arrival.receipt, arrival.upload)
+        return arrival
+
     def agree(self, units: Iterable[WorkUnit]) -> None:
-        """Let the clients of some units agree on masks, if sums are secure; call it before `play`, with the same units.
+        """Let the clients of some units agree on what filters ask; call it before `play`, with the same units.
 
         Raises:
             RoundError: If too few of them do.
         """
-        if (choice := self.engine.secure_sums) is None:
+        ends = [end for end in self.engine.filters.values() if type(end).agree is not ServerEnd.agree]
+        if not ends:
             return
-        asked = [unit for unit in units if self.simulated.outcomes[unit.key].left_out != "no_data"]
+        own = [self._unit_of[unit.key] for unit in units]
+        asked = [unit for unit in own if self.simulated.outcomes[unit.key].left_out != "no_data"]
         with self.containing_failures(None), self.clock.measure("sample"):
-            mean, *others = self.opened.sums
-            if others or not isinstance(mean, MeanChange):
-                name = type(self.engine.algorithm).__name__
-                raise TypeError(f"{name} has other sums than one `MeanChange`; set its `sums_are_all` to False.")
-            self.masked = MaskedSum(choice, self.executor, self.round_idx, asked, self.cohort.total, mean)
-            self.masked.agree()
+            for end in ends:
+                end.agree(asked, self.executor.agree)
 
-    def remove_masks(self) -> None:
-        """Remove the masks from the sum, once all clients have trained.
+    def collected(self) -> None:
+        """Note that all clients of this process are done.
 
         Raises:
             RoundError: If too few clients are left.
         """
-        if self.masked is not None and self.failure is None:
+        ends = [end for end in self.engine.inward if type(end).collected is not ServerEnd.collected]
+        if ends and self.failure is None:
+            left_out = [outcome.left_out for outcome in self.outcomes if outcome.left_out]
             with self.containing_failures(None), self.clock.measure("aggregate"):
-                self.masked.remove_masks([outcome.left_out for outcome in self.outcomes if outcome.left_out])
+                for end in ends:
+                    end.collected(left_out)
 
     def play(
         self,
@@ -437,7 +425,7 @@ class OpenRound:
         def downloads() -> Iterator[Download]:
             """Send each client its download; one that will not report back has its whole turn here."""
             nonlocal latest
-            for latest in units:
+            for latest in (self._unit_of[unit.key] for unit in units):
                 with self.containing_failures(latest):
                     turn = Turn(self, latest)
                     start(turn)
@@ -474,7 +462,8 @@ class OpenRound:
         def downloads() -> Iterator[Download]:
             for unit in units:
                 turn = turns[unit.key] = Turn(self, unit)
-                turn.download, turn.receipt = self.send(unit)
+                turn.send()
+                assert turn.download is not None, "only clients with data are measured"
                 yield turn.download
 
         for upload in uploads_of(self.executor, downloads()):
@@ -482,7 +471,10 @@ class OpenRound:
             if failure is not None and self.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, upload.unit, "measuring", failure.message) from failure.cause
             left_out = None if upload.left_out == "no_update" else upload.left_out  # its update is known: none
-            outcome = turns.pop(upload.unit.key).outcome(upload, left_out)
+            turn = turns.pop(upload.unit.key)
+            if upload.left_out is None:
+                turn.measure(upload)
+            outcome = turn.outcome(upload, left_out)
             yield replace(outcome, uplink_bytes=NUMBER, virtual_seconds=math.nan)
 
     @contextmanager
@@ -513,20 +505,15 @@ class OpenRound:
             RoundError: If more clients were left out than `Faults` allows, or a client failed in one of several
                 processes because the server's weights are not finite; raised in all of them.
         """
-        processes, stores = self.engine.processes, self.engine.stores
+        processes = self.engine.processes
         failure = None if self.failure is None else str(self.failure)
-        written = [store.written() if processes.size > 1 else {} for store in stores]
-        gathered = processes.gather((failure, self.outcomes, self.clock.seconds, written))
+        gathered = processes.gather((failure, self.outcomes, self.clock.seconds))
         failures = [failure for failure, *_ in gathered]
         if any(failures):
             check_weights(self.engine.server, self.round_idx, self.failure)
         raise_everywhere(failures, self.failure, ClientError)
-        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds, _ in gathered) for stage in STAGES}
-        for rank, (*_, written) in enumerate(gathered):
-            for store, entries in zip(stores, written, strict=True):
-                if rank != processes.rank:
-                    store.merge(entries)
-        by_key = {outcome.unit.key: outcome for _, outcomes, _, _ in gathered for outcome in outcomes}
+        self.clock.seconds = {stage: max(seconds[stage] for _, _, seconds in gathered) for stage in STAGES}
+        by_key = {outcome.unit.key: outcome for _, outcomes, _ in gathered for outcome in outcomes}
         if missing := [named(unit) for unit in self.units if unit.key not in by_key]:
             raise RoundError(
                 f"Round {self.round_idx}: nothing was received from {', '.join(missing)}; an executor must return an "
@@ -541,47 +528,37 @@ class OpenRound:
                 SpectralWarning,
                 stacklevel=3,
             )
-        else:
-            with self.clock.measure("aggregate"):
-                if self.private is not None and self.engine.privacy is not None:
-                    self.engine.privacy.release(self.private, self.engine.processes, self.round_idx)
-                elif self.engine.processes.size > 1:  # a round without `sums` is played in a single process
-                    self.add_up(self.engine.processes)
+        with self.clock.measure("aggregate"):
+            self.add_up(processes)
 
     def add_up(self, processes: Peers) -> None:
-        """Give every process the sums and the extremes over all processes."""
-        add_up(processes, self.opened.sums)
-        self.extremes.gather(processes)
+        """Give every process what all of them have: all call this together."""
+        for end in self.engine.inward:
+            for arrival in end.gather(processes):
+                self.arrive(arrival, past=end)
+        if processes.size > 1 and not self.engine.is_private:  # which has added up with noise
+            add_up(processes, self.opened.sums)  # a round without `sums` is played in a single process
 
     def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, none is needed, or it is private."""
-        needs_none = self.private is not None or self.engine.algorithm.steps_without_clients
+        needs_none = self.engine.is_private or self.engine.algorithm.steps_without_clients
         return needs_none or not all(outcome.left_out for outcome in self.gathered)
 
     def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""
-        engine, outcomes = self.engine, self.gathered
+        engine, outcomes, figures = self.engine, self.gathered, dict[str, float]()
         if self._moves_server():
             with self.clock.measure("apply"):
                 self.opened.close()
-                load_tensors(engine.server, dict(self.extremes.finish()))
-        diagnostics = dict(self.opened.metrics())
+        for end in engine.inward:
+            end.note(outcomes)
+            found = end.close(outcomes)
+            figures.update(found if end.releases or not engine.is_private else {})
+        diagnostics = {**self.opened.metrics(), **figures}
+        if engine.is_private:
+            return RoundSummary(self.round_idx, (), {}, diagnostics, {}, model=engine.model, is_private=True)
         if engine.conditions.clock is not None:
             diagnostics["virtual_seconds"] = self.simulated.seconds
-        for store in engine.stores:
-            store.commit()
-        engine.frozen_base.note_outcomes(outcomes)
-        engine.frozen_base.commit()
-        if engine.update_bound is not None:
-            diagnostics["clients_bounded"] = float(sum(outcome.is_bounded for outcome in outcomes))
-            if norms := [outcome.update_norm for outcome in outcomes if outcome.update_norm > 0.0]:
-                engine.usual_update = median(norms)
-        if len(engine.store):
-            diagnostics["store_bytes"] = float(engine.store.num_bytes)
-        if self.private is not None and engine.privacy is not None:
-            own = engine.privacy.end_round(self.private, self.round_idx)
-            released = {**self.opened.metrics(), **own}
-            return RoundSummary(self.round_idx, (), {}, released, {}, model=engine.model, is_private=True)
         left_out = clients_by_reason(outcomes)
         reasons = engine.faults.exclusion_reasons(engine.conditions, self.executor.exclusion_reasons)
         counts = {reason: len(left_out.get(reason, ())) for reason in reasons}
@@ -614,9 +591,7 @@ class Turn:
         self.simulated = opened.simulated.outcomes[unit.key]
         self.download: Download | None = None
         self.upload: Upload | None = None
-        self._fallen = None if opened.masked is None else opened.masked.fallen.get(unit.key)
-        self._is_bounded = False
-        self._norm: float | None = None  # of the update, as it was before it was bounded; if that is known
+        self._figures: Mapping[str, float] = {}
 
     def send(self) -> None:
         """Draw the client's download. A client without data says so beforehand and is sent nothing."""
@@ -628,7 +603,7 @@ class Turn:
     @property
     def trains(self) -> bool:
         """Whether the client trains: one that will not report back does not."""
-        return self.download is not None and self.simulated.left_out is None and self._fallen is None
+        return self.download is not None and self.simulated.left_out is None and self.unit.key not in self.round.fallen
 
     @property
     def is_masked(self) -> bool:
@@ -637,7 +612,8 @@ class Turn:
 
     def skip(self) -> None:
         """Note why the round goes on without a client that does not train; errors as for `accept`."""
-        self.accept(self._fallen or Upload(self.unit, {}, left_out=self.simulated.left_out))
+        fallen = self.round.fallen.get(self.unit.key)
+        self.accept(fallen or Upload(self.unit, {}, left_out=self.simulated.left_out))
 
     def accept(self, upload: Upload) -> None:
         """Accept the upload of the client's device.
@@ -661,7 +637,7 @@ class Turn:
                 SpectralWarning,
                 stacklevel=4,
             )
-        if self.round.private is not None:  # names in the user's code are for warnings about it
+        if self.round.engine.is_private:  # names in the user's code are for warnings about it
             upload = replace(upload.without_figures(), discarded=upload.discarded, put_back=upload.put_back)
         self.upload = upload
 
@@ -680,10 +656,7 @@ class Turn:
             with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
                 left_out, message = self._add(self.upload)
         engine = self.round.engine
-        if left_out is None:
-            if engine.half.device_half.keeps_state:  # what is not in the sums does not count there either
-                note_state(self.upload, self.round_idx, engine.client_states)
-        else:
+        if left_out is not None:
             if left_out == "not_finite":
                 check_weights(engine.server, self.round_idx)
             what = f"{EXPLANATIONS[left_out]} ({message})" if message else EXPLANATIONS[left_out]
@@ -704,57 +677,28 @@ class Turn:
 
     def _add(self, upload: Upload) -> tuple[ExclusionReason | None, str]:
         """Add an upload, or say why it cannot be summed; in that case no part of it has been added."""
-        engine, opened, extremes = self.round.engine, self.round.opened, self.round.extremes
-        if self.round.masked is not None:  # steps, of which each may have any value
-            self.round.masked.add(upload)
-            return None, ""
-        upload = self._unpacked(upload)
-        averaged = self._averaged(upload)
-        if not averaged.can_be_averaged():
-            magnitudes = averaged.largest.values()
-            too_large = all(map(math.isfinite, magnitudes))
-            return "not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else ""
-        has_limits = bool(engine.half.buffers.limits)
-        if has_limits and (names := extremes.not_numbers(upload.tensors)):
-            return "not_finite", f"NaN in {', '.join(names)}"
-        is_bounded = False
-        if engine.update_bound is not None and self.download is not None:
-            sent = self._averaged(self.download)
-            self._norm = update_norm(sent.tensors, averaged.tensors)
-            bounded = engine.update_bound.applied(sent, averaged, engine.usual_update, self._norm)
-            is_bounded, averaged = bounded is not averaged, bounded
+        assert self.download is not None, "a client that was sent nothing returns nothing"
         try:
-            opened.add(self.receipt, averaged)
+            arrival = self.round.arrive(Arrival(self.receipt, self.download, upload))
+        except Unusable as why:
+            return why.reason, str(why)
         except SummandError as error:
             return "not_finite", str(error)
-        self._is_bounded = is_bounded
-        if self.round.private is not None:
-            self.round.private.take()
-        if has_limits:
-            extremes.add(upload.tensors, opened.positions(self.receipt))
+        self._figures = arrival.figures
+        for end in self.round.engine.inward:
+            end.added(arrival)
         return None, ""
 
-    def _unpacked(self, upload: Upload) -> Upload:
-        return upload if self.download is None else self.round.engine.half.device_half.unpack(self.download, upload)
-
-    def _averaged(self, record: RecordT) -> RecordT:
-        """The download or the upload without values that follow no average."""
-        rules = self.round.engine.half.buffers
-        if not rules.limits:
-            return record
-        return replace(record, tensors=rules.averaged(record.tensors, self.round.opened.positions(self.receipt)))
-
-    def _update_norm(self, upload: Upload) -> float:
-        """Norm of the update if this run's sampler or its bound uses it, NaN otherwise."""
-        engine = self.round.engine
-        is_used = engine.update_bound is not None or engine.figure in ("update", "stale update")
-        if self.download is None or not is_used:
-            return math.nan
-        expected = self.round.opened.expected_update(upload.unit) if engine.figure == "stale update" else None
-        if self._norm is not None and expected is None:
-            return self._norm
-        returned = self._averaged(self._unpacked(upload)).tensors
-        return update_norm(self._averaged(self.download).tensors, returned, expected)
+    def measure(self, upload: Upload) -> None:
+        """Take the norm of an update that is discarded, if the sampler needs it and the update is finite."""
+        assert self.download is not None, "a client that was sent nothing returns nothing"
+        arrival = Arrival(self.receipt, self.download, upload)
+        with suppress(Unusable):
+            for end in self.round.engine.inward:
+                if NORM in arrival.figures or "update" not in self.round.engine.figure:
+                    break
+                arrival = end.arrive(arrival)
+        self._figures = arrival.figures
 
     def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         """The outcome of the turn, given its upload and why that is left out of the average, if it is."""
@@ -772,13 +716,11 @@ class Turn:
             left_out=left_out,
             logged=upload.logged if left_out is None else {},
             virtual_seconds=self.simulated.seconds,
-            update_norm=self._update_norm(upload) if left_out is None else math.nan,
             unreached=upload.unreached,
             discarded=upload.discarded,
             missing=upload.missing,
             put_back=upload.put_back,
-            is_bounded=self._is_bounded,
-            is_masked=self.is_masked,
+            figures=self._figures if left_out is None else {},
             seconds=math.fsum(upload.seconds.values()) if upload.seconds else math.nan,
         )
 

@@ -159,9 +159,11 @@ class Peers(ABC):
     """The processes that train the same round; all of them call these methods together.
 
     Attributes:
+        rank: Rank of this one, from 0.
         size: Number of processes.
     """
 
+    rank: int
     size: int
 
     @abstractmethod

@@ -8,12 +8,14 @@ from lightning_spectral.testing.choices import (
     check_sampler,
     check_strategy,
 )
+from lightning_spectral.testing.filters import check_filter
 from lightning_spectral.testing.layers import check_sharded_layer
 
 __all__ = [
     "check_algorithm",
     "check_channel_choice",
     "check_design",
+    "check_filter",
     "check_partitioner",
     "check_sampler",
     "check_sharded_layer",

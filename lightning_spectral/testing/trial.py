@@ -21,25 +21,28 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torch.utils.data import TensorDataset
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.device import ClientSide, Device
-from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.device import ClientSide, Device, Instructions
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
+from lightning_spectral.client.user_optimizer import options_of
+from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.exchange import copy_module, named_state
-from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import SequentialExecutor
-from lightning_spectral.server.fault_policy import Faults, Raise, update_norm
+from lightning_spectral.server.fault_policy import Faults, Raise
+from lightning_spectral.server.lasting import Kept, Lasting
+from lightning_spectral.server.own_filters import Stored, chain, update_norm
+from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import Engine
-from lightning_spectral.server.secure_sums import SecureSums
 from lightning_spectral.sums.exact_mean import Peers
 
 T = TypeVar("T")
@@ -70,6 +73,8 @@ class Case:
         batch: What its ``training_step`` receives.
         lr: Learning rate of the clients' SGD.
         local_hooks: What acts in every local step.
+        filters: What acts on updates.
+        buffers: What becomes of buffers.
         device: Where the server is, and where clients train.
     """
 
@@ -78,7 +83,13 @@ class Case:
     batch: Any
     lr: float
     local_hooks: tuple[LocalHook, ...]
+    filters: tuple[Filter, ...] = ()
+    buffers: Rules = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __str__(self) -> str:
+        """What is tried, in messages."""
+        return f"{self.algorithm!r}{f' with the filters {list(self.filters)!r}' if self.filters else ''}"
 
     def data(self, download: Download) -> ClientData:
         """The data of a download's client: from one to three steps."""
@@ -150,7 +161,6 @@ class Trial:
         absolute: For absolute coefficients, what the ``sizes`` are multiplied by; ``None`` for those that are divided
             by their sum.
         sizes: Coefficients of the clients.
-        secure: Whether clients mask their updates.
     """
 
     def __init__(
@@ -164,7 +174,6 @@ class Trial:
         lost: Collection[int] = (),
         absolute: float | None = None,
         sizes: Sequence[int] = SIZES,
-        secure: bool = False,
     ) -> None:
         self.case, self.round_idx = case, 0
         scale = 1.0 if absolute is None else absolute
@@ -173,27 +182,37 @@ class Trial:
         self.state = case.algorithm.new_state(self.server, SEED)
         if self.state is not None:
             self.state.to(case.device)
-        self.store, self.client_states, base = ClientStore(), ClientStore(), FrozenBase()
-        for store in (self.store, self.client_states):
-            store.to(case.device)
+        self.lasting, self.decisions = Lasting(), Kept()
+        self.lasting.attach("decisions", self.decisions)
+        if self.state is not None:
+            self.lasting.attach("algorithm", self.state)
         if saved is not None:
             saved = copy.deepcopy(dict(saved))
             self.server.load_state_dict(saved["server"])
-            if self.state is not None:
-                self.state.load_state_dict(saved["state"])
-            self.store.load_state_dict(saved["store"])
-            self.client_states.load_state_dict(saved["client_states"])
-            self.round_idx, base = saved["round_idx"], FrozenBase.from_state_dict(saved["frozen_base"])
-        self.half = case.algorithm.bind(self.server, self.state, decisions=saved and saved["decisions"])
+            self.lasting.load_state_dict(saved["lasting"])
+            self.round_idx = saved["round_idx"]
+        decided = None if saved is None else self.decisions.values
+        rules = Plan(self.server, case.algorithm, case.filters, buffers=case.buffers).rules(decided)
+        self.half = case.algorithm.bind(self.server, self.state, rules=rules, decisions=decided)
         if saved is None:
             self.half.initialize(Workers())
             self.half.settle()
+        self.decisions.values = self.half.decisions
         self.template = SGD([p for p in self.server.parameters() if p.requires_grad], lr=case.lr)
         own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
         self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=server_lr)
+        told, store, sizes_of_all = instructions(self.half, case.filters), ClientStore(), torch.tensor(SIZES)
+        fit = Fit(self.half, Processes(), lambda: sizes_of_all, "update")
+        self.ends = chain(case.filters, fit, store, told.keeps_state)
+        for name, end in self.ends.items():
+            if isinstance(end, Stored):
+                end.store.to(case.device)
+            self.lasting.attach(name, end)
         self.engine = Engine(
             case.algorithm,
             self.half,
+            told,
+            self.ends,
             ClientDirectory(torch.tensor(SIZES), case.algorithm.capacities(len(SIZES), SEED)),
             lambda _: self.executor,
             seed=SEED,
@@ -201,33 +220,31 @@ class Trial:
             absolute=absolute is not None,
             options=lambda: (options_of(self.template),),
             figure="update",
-            store=self.store,
-            client_states=self.client_states,
-            frozen_base=base,
+            store=store,
             faults=Faults(on_not_finite=Raise(), on_no_update=Raise()),
-            secure_sums=SecureSums() if secure else None,
         )
         self.executor = TrialExecutor(self.device(elsewhere), lost, elsewhere)
 
     def device(self, elsewhere: bool = False) -> Device:
         """A device that trains its clients; one elsewhere shares nothing with the server."""
-        half, module, optimizer = self.half.device_half, self.server, self.template
+        told, module, optimizer = self.engine.instructions, self.server, self.template
         if elsewhere:
-            half, (module, optimizer) = self._half_elsewhere(), copy.deepcopy((module, optimizer))
+            told, (module, optimizer) = self._told_elsewhere(), copy.deepcopy((module, optimizer))
         placement = Placement(self.case.device, moves_batches=False)
         settings = LocalSettings(placement, self.case.local_hooks, hasattr)
-        return Device(module, half, [optimizer], self.case.data, settings)
+        return Device(module, told, [optimizer], self.case.data, settings)
 
-    def _half_elsewhere(self) -> ClientSide:
-        """The device half after a journey: pickled, and as over a network unless a script or a notebook defines it."""
-        half: ClientSide = pickle.loads(pickle.dumps(self.half.device_half))
-        kind = type(half)
-        if kind.__module__ == "__main__" or not has_codec():
-            return half
+    def _told_elsewhere(self) -> Instructions:
+        """What a device is told after a round trip: pickled, and as over a network unless a script defines a part."""
+        told: Instructions = pickle.loads(pickle.dumps(self.engine.instructions))
+        parts = [told.side, *told.ends.values()]
+        if any(type(part).__module__ == "__main__" for part in parts) or not has_codec():
+            return told
         from lightning_spectral.network.objects import read_object, write_object
 
-        makers = kind, type(self.case.algorithm), type(self.case.module)
-        return read_object(write_object(half), kind, {maker.__module__.partition(".")[0] for maker in makers})
+        makers = (*parts, self.case.algorithm, self.case.module)
+        packages = {type(maker).__module__.partition(".")[0] for maker in makers}
+        return read_object(write_object(told), Instructions, packages)
 
     def play(self, units: Sequence[WorkUnit] | None = None) -> RoundSummary:
         """Play a round of some clients, by default all, who train in the given order."""
@@ -248,7 +265,12 @@ class Trial:
 
     def close(self) -> RoundSummary:
         """Close the round, and step the server."""
-        summary = self.engine.close_round()
+        self.engine.gather_round()
+        return self.apply()
+
+    def apply(self) -> RoundSummary:
+        """Step the server, once processes have met."""
+        summary = self.engine.apply_round()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.engine.settle()
@@ -266,11 +288,17 @@ class Trial:
     def everything(self) -> dict[str, Tensor]:
         """Copies of all that lasts from round to round: the server's tensors, the state's, and each client's."""
         stored = {
-            f"{owner} {key[0]}: {name}": tensor.clone()
-            for owner, store in (("client", self.store), ("device of client", self.client_states))
-            for key in store
-            for name, tensor in store.kept(WorkUnit(*key)).items()
+            f"{'device of client' if part == 'client states' else 'client'} {key[0]}: {name}": tensor.clone()
+            for part, end in self.ends.items()
+            if isinstance(end, Stored)
+            for key in end.store
+            for name, tensor in end.store.kept(WorkUnit(*key)).items()
         }
+        for each in self.case.filters:
+            state = self.ends[each.name].state_dict() if each.name in self.ends else {}
+            for path, leaf in tree_flatten_with_path(state)[0]:
+                if isinstance(leaf, Tensor | int | float):
+                    stored[f"filter {each.name}{keystr(path)}"] = torch.as_tensor(leaf).clone()
         for client, kept in self.executor.states.items():
             stored |= {f"device of client {client}: {name}": tensor.clone() for name, tensor in kept.items()}
         return {**self.weights(), **{f"state.{name}": t for name, t in tensors_of(self.state).items()}, **stored}
@@ -280,11 +308,7 @@ class Trial:
         return copy.deepcopy(
             {
                 "server": self.server.state_dict(),
-                "state": None if self.state is None else self.state.state_dict(),
-                "store": self.store.state_dict(),
-                "client_states": self.client_states.state_dict(),
-                "frozen_base": self.engine.frozen_base.state_dict(),
-                "decisions": dict(self.half.decisions),
+                "lasting": self.lasting.state_dict(),
                 "round_idx": self.round_idx,
             }
         )
@@ -302,17 +326,16 @@ def change_norms(trial: Trial) -> dict[int, float]:
     """
     opened = trial.engine.open_round(trial.round_idx, trial.units)
     device, norms = trial.device(), {}
-    observing: Any = _Observing(device.side)
-    device.side = observing
+    observing: Any = _Observing(device.instructions.side)
+    device.instructions = replace(device.instructions, side=observing)
     for unit in trial.units:
         download, receipt = opened.send(unit)
         device.run(replace(download, local_epochs=0))
         before = observing.seen
         upload, after = device.run(download), observing.seen
         both_ways = upload.tensors.keys() & download.tensors.keys()
-        is_whole = device.side.unpack(download, upload) is upload
-        if is_whole and all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
-            where, rules = opened.opened.positions(receipt), trial.half.buffers
+        if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
+            where, rules = opened.opened.positions(receipt), trial.half.rules
             sent, returned = ({name: tensors[name] for name in both_ways} for tensors in (before, after))
             norms[unit.client_id] = update_norm(rules.averaged(sent, where), rules.averaged(returned, where))
     trial.engine.abandon_round()
@@ -344,12 +367,11 @@ def play_in_two_processes(trials: Sequence[Trial], groups: Sequence[Sequence[Wor
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda peer: trials[peer.rank].engine.round.add_up(peer), peers))
     outcomes = [outcome for trial in trials for outcome in trial.engine.round.outcomes]
-    written = [[store.written() for store in trial.engine.stores] for trial in trials]
-    for rank, trial in enumerate(trials):
-        for store, entries in zip(trial.engine.stores, written[1 - rank], strict=True):
-            store.merge(entries)
-        trial.engine.round.outcomes = list(outcomes)
-        trial.close()
+    for trial in trials:
+        by_key = {outcome.unit.key: outcome for outcome in outcomes}
+        trial.engine.round.gathered = tuple(by_key[unit.key] for unit in trial.units)
+        trial.engine.round.executor.end_round()
+        trial.apply()
 
 
 class Peer(Peers):

@@ -14,6 +14,7 @@ from toy_models import LitSmall
 from width_norms import AVERAGES, MIXED, WIDTHS, LitNorms, cut, ours, randomised
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Setting
 from lightning_spectral.algorithms.width import STEP_COUNTS, WidthAverages, arrange
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.protocol.cohort import Cohort
@@ -249,11 +250,11 @@ def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="`averages_per_width` needs widths: give `step_widths`"):
         ls.WidthSharding(averages_per_width=True)
     with pytest.raises(ValueError, match=r"but net.1.running_mean are not averaged"):
-        ours(buffers={"net.1.running_mean": "server"}).check(seeded(LitNorms))
+        ours().check(Setting(seeded(LitNorms), buffers={"net.1.running_mean": "server"}))
     lit = seeded(LitSmall)
     lit.net[1] = nn.LayerNorm(12)
     with pytest.warns(ls.SpectralWarning, match="finds no BatchNorm with running averages in LitSmall"):
-        ours().check(lit)
+        ours().check(Setting(lit))
 
 
 def test_state_is_moved_and_cast_with_the_module() -> None:

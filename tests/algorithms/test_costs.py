@@ -87,7 +87,6 @@ def spectral(**options: Any) -> ls.SpectralSharding:
 
 SPECTRAL = [
     spectral(),
-    spectral(buffers=FROZEN_BUFFERS),
     spectral(term_granularity=4),
     spectral(ratio_factors={"net.2": 3.0}),
     spectral(exclude=["net.2"]),
@@ -95,26 +94,30 @@ SPECTRAL = [
     spectral(output_ratio=0.3),
 ]
 SUB_MODELS = [
-    ls.WidthSharding(ls.RollingChannels(), buffers={"*.running_var": "server"}),
+    ls.WidthSharding(ls.RollingChannels()),
     ls.WidthSharding(exclude=["net.0"]),
     ls.FIARSE(),
-    ls.FIARSE(exclude=["net.0.*"], buffers={"*.running_*": "server"}),
+    ls.FIARSE(exclude=["net.0.*"]),
 ]
 COMPRESSED = [
     ls.Zampling(),
     ls.Zampling(downlink_bits=5, coordinated=True),
-    ls.Zampling(buffers=FROZEN_BUFFERS),
     ls.Zampling(exclude=["head.*", "*.bias"]),
     ls.Zampling(degree=3),
 ]
-CASES: list[tuple[Any, Any, list[float]]] = [
-    *((LitPlain, algorithm, [1.0]) for algorithm in (ls.FedAvg(), ls.Scaffold(), ls.StaleUpdates())),
-    *((LitMany, algorithm, [0.2, 0.55]) for algorithm in SPECTRAL),
-    *((LitFrozenParts, algorithm, [0.1, 0.3, 0.75, 1.0]) for algorithm in SUB_MODELS),
-    *((LitMLP, ls.LoRA(aggregation=how, **ADAPTED), ranks) for how in AGGREGATIONS for ranks in ([2, 4], [3])),
-    *((LitMany, algorithm, [3.7]) for algorithm in COMPRESSED),
-    *((LitMany, ls.Zampling(), [factor]) for factor in (1, 20)),
-    (LitMany, ls.Zampling.supermask(), [1]),
+FEW, MANY = [0.2, 0.55], [0.1, 0.3, 0.75, 1.0]
+CASES: list[tuple[Any, Any, list[float], dict[str, Any]]] = [  # the last are the rules of buffers
+    *((LitPlain, algorithm, [1.0], {}) for algorithm in (ls.FedAvg(), ls.Scaffold(), ls.StaleUpdates())),
+    *((LitMany, algorithm, FEW, {}) for algorithm in SPECTRAL),
+    *((LitFrozenParts, algorithm, MANY, {}) for algorithm in SUB_MODELS),
+    *((LitMLP, ls.LoRA(aggregation=how, **ADAPTED), ranks, {}) for how in AGGREGATIONS for ranks in ([2, 4], [3])),
+    *((LitMany, algorithm, [3.7], {}) for algorithm in COMPRESSED),
+    *((LitMany, ls.Zampling(), [factor], {}) for factor in (1, 20)),
+    (LitMany, spectral(), FEW, FROZEN_BUFFERS),
+    (LitFrozenParts, ls.WidthSharding(ls.RollingChannels()), MANY, {"*.running_var": "server"}),
+    (LitFrozenParts, ls.FIARSE(exclude=["net.0.*"]), MANY, {"*.running_*": "server"}),
+    (LitMany, ls.Zampling(), [3.7], FROZEN_BUFFERS),
+    (LitMany, ls.Zampling.supermask(), [1], {}),
 ]
 
 
@@ -135,12 +138,14 @@ def capacity_free(algorithm: Any) -> Any:
 
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
-@pytest.mark.parametrize(("make", "algorithm", "capacities"), CASES, ids=lambda value: repr(value)[:70])
-def test_bytes_are_those_of_rounds(make: Any, algorithm: Any, capacities: Any, toy: Any, fit: Fit) -> None:
+@pytest.mark.parametrize(("make", "algorithm", "capacities", "buffers"), CASES, ids=lambda value: repr(value)[:70])
+def test_bytes_are_those_of_rounds(
+    make: Any, algorithm: Any, capacities: Any, buffers: Any, toy: Any, fit: Fit
+) -> None:
     """Down the same in every round, and what is frozen once; up the most of two rounds: factors may take turns."""
-    table = cost_table(make(), capacity_free(algorithm), capacities, EXAMPLE)
+    table = cost_table(make(), capacity_free(algorithm), capacities, EXAMPLE, buffers=buffers)
     trained, data = with_clients(algorithm, capacities), ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4))
-    rows = fit(make(), data, algorithm=trained, clients_per_round=4, max_epochs=2).ledger.rows
+    rows = fit(make(), data, algorithm=trained, buffers=buffers, clients_per_round=4, max_epochs=2).ledger.rows
     for keep_ratio, capacity in zip(sorted({row.keep_ratio for row in rows}), sorted(capacities), strict=True):
         cost, own = table.at[capacity], [row for row in rows if row.keep_ratio == keep_ratio]
         down = {(row.round_idx, row.downlink_bytes) for row in own}
@@ -148,27 +153,30 @@ def test_bytes_are_those_of_rounds(make: Any, algorithm: Any, capacities: Any, t
         assert max(row.uplink_bytes for row in own) == cost.uplink_bytes
 
 
-def test_a_plan_says_what_buffers_do_and_the_whole_model_follows() -> None:
-    plan = ls.nn.plan_layers(LitMany(), choices=ls.LayerChoices(buffers={"offset": "server"}))
-    planned = cost_table(LitMany(), ls.SpectralSharding(layers=plan), [0.2])
-    default = cost_table(LitMany(), ls.SpectralSharding(), [0.2])
-    assert planned.at[0.2].uplink_bytes == default.at[0.2].uplink_bytes - 3 * 4
-    assert planned.full.uplink_bytes == default.full.uplink_bytes - 3 * 4
+def test_sub_models_and_the_whole_model_follow_the_rules_of_buffers() -> None:
+    plan = ls.nn.plan_layers(LitMany())
+    default, resting = (
+        cost_table(LitMany(), ls.SpectralSharding(layers=plan), [0.2], buffers=rules)
+        for rules in ({}, {"offset": "server"})
+    )
+    assert resting.at[0.2].uplink_bytes == default.at[0.2].uplink_bytes - 3 * 4
+    assert resting.full.uplink_bytes == default.full.uplink_bytes - 3 * 4
 
 
 ONE_OF_EACH = {type(case[1]): case for case in CASES}.values()
 
 
-@pytest.mark.parametrize(("make", "algorithm", "capacities"), ONE_OF_EACH, ids=lambda value: repr(value)[:70])
+@pytest.mark.parametrize(
+    ("make", "algorithm", "capacities", "buffers"), ONE_OF_EACH, ids=lambda value: repr(value)[:70]
+)
 def test_counting_changes_nothing_and_the_whole_model_costs_the_same(
-    make: Any, algorithm: Any, capacities: Any
+    make: Any, algorithm: Any, capacities: Any, buffers: Any
 ) -> None:
     module, state = seeded(make), torch.get_rng_state()
-    table = cost_table(module, capacity_free(algorithm), capacities, EXAMPLE)
+    table = cost_table(module, capacity_free(algorithm), capacities, EXAMPLE, buffers=buffers)
     assert same_state(module.state_dict(), seeded(make).state_dict())
     assert torch.equal(state, torch.get_rng_state())
-    whole = ls.FedAvg(buffers=algorithm.buffers)
-    assert table.full == cost_table(module, whole, [1], EXAMPLE).full
+    assert table.full == cost_table(module, ls.FedAvg(), [1], EXAMPLE, buffers=buffers).full
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,8 @@ def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) ->
     again = 4 * (2 * (6 + 12) + sum(after[name].numel() for name in trained))  # what travels in every round
     sent = {(row.downlink_bytes, row.frozen_bytes) for row in fitted.ledger.rows if row.round_idx == 1}
     assert sent == {(again, 0)}
-    kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, buffers={"*.running_*": "server"}, **options)).state
+    rules = {"*.running_*": "server"}
+    kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, **options), buffers=rules).state
     assert torch.equal(kept["net.1.running_mean"], before["net.1.running_mean"])
 
 
@@ -329,7 +330,7 @@ def test_a_server_optimizer_that_would_step_along_lost_terms_is_refused(aggregat
 def merge_by_hand(folder: Path, num_rounds: int) -> Path:
     """A checkpoint in which the merged weights are the bases, B is zero, and A is drawn for that round."""
     checkpoint = torch.load(folder / "before.ckpt", weights_only=True)
-    state = checkpoint["federation_state"][""]
+    state = checkpoint["federation_lasting"]["models"][""]["algorithm"]
     for index, layer in enumerate(adapted_layers(LitMLP(), ["*"], ())):
         own = f"adapters.{index}"
         state[f"{own}.base"] = checkpoint["state_dict"][layer.weight].clone()
@@ -355,7 +356,7 @@ def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
     by_hand = run(by_hand, max_epochs=3, ckpt_path=tmp_path / "merged.ckpt")
     assert same_state(ours.state, by_hand.state)
     assert not same_state(ours.state, first.state)
-    assert changed["federation_state"][""]["num_rounds"] == 2
+    assert changed["federation_lasting"]["models"][""]["algorithm"]["num_rounds"] == 2
 
 
 def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None:

@@ -294,7 +294,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
     for server, share in ((whole, 0.0), (first, 1 / 3)):
         monkeypatch.setattr(term_draws, "FIRST_TERMS", share)
         whole_terms.clear()
-        half = SpectralHalf(half.choice, server, half.plan, half.decisions)
+        half = SpectralHalf(half.choice, server, half.plan, decisions=half.decisions)
         before = {name: matrix(server, name).clone() for name in SHARDED}
         opened, moved = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))
@@ -373,10 +373,11 @@ def test_a_resumed_run_remembers_which_matrices_were_changed(fit: Fit, data: Any
     whole = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4)
     half, path = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=2), tmp_path / "half.ckpt"
     half.trainer.save_checkpoint(path)
-    assert torch.load(path, weights_only=True)["federation_decisions"] == {"": {"started": ["net.2"]}}
+    saved = torch.load(path, weights_only=True)["federation_lasting"]["models"][""]
+    assert saved["decisions"] == {"started": ["net.2"]}
     assert same_state(fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4, ckpt_path=path).state, whole.state)
     forgetful = torch.load(path, weights_only=True)
-    forgetful["federation_decisions"] = {}
+    del forgetful["federation_lasting"]["models"][""]["decisions"]
     torch.save(forgetful, path)
     other = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=4, ckpt_path=path).state
     assert not same_state(other, whole.state)

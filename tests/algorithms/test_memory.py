@@ -14,9 +14,9 @@ from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import BatchSource, ClientData
-from lightning_spectral.client.device import Device
-from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.local_loop import LocalSettings, Placement
+from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, WorkUnit
@@ -73,9 +73,8 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
     def turn() -> None:
         received = replace(decode(*packed, Download), client_state={n: tensor.clone() for n, tensor in kept.items()})
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
-        device = Device(
-            lit, half.device_half, [optimizer], lambda _: data, LocalSettings(Placement(moves_batches=False))
-        )
+        settings = LocalSettings(Placement(moves_batches=False))
+        device = Device(lit, Instructions(half.device_half), [optimizer], lambda _: data, settings)
         upload = device.run(received)
         assert upload.num_steps >= 3, upload.failure
         kept.update(upload.client_state)

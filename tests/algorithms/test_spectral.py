@@ -16,6 +16,7 @@ from spectral_rounds import cohort, draw, net, run_round, unit
 from torch import Tensor
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Setting
 from lightning_spectral.algorithms.spectral.algorithm import SpectralRound
 from lightning_spectral.algorithms.term_draws import plan_draws
 from lightning_spectral.client.forms import Forms
@@ -152,7 +153,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0, weight_decay=0.05)
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
-        algorithm.check_optimizer(template, server)
+        algorithm.check(Setting(server, optimizers=[template]))
     _, ((download, _),) = draw(algorithm, server, [0.5])
     turns, first = Turns(algorithm.bind(server).device_half, server, template), server[0].weight.detach().clone()
     with turns.client(0.5) as client:
@@ -262,7 +263,8 @@ SLOPE = [torch.nn.Parameter(torch.ones(1))]
 def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_tau: float, num_warnings: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ls.SpectralSharding(clip_tau=clip_tau).check_optimizer(optimizer, net())
+        algorithm, server = ls.SpectralSharding(clip_tau=clip_tau), net()
+        algorithm.check(Setting(server, optimizers=[optimizer]))
     said = [str(warning.message) for warning in caught if warning.category is ls.SpectralWarning]
     assert len(said) == num_warnings
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)

@@ -16,10 +16,11 @@ from torch.nn.utils import prune
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import ClientSide, StepActions
-from lightning_spectral.client.forms import Forms, LocalOptimizer, options_of, postponing_interrupts
+from lightning_spectral.client.forms import Forms, postponing_interrupts
+from lightning_spectral.client.kept_state import KeptState
+from lightning_spectral.client.user_optimizer import LocalOptimizer, options_of
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import named_state
-from lightning_spectral.protocol.kept_state import KeptState
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 

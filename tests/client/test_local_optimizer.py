@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_spectral.client.forms import Forms, LocalOptimizer, check_optimizer, options_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.user_optimizer import LocalOptimizer, check_optimizer, options_of
 
 OPTIMIZERS: list[Any] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),

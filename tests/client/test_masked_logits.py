@@ -19,9 +19,9 @@ from toy_models import step_by_hand
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
-from lightning_spectral.client.device import Device
-from lightning_spectral.client.forms import options_of
+from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.local_loop import LocalSettings
+from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 INF = math.inf
@@ -78,7 +78,7 @@ def test_one_clients_steps_written_out() -> None:
     names = tuple(name for name, _ in lit.named_parameters())
     own = lit.configure_optimizers()
     settings = LocalSettings(local_hooks=(ls.client.MaskedLogits(),))
-    device = Device(lit, DenseSide(names), [own], data.client_data, settings)
+    device = Device(lit, Instructions(DenseSide(names)), [own], data.client_data, settings)
     for client_id in (0, 3, 2):  # all train in the same memory in turn
         sent = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=(options_of(own),), local_epochs=2)
         upload = device.run(sent)

@@ -24,8 +24,6 @@ from lightning_spectral.testing import check_algorithm, doctor
 HALF, RANKS, NORM = {0.4: 0.5, 0.8: 0.5}, {1: 0.5, 3: 0.5}, ["net.1.*"]
 ALGORITHMS: dict[str, ls.Algorithm] = {
     "FedAvg": ls.FedAvg(),
-    "TopK": ls.FedAvg(compression=ls.TopK(0.1)),
-    "Int8": ls.FedAvg(compression=ls.Int8(), personal=["net.1.*"]),
     "store": Remembering(),
     "Scaffold": ls.Scaffold(),
     "StaleUpdates": ls.StaleUpdates(),
@@ -57,16 +55,24 @@ ALGORITHMS: dict[str, ls.Algorithm] = {
     "LoRA, FrozenA": ls.LoRA(2, train=NORM, aggregation=ls.FrozenA()),
     "LoRA, AlternatingFactors": ls.LoRA(2, train=NORM, aggregation=ls.AlternatingFactors()),
 }
+FILTERS: dict[str, list[ls.Filter]] = {
+    "TopK": [ls.TopK(0.1)],
+    "Int8": [ls.Personal(["net.1.*"]), ls.Int8()],
+}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": algorithm} for name, algorithm in ALGORITHMS.items()},
+    **{name: {"filters": filters} for name, filters in FILTERS.items()},
+}
 
 
 SLOW = {"MIFA", "Scaled", "Schatten", "EffectiveCohort", "MinimumSupport", "Zampling, not sampled", "supermask"}
 SLOW |= {"RollingChannels", "LoRA, TruncatedProducts", "LoRA, FrozenA", "LoRA, PaddedFactors"}
 
 
-@pytest.mark.parametrize("name", slow_but(ALGORITHMS.keys() - SLOW, ALGORITHMS))
+@pytest.mark.parametrize("name", slow_but(SYSTEMS.keys() - SLOW, SYSTEMS))
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
-    agree(*(run(lit(), data, algorithm=ALGORITHMS[name], max_epochs=2) for run in (fit, there)))
+    agree(*(run(lit(), data, max_epochs=2, **SYSTEMS[name]) for run in (fit, there)))
 
 
 @pytest.mark.parametrize("name", slow_but(["SpectralSharding", "LoRA", "StaleUpdates"], doctor.ALGORITHMS))

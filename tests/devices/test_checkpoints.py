@@ -54,9 +54,11 @@ class Saved(pl.Callback):
 
 def ours(checkpoint: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that this package puts into a checkpoint, beside the algorithm's state, which is on the device."""
-    added = ((name, value) for name, value in checkpoint.items() if name.startswith("federation"))
-    own = [value for name, value in added if name != "federation_state"]
-    yield from (leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor))
+    own = {name: value for name, value in checkpoint.items() if name.startswith("federation")}
+    lasting = own.pop("federation_lasting")
+    models = [model.items() for model in lasting["models"].values()]
+    parts = [value for parts in models for name, value in parts if name != "algorithm"]
+    yield from (leaf for leaf in tree_leaves([own, parts, lasting["together"]]) if isinstance(leaf, Tensor))
 
 
 @pytest.mark.parametrize("name", MEMORY)

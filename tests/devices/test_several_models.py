@@ -80,6 +80,7 @@ def test_what_is_kept_of_clients_of_every_model_is_on_the_cpu(run: Run, device: 
     options = {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
     run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), ModelCheckpoint(tmp_path, "last"), **options)
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    kept = [*saved["federation_clients"], *saved["federation_client_states"]]
+    models = saved["federation_lasting"]["models"]
+    kept = [*models["words"]["stored clients"]["entries"], *models["images"]["client states"]["entries"]]
     assert {entries["model"] for entries in kept} == {"words", "images"}
     assert {tensor.device.type for entries in kept for tensor in entries["tensors"].values()} == {"cpu"}

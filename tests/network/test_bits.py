@@ -17,10 +17,13 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.network.roster import Roster
 
-ALGORITHMS = {
+SYSTEMS: dict[str, dict[str, Any]] = {
     **EVERY_SYSTEM,
-    "packed factors": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors(), compression=ls.TopK(0.1)),
-    "limits of buffers": ls.FedAvg(buffers={"has_begun": "max", "num_steps": "max"}),
+    "packed factors": {
+        "algorithm": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors()),
+        "filters": [ls.TopK(0.1)],
+    },
+    "limits of buffers": {"buffers": {"has_begun": "max", "num_steps": "max"}},
 }
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
 
@@ -43,14 +46,14 @@ def assert_same(ours: Fitted, theirs: Fitted) -> None:
     assert as_simulated(ours.logged) == theirs.logged
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
 def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit, tmp_path: Path) -> None:
     lit: Callable[[], Any] = {"SCAFFOLD": LitPlain, "limits of buffers": WithLimits}.get(name, LitMLP)
-    theirs = fit(seeded(lit), toy_data(), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
+    theirs = fit(seeded(lit), toy_data(), max_epochs=3, **SYSTEMS[name], **SETTINGS)
     for hazards, forgets in ((1, False), (2, True)):
         line = toy_line(lit, hazards=hazards, forgets=forgets, folder=tmp_path / "states" if forgets else None)
-        ours = fit(seeded(lit), remote(line), algorithm=ALGORITHMS[name], max_epochs=3, **SETTINGS)
+        ours = fit(seeded(lit), remote(line), max_epochs=3, **SYSTEMS[name], **SETTINGS)
         if not forgets:
             assert_same(ours, theirs)
         assert same_state(ours.tensors, theirs.tensors)
@@ -74,7 +77,7 @@ class LitCounts(LitMLP):
 @pytest.mark.parametrize("name", ["FedAvg", "spectral"])
 @pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are neither parameters nor buffers")
 def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> None:
-    options: dict[str, Any] = {"algorithm": ALGORITHMS[name], "max_epochs": 3, **SETTINGS}
+    options: dict[str, Any] = {**SYSTEMS[name], "max_epochs": 3, **SETTINGS}
     theirs = fit(seeded(LitCounts), toy_data(), **options)
     assert_same(fit(seeded(LitCounts), remote(toy_line(LitCounts)), **options), theirs)
 
@@ -95,14 +98,14 @@ def test_a_private_round_is_that_of_the_simulation(algorithm: Any, fit: Fit) -> 
     """Clipped and noised at the server, which shortens nothing else and says nothing of clients."""
     pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
     privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=0.5, delta=1e-3, noise_seed=1)
-    options: dict[str, Any] = {"algorithm": algorithm, "privacy": privacy, "participation": ls.Uniform(active=4)}
+    options: dict[str, Any] = {"algorithm": algorithm, "filters": [privacy], "participation": ls.Uniform(active=4)}
     settings = {**SETTINGS, "clients_per_round": None, "max_epochs": 3, **options}
     theirs = fit(seeded(LitMLP), toy_data(), **settings)
     assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **settings), theirs)
 
 
 def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"algorithm": ALGORITHMS["SCAFFOLD"], **SETTINGS}
+    options: dict[str, Any] = {**SYSTEMS["SCAFFOLD"], **SETTINGS}
     theirs = fit(seeded(LitPlain), toy_data(), max_epochs=4, **options)
     first = fit(seeded(LitPlain), remote(toy_line(LitPlain, folder=tmp_path / "states")), max_epochs=2, **options)
     first.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
@@ -114,10 +117,10 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, 
 
 def test_a_resumed_run_draws_from_the_clients_that_it_finds(fit: Fit, tmp_path: Path) -> None:
     """Not from those that were numbered before the checkpoint was read; and epsilon counts both populations."""
-    privacy_of = pytest.importorskip("lightning_spectral.server.privacy")
+    privacy_of = pytest.importorskip("lightning_spectral.filters.privacy")
     pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
     privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=1.0, delta=1e-3, noise_seed=1)
-    options: dict[str, Any] = {"clients_per_round": None, "participation": ls.Uniform(active=2), "privacy": privacy}
+    options: dict[str, Any] = {"clients_per_round": None, "participation": ls.Uniform(active=2), "filters": [privacy]}
     drawn, present = set[int](), set[int]()
 
     class Watch(ls.RoundCallback):
@@ -153,7 +156,7 @@ def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     def run(data: Any) -> tuple[Any, Any, Any]:
         models = {
             "dense": ls.FederatedModule(seeded(LitMLP), seed=3),
-            "sharded": ls.FederatedModule(seeded(LitMLP), algorithm=ALGORITHMS["spectral"], seed=4),
+            "sharded": ls.FederatedModule(seeded(LitMLP), **SYSTEMS["spectral"], seed=4),
         }
         model = ls.MultiModelModule(models, participation=SAMPLERS[name], seed=5)
         ledger = ls.CommunicationLedger()
@@ -186,7 +189,7 @@ class LitAsksItsStage(LitMLP):
 def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(name: str, fit: Fit) -> None:
     tables = []
     for data in (held_out_data(), remote(held_out_line(LitAsksItsStage))):
-        evaluation, options = ls.ClientEvaluation(), {"algorithm": ALGORITHMS[name], **SETTINGS}
+        evaluation, options = ls.ClientEvaluation(), {**SYSTEMS[name], **SETTINGS}
         fitted = fit(seeded(LitAsksItsStage), data, max_epochs=3, callbacks=[evaluation], **options)
         tables.append((evaluation.table, {n: v for n, v in fitted.logged.items() if n.startswith("fl/clients/")}))
     assert tables[0][1].keys() == tables[1][1].keys() != set()
@@ -198,7 +201,7 @@ def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(name: str, fi
 
 
 def test_a_device_that_lost_its_clients_state_says_so_and_begins_anew(fit: Fit, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"algorithm": ALGORITHMS["personal head"], "max_epochs": 3, **SETTINGS}
+    options: dict[str, Any] = {**SYSTEMS["personal head"], "max_epochs": 3, **SETTINGS}
     line = toy_line(LitMLP, forgets=True)
     said = said_during(lambda: fit(seeded(LitMLP), remote(line), **options))
     rows = fit(seeded(LitMLP), toy_data(), **options).ledger.rows
@@ -218,7 +221,7 @@ def test_a_device_that_lost_its_clients_state_says_so_and_begins_anew(fit: Fit, 
 
 def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fit: Fit, tmp_path: Path) -> None:
     """Devices have trained for a third round, which the resumed server asks for once more."""
-    options: dict[str, Any] = {"algorithm": ALGORITHMS["personal head"], **SETTINGS, "clients_per_round": 12}
+    options: dict[str, Any] = {**SYSTEMS["personal head"], **SETTINGS, "clients_per_round": 12}
     whole = fit(seeded(LitMLP), toy_data(), max_epochs=4, **options)
     line = toy_line(LitMLP)
     part = fit(seeded(LitMLP), remote(line), max_epochs=2, **options)

@@ -21,6 +21,7 @@ from other_process import LitFails
 from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import UploadGate, read_identity
 from lightning_spectral.network.line import Answer, Question
@@ -139,7 +140,7 @@ SAYS: dict[str, Callable[[Any], bool]] = {
 def test_a_field_of_an_upload_is_within_bounds_or_refused(field: str) -> None:
     seeded_mlp = seeded(LitMLP)
     half = ls.FedAvg().bind(seeded_mlp)
-    gate, weights = UploadGate(seeded_mlp, half.device_half), dict(seeded_mlp.state_dict())
+    gate, weights = UploadGate(seeded_mlp, Instructions(half.device_half)), dict(seeded_mlp.state_dict())
     download = Download(WorkUnit(3), 1.0, weights)
     honest = record_parts(Upload(WorkUnit(3), weights, 5, 0.5, {"acc": LoggedValue(0.5, True, True)}))
     assert gate.read(download, Answer("a ticket", honest)).num_steps == 5

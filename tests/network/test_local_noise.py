@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 from fake_line import line_of, remote, toy_client_data
 from federation import Fit, same_state, seeded
 from other_process import toy_data
-from torch import Tensor
-from toy_models import LitMLP
+from torch import Tensor, nn
+from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.client.device import DeviceTurn, Instructions
+from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError
 from lightning_spectral.network import ClientData, LocalNoise
 from lightning_spectral.network.line import Question
@@ -38,11 +41,27 @@ def drawn(scale: float, seed: int) -> dict[str, Tensor]:
     return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
+def turn_of(sent: dict[str, Tensor], buffers: Sequence[str] = ()) -> DeviceTurn:
+    """The turn of a client that was sent some tensors, in a module with some buffers."""
+    client = nn.Module()
+    for name in buffers:
+        client.register_buffer(name, sent[name])
+    return DeviceTurn(client, Download(CLIENT, 1.0, sent), {}, Parties())
+
+
+def left(noise: LocalNoise, sent: dict[str, Tensor], upload: Upload, buffers: Sequence[str] = ()) -> Upload:
+    """What leaves the device in place of an upload."""
+    upload, kept = noise.end.leave(turn_of(sent, buffers), upload)
+    assert kept == {}
+    return upload
+
+
 def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int], Tensor] | None = no_noise) -> Tensor:
     """What a device sends after a change, minus what it was sent."""
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     after = {name: value.double() for name, value in change.items()}
-    upload = noise.hide(Download(CLIENT, 1.0, zeros), Upload(CLIENT, after), normals=normals)
+    upload = Upload(CLIENT, after)
+    upload = left(noise, zeros, upload) if normals is None else noise.end.hidden(turn_of(zeros), upload, normals)
     return torch.cat([upload.tensors[name].flatten() for name in sorted(SHAPES)])
 
 
@@ -96,35 +115,35 @@ def test_nothing_but_the_values_is_said() -> None:
         put_back=("w",),
         loss_before=0.5,
     )
-    found = LocalNoise(clip=1.0, noise_multiplier=1.0).hide(Download(CLIENT, 1.0, values), told)
+    assert Instructions(DenseSide(("w",)), {"LocalNoise": BARELY.end}).says_nothing
+    found = left(BARELY, values, told).without_figures()  # as a device sends it that says nothing
     assert repr(replace(found, tensors={})) == repr(Upload(CLIENT, {}))
 
 
 def test_an_upload_that_is_left_out_has_no_values() -> None:
     after = {name: value.double() for name, value in drawn(1.0, 0).items()}
     upload = Upload(CLIENT, after, left_out="no_update")
-    assert LocalNoise(clip=0.5, noise_multiplier=2.0).hide(Download(CLIENT, 1.0, after), upload).tensors == {}
+    assert left(LocalNoise(clip=0.5, noise_multiplier=2.0), after, upload).tensors == {}
 
 
 def test_a_change_that_is_not_finite_is_left_out() -> None:
     after = Upload(CLIENT, {"w": torch.tensor([1.0, math.nan])})
-    found = LocalNoise(clip=1.0, noise_multiplier=1.0).hide(Download(CLIENT, 1.0, {"w": torch.zeros(2)}), after)
+    found = left(LocalNoise(clip=1.0, noise_multiplier=1.0), {"w": torch.zeros(2)}, after)
     assert (found.left_out, dict(found.tensors)) == ("not_finite", {})
 
 
 @pytest.mark.parametrize(
     ("tensors", "buffers", "words"),
     [
-        ({"w:levels": torch.zeros(2)}, [], "packs its uploads"),
+        ({"w:levels": torch.zeros(2)}, [], "no new value of what this device was sent"),
         ({"w": torch.zeros(3)}, [], "no new value of what this device was sent"),
         ({"w": torch.zeros(2, dtype=torch.int8)}, [], "no new value"),
         ({"w": torch.zeros(2)}, ["w"], "GroupNorm"),
     ],
 )
 def test_what_cannot_be_hidden_is_refused(tensors: Any, buffers: Any, words: str) -> None:
-    noise, download = LocalNoise(clip=1.0, noise_multiplier=1.0), Download(CLIENT, 1.0, {"w": torch.zeros(2)})
     with pytest.raises(DeviceError, match=words):
-        noise.hide(download, Upload(CLIENT, tensors), buffers)
+        left(LocalNoise(clip=1.0, noise_multiplier=1.0), {"w": torch.zeros(2)}, Upload(CLIENT, tensors), buffers)
 
 
 @pytest.mark.parametrize("given", [{"clip": 0.0, "noise_multiplier": 1.0}, {"clip": 1.0, "noise_multiplier": 0.0}])
@@ -163,7 +182,9 @@ def test_a_fit_is_that_of_the_simulation_but_for_the_noise(algorithm: Any, fit: 
     for name, tensor in theirs.tensors.items():
         torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-4)
     assert not same_state(ours.tensors, theirs.tensors)
-    assert all(math.isnan(upload.loss) and not upload.logged and not upload.seconds for upload in answers)
+    assert len(answers) == 24
+    for upload in answers:
+        assert repr(replace(upload, tensors={})) == repr(Upload(upload.unit, {}))
     louder = LocalNoise(clip=1e3, noise_multiplier=5e-5)
     loud = fit(seeded(LitMLP), remote(noisy_line(louder)), algorithm=algorithm, **SETTINGS)
     assert (
@@ -190,6 +211,38 @@ def test_noise_is_added_before_masks(fit: Fit) -> None:
     theirs = fit(seeded(LitMLP), toy_data(), **SETTINGS)
     for multiplier, is_near in ((1e-9, True), (1e-3, False)):
         line = noisy_line(LocalNoise(clip=1e3, noise_multiplier=multiplier))
-        ours = fit(seeded(LitMLP), remote(line), secure_sums=ls.SecureSums(), **SETTINGS)
+        ours = fit(seeded(LitMLP), remote(line), filters=[ls.SecureSums()], **SETTINGS)
         farthest = max(float((ours.tensors[n] - t).abs().max()) for n, t in theirs.tensors.items())
         assert (farthest < 1e-4) == is_near
+
+
+@pytest.mark.parametrize(
+    "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
+)
+def test_a_federation_can_ask_all_its_clients_for_noise(algorithm: Any, fit: Fit) -> None:
+    theirs = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, **SETTINGS)
+    ours = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, filters=[BARELY], **SETTINGS)
+    for name, tensor in theirs.tensors.items():
+        torch.testing.assert_close(ours.tensors[name], tensor, rtol=0, atol=1e-4)
+    assert not same_state(ours.tensors, theirs.tensors)
+    assert theirs.rows[0].keys() - ours.rows[0].keys() == {"train_loss", "train_acc"}
+    assert not any(math.isfinite(row["fl/loss"]) for row in ours.rows)
+
+
+@pytest.mark.parametrize(
+    ("lit", "options", "words"),
+    [
+        (LitMLP, {"algorithm": ls.QFedAvg()}, "LocalNoise hides the losses of clients"),
+        (
+            LitMLP,
+            {"participation": ls.LossVarianceReduced(active=5), "clients_per_round": None},
+            "LocalNoise hides the losses of clients, by which LossVarianceReduced draws them",
+        ),
+        (LitSmall, {}, r"would send back the buffers net\.1\.running_mean.* GroupNorm"),
+        (LitMLP, {"filters": [ls.TopK(0.1), BARELY]}, "TopK packs what LocalNoise reads: put LocalNoise before TopK"),
+        (LitMLP, {"algorithm": ls.Zampling(4, degree=3)}, "LocalNoise needs an algorithm .* Zampling does not promise"),
+    ],
+)
+def test_a_federation_that_its_noise_does_not_suit_is_refused(lit: Any, options: Any, words: str, fit: Fit) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit(seeded(lit), toy_data(), **{**SETTINGS, "filters": [BARELY], **options})

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.local_hooks import ProximalTerm
 from lightning_spectral.errors import RecordError
@@ -55,10 +56,10 @@ PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 def test_a_device_half_gives_a_module_the_same_form(algorithm: Any) -> None:
     lit = LitMLP()
     side = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half
-    read = read_object(write_object(Start("", side, (ProximalTerm(0.5),))), Start)
+    read = read_object(write_object(Start("", Instructions(side), (ProximalTerm(0.5),))), Start)
     assert read.local_hooks == (ProximalTerm(0.5),)
     shapes = []
-    for half in (read.side, side):
+    for half in (read.instructions.side, side):
         with Forms(lit, half.take_form).client(0.5) as client:
             shapes.append([(name, parameter.shape) for name, parameter in client.named_parameters()])
     assert shapes[0] == shapes[1]

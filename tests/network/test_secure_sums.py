@@ -69,13 +69,13 @@ def meddling(**options: Any) -> Meddling:
 
 def secure_fit(fit: Fit, line: FakeLine, lit: Any = LitMLP, threshold: float = 0.6, **options: Any) -> Fitted:
     secure = ls.SecureSums(threshold)
-    return fit(seeded(lit), remote(line, deadline=0.2), secure_sums=secure, **{**SETTINGS, **options})
+    return fit(seeded(lit), remote(line, deadline=0.2), filters=[secure], **{**SETTINGS, **options})
 
 
 @pytest.mark.parametrize("lit", [LitMLP, LitSmall])
 @pytest.mark.parametrize("hazards", [None, 1])
 def test_the_network_gives_the_bits_of_the_simulation_without_masks(lit: Any, hazards: int | None, fit: Fit) -> None:
-    ours = fit(seeded(lit), remote(toy_line(lit, hazards=hazards)), secure_sums=ls.SecureSums(), **SETTINGS)
+    ours = fit(seeded(lit), remote(toy_line(lit, hazards=hazards)), filters=[ls.SecureSums()], **SETTINGS)
     assert same_state(ours.tensors, fit(seeded(lit), toy_data(), **SETTINGS).tensors)
 
 
@@ -119,14 +119,14 @@ def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed
 def test_a_round_with_fewer_clients_than_the_threshold_fails_at_every_step(step: str, words: str, fit: Fit) -> None:
     module = seeded(LitMLP)
     with pytest.raises(ls.errors.RoundError, match=rf"Round 0: {words}.*; the server's weights are unchanged"):
-        fit(module, remote(meddling(at=step, after=lost)), secure_sums=ls.SecureSums(1.0), **SETTINGS)
+        fit(module, remote(meddling(at=step, after=lost)), filters=[ls.SecureSums(1.0)], **SETTINGS)
     assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
 
 
 def test_surplus_clients_are_recovered(fit: Fit) -> None:
     """Whose updates come first depends on the line; that of no other is in the sum."""
     data = remote(toy_line(LitMLP), keep_first=9)
-    secure = fit(seeded(LitMLP), data, secure_sums=ls.SecureSums(), **{**SETTINGS, "max_epochs": 1})
+    secure = fit(seeded(LitMLP), data, filters=[ls.SecureSums()], **{**SETTINGS, "max_epochs": 1})
     assert secure.rows[0]["fl/left_out_surplus"] == 3
     plain = fit(seeded(LitMLP), remote(toy_line(LitMLP), keep_first=9), **{**SETTINGS, "max_epochs": 1})
     assert same_state(secure.tensors, plain.tensors)
@@ -249,5 +249,5 @@ def test_wrong_shares_of_one_device_end_the_round_and_change_nothing(fit: Fit) -
     module = seeded(LitMLP)
     line = meddling(at="reveal", after=said(lambda shares: {n: share[:-1] + b"?" for n, share in shares.items()}))
     with pytest.raises(ls.errors.RoundError, match=r"masks of its sum cannot be removed, .* do not belong together"):
-        fit(module, remote(line), secure_sums=ls.SecureSums(1.0), **SETTINGS)
+        fit(module, remote(line), filters=[ls.SecureSums(1.0)], **SETTINGS)
     assert same_state(module.state_dict(), seeded(LitMLP).state_dict())

@@ -17,13 +17,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from toy_models import Detour, LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.nn import plan_layers, plan_of, sharded_layers
 from lightning_spectral.nn.cost import count_pass
 from lightning_spectral.protocol.cohort import Workers
 
-CHOICES = ls.LayerChoices(
-    exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, buffers={"*_var": "server"}, term_granularity=4
-)
+CHOICES = ls.LayerChoices(exclude=["1"], split={"2": 2}, keep_first_and_last_dense=False, term_granularity=4)
 EXAMPLE = torch.zeros(5, 6)
 
 
@@ -40,12 +39,6 @@ def net() -> nn.Sequential:
         ({"exclude": "4"}, r"`exclude` must be a sequence of patterns, got '4'; write exclude=\('4',\)"),
         ({"exclude": [4]}, r"`exclude` must be a sequence of patterns, got \[4\]; write strings"),
         ({"exclude": 4}, "`exclude` must be a sequence of patterns, got 4; write strings"),
-        ({"buffers": ["*_var"]}, r"`buffers` must map patterns of names to rules, got \['\*_var'\]; write buffers=\{"),
-        ({"buffers": {1: "min"}}, r"`buffers` must map patterns of names to rules, got \{1: 'min'\}"),
-        (
-            {"buffers": {"*_var": "median"}},
-            r"`buffers\['\*_var'\]` must be 'mean', 'min', 'max' or 'server', got 'median'",
-        ),
         ({"split": {"4": 1}}, "must be at least 2, got 1; leave the pattern out"),
         ({"split": {"4": 2.0}}, "must be a whole number, got 2.0; write 2"),
         ({"split": ["4"]}, r"`split` is a mapping from patterns to numbers of parts, got \['4'\]; write split="),
@@ -75,7 +68,7 @@ def test_layers_of_which_every_client_would_hold_all_terms_are_named() -> None:
     with pytest.warns(
         ls.SpectralWarning, match=r"`term_granularity=8` rounds up to all terms of 1 \(N = 8\), 2 \(N = 8"
     ):
-        sharding.check(net())  # and not 4, which has 12
+        sharding.check(Plan(net(), sharding))  # and not 4, which has 12
 
 
 class TestRatioFactors:
@@ -197,7 +190,7 @@ class TestSpectralSharding:
                 ls.SpectralSharding(exclude=["4"], layers=layers)
 
     def test_its_repr_shows_every_choice(self) -> None:
-        names = ("exclude", "split", "keep_first_and_last_dense", "buffers", "term_granularity")
+        names = ("exclude", "split", "keep_first_and_last_dense", "term_granularity")
         assert all(f"{name}={getattr(CHOICES, name)!r}" in repr(ls.SpectralSharding(layers=CHOICES)) for name in names)
         finer = ls.SpectralSharding(layers=plan_layers(net(), choices=ls.LayerChoices(term_granularity=2)))
         assert repr(finer) != repr(ls.SpectralSharding(layers=plan_layers(net())))

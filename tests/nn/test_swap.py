@@ -189,7 +189,7 @@ def test_buffers_and_their_policies_are_in_the_plan() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
     module.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     module.register_buffer("cache", torch.zeros(1), persistent=False)
-    plan = plan_layers(module, choices=LayerChoices(buffers={"*_var": "server"}))
+    plan = plan_layers(module, buffers={"*_var": "server"})
     assert {buffer.name: buffer.policy for buffer in plan.buffers} == {
         "mask": "largest where -inf, else averaged",
         "cache": "the server's: no checkpoint holds it",

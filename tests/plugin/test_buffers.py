@@ -85,7 +85,7 @@ def test_extremes_are_those_of_all_that_clients_saw(fit: Fit) -> None:
     """From round to round, although the limits are finite from the first one on."""
     x, watch = examples(), Watch()
     options: dict[str, Any] = {"clients_per_round": 2, "max_epochs": 4, "local_epochs": 2, "callbacks": [watch]}
-    fitted = fit(seeded(LitLimits), data(), algorithm=ls.FedAvg(buffers=RULES), **options)
+    fitted = fit(seeded(LitLimits), data(), buffers=RULES, **options)
     seen: set[int] = set()
     for round_idx, (clients, buffers) in enumerate(zip(watch.clients, watch.buffers, strict=True)):
         seen |= set(clients)
@@ -110,35 +110,37 @@ def test_weights_are_initialised_from_data_once_by_each_client_of_the_first_roun
             return super().training_step(batch, batch_idx)
 
     options: dict[str, Any] = {"clients_per_round": 3, "max_epochs": 3, "local_epochs": 2}
-    fit(seeded(LitStarts), data(), algorithm=ls.FedAvg(buffers=RULES), **options)
+    fit(seeded(LitStarts), data(), buffers=RULES, **options)
     assert [round_idx for round_idx, _ in started] == [0, 0, 0]
     assert len({client for _, client in started}) == 3
 
 
 @pytest.mark.parametrize("rules", [{}, {"initialized": "server", "num_steps": "server"}])
 def test_flags_and_counters_keep_the_servers_value_unless_a_rule_says_otherwise(rules: Any, fit: Fit) -> None:
-    module = fit(seeded(LitLimits), data(), algorithm=ls.FedAvg(buffers=rules)).module
+    module = fit(seeded(LitLimits), data(), buffers=rules).module
     assert not module.initialized
     assert module.num_steps == 2**60
 
 
 ALGORITHMS: dict[str, Any] = {
-    "FedAvg": ls.FedAvg(buffers=RULES),
-    "StaleUpdates": ls.StaleUpdates(buffers=RULES),
-    "Scaffold": ls.Scaffold(buffers=RULES),
-    "FIARSE": ls.FIARSE({0.5: 0.5, 1.0: 0.5}, buffers=RULES),
-    "Spectral": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(buffers=RULES)),
-    "Width": ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, buffers=RULES),
-    "LoRA": ls.LoRA(2, train=["net.4"], buffers={**RULES, "low": "min", "high": "max", "scale": "mean"}),
-    "Zampling": ls.Zampling(compression=2, degree=3, buffers=RULES),
+    "FedAvg": ls.FedAvg(),
+    "StaleUpdates": ls.StaleUpdates(),
+    "Scaffold": ls.Scaffold(),
+    "FIARSE": ls.FIARSE({0.5: 0.5, 1.0: 0.5}),
+    "Spectral": ls.SpectralSharding(keep_ratio=0.5),
+    "Width": ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}),
+    "LoRA": ls.LoRA(2, train=["net.4"]),
+    "Zampling": ls.Zampling(compression=2, degree=3),
 }
+OF_LORA: Any = {"low": "min", "high": "max", "scale": "mean"}  # which keeps buffers at the server otherwise
 
 
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_follows_the_rules(name: str, fit: Fit, tmp_path: Path) -> None:
     """Also a run that is resumed when the limits are finite."""
-    run = partial(fit, data=data(), algorithm=ALGORITHMS[name], clients_per_round=3)
+    rules = {**RULES, **(OF_LORA if name == "LoRA" else {})}
+    run = partial(fit, data=data(), algorithm=ALGORITHMS[name], buffers=rules, clients_per_round=3)
     whole, half = run(seeded(LitLimits), max_epochs=4), run(seeded(LitLimits), max_epochs=1)
     path = tmp_path / "half.ckpt"
     half.trainer.save_checkpoint(path)
@@ -157,8 +159,8 @@ def test_a_resumed_run_that_forgets_what_was_decided_is_another(fit: Fit, tmp_pa
     whole, half, path = run(seeded(LitLimits), max_epochs=4), run(seeded(LitLimits)), tmp_path / "half.ckpt"
     half.trainer.save_checkpoint(path)
     forgetful = torch.load(path, weights_only=True)
-    assert forgetful["federation_decisions"][""]["buffers"].keys() == {"low", "high", "range", "mask"}
-    forgetful["federation_decisions"] = {}
+    decisions = forgetful["federation_lasting"]["models"][""].pop("decisions")
+    assert decisions["buffers"].keys() == {"low", "high", "range", "mask"}
     del forgetful["federation_digest"]
     torch.save(forgetful, path)
     assert not same_state(run(seeded(LitLimits), max_epochs=4, ckpt_path=path).state, whole.state)
@@ -193,8 +195,7 @@ def test_clients_that_are_left_out_have_no_say(name: str, fit: Fit) -> None:
 
 
 def test_bounds_on_updates_and_norms_leave_extremes_alone(fit: Fit) -> None:
-    bound = ls.server.MaxUpdateNorm(1e-3)
-    fitted = fit(seeded(LitLimits), data(), clients_per_round=CLIENTS, update_bound=bound, algorithm=ls.FedAvg())
+    fitted = fit(seeded(LitLimits), data(), clients_per_round=CLIENTS, filters=[ls.MaxUpdateNorm(1e-3)])
     assert fitted.rows[0]["fl/clients_bounded"] == CLIENTS
     assert fitted.module.low == torch.cat(examples()).min()
     assert torch.isfinite(fitted.weights).all()
@@ -232,8 +233,23 @@ def test_narrow_clients_have_a_say_about_their_channels(fit: Fit) -> None:
     assert module.net[1].peak[4:].tolist() == [-torch.inf] * 4
 
 
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (["low"], r"`buffers` must map patterns of names to rules, got \['low'\]; write buffers=\{"),
+        ({1: "min"}, r"`buffers` must map patterns of names to rules, got \{1: 'min'\}"),
+        ({"low": "median"}, r"`buffers\['low'\]` must be 'mean', 'min', 'max' or 'server', got 'median'"),
+    ],
+)
+def test_wrong_rules_are_refused_with_what_to_write(rules: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.FederatedModule(seeded(LitLimits), buffers=rules)
+    with pytest.raises(ValueError, match=message):
+        ls.validate(seeded(LitLimits), buffers=rules)
+
+
 def test_rules_are_refused_before_the_first_round(fit: Fit) -> None:
     with pytest.raises(ValueError, match=r"`buffers\['low'\]` must be 'mean', 'min', 'max' or 'server', got 'least'"):
-        ls.FedAvg(buffers={"low": "least"})  # type: ignore[dict-item]
+        ls.FederatedModule(seeded(LitLimits), buffers={"low": "least"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"`buffers` gives 'mean' to `initialized`, which is of type torch.bool"):
-        fit(seeded(LitLimits), data(), algorithm=ls.FedAvg(buffers={"initialized": "mean"}))
+        fit(seeded(LitLimits), data(), buffers={"initialized": "mean"})

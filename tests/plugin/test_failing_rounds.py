@@ -11,6 +11,7 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import instructions
 from lightning_spectral.client.device import watching
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
@@ -62,7 +63,8 @@ def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
     algorithm = ls.FedAvg()
     clients = data.client_directory(algorithm.capacities(12, 0))
     executor: Any = None
-    engine = Engine(algorithm, algorithm.bind(lit), clients, executor, seed=0, processes=Processes(0, 2))
+    half = algorithm.bind(lit)
+    engine = Engine(algorithm, half, instructions(half), {}, clients, executor, seed=0, processes=Processes(0, 2))
     opened = OpenRound(engine, executor, 0, [])
     cause = KeyError("the reason")
     with opened.containing_failures(WorkUnit(3)):

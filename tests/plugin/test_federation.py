@@ -38,8 +38,8 @@ class Owner(ls.FederatedModule):
         return self.make_local_executor(engine)
 
     def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
-        half, data = engine.half.device_half, self.data.client_data
-        return SequentialExecutor(Device(engine.server, half, self.templates(), data, LocalSettings(), local_trainer))
+        told, data = engine.instructions, self.data.client_data
+        return SequentialExecutor(Device(engine.server, told, self.templates(), data, LocalSettings(), local_trainer))
 
 
 @dataclass
@@ -101,12 +101,10 @@ def federate(
 
 def begin(federation: Federation, saved: dict[str, Any] | None = None) -> None:
     federation.cohorts.begin(1.0)
-    if saved is not None:
-        federation.read(saved)
     for member in federation.members.values():
         member.make_optimizers()
     if saved is not None:
-        federation.load_states(saved)
+        federation.load_state_dict(saved)
     federation.begin_fit(resumed=saved is not None)
 
 
@@ -165,10 +163,8 @@ def test_what_is_saved_is_all_that_lasts_between_rounds(algorithm: Any, lit_mlp:
     whole, federation, loop = alone(lit_mlp, data, algorithm)
     begin(federation)
     play(federation, loop, range(2))
-    saved: dict[str, Any] = {}
-    federation.write(saved)
     saved, weights, optimizers = copy.deepcopy(
-        (saved, whole.state_dict(), [one.state_dict() for one in steppers(federation)])
+        (federation.state_dict(), whole.state_dict(), [one.state_dict() for one in steppers(federation)])
     )
     play(federation, loop, range(2, 4))
 
@@ -182,7 +178,7 @@ def test_what_is_saved_is_all_that_lasts_between_rounds(algorithm: Any, lit_mlp:
         return owner.module.state_dict()
 
     assert same_state(whole.module.state_dict(), gone_on(saved))
-    if saved.pop("federation_clients", None):
+    if saved["models"][""].pop("stored clients", None):
         assert not same_state(whole.module.state_dict(), gone_on(saved))
 
 

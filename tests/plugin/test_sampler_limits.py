@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import Promises
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.plugin import federation
 from lightning_spectral.plugin.checks import check_sampler
@@ -29,13 +30,9 @@ class ChangeRound(DenseRound):
 
 
 class SendsChanges(ls.FedAvg):
-    """Uploads changes, and does not say so."""
+    """Uploads changes, and promises nothing else."""
 
     side, round = ChangeSide, ChangeRound
-
-
-class SaysSo(SendsChanges):
-    updates_have_norms = False
 
 
 class HalfWeightRound(DenseRound):
@@ -47,11 +44,17 @@ class AddsOtherwise(ls.FedAvg):
     """Uploads new values, as its class says, and adds them with other weights."""
 
     round = HalfWeightRound
-    updates_have_norms = True
+    promises = Promises(new_values=True)
 
 
 class Renamed(ls.FedAvg):
-    """Differs in nothing that concerns uploads."""
+    """Differs in nothing that concerns uploads, and says so."""
+
+    promises = ls.FedAvg.promises
+
+
+class SaysNothing(ls.FedAvg):
+    """Differs in nothing that concerns uploads, which nobody can know."""
 
 
 NORMS = ls.UpdateVarianceReduced(active=3, design=ls.ConditionalPoisson(), measure="last")
@@ -60,9 +63,14 @@ NORMS = ls.UpdateVarianceReduced(active=3, design=ls.ConditionalPoisson(), measu
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (SendsChanges(), "SendsChanges changes what is uploaded or added without .*`updates_have_norms`"),
-        (SaysSo(), "needs update norms, which SaysSo does not provide; use LossVarianceReduced"),
-        (ls.Zampling(1, degree=2), "needs update norms, which Zampling does not provide; use LossVarianceReduced"),
+        *(
+            (
+                algorithm,
+                rf"needs update norms, and {type(algorithm).__name__} does not promise .* use LossVarianceReduced",
+            )
+            for algorithm in (SendsChanges(), SaysNothing(), ls.Zampling(1, degree=2))
+        ),
+        (SendsChanges(), r"or say `promises = Promises\(new_values=True\)` in the class"),
     ],
 )
 def test_norms_of_uploads_that_may_be_changes_are_refused(algorithm: Any, message: str, data: Any, fit: Fit) -> None:

@@ -21,7 +21,9 @@ from lightning_spectral.server.executor import Executor, SequentialExecutor
 
 
 class Renamed(ls.FedAvg):
-    """Differs in nothing that concerns uploads."""
+    """Differs in nothing that concerns uploads, and says so."""
+
+    promises = ls.FedAvg.promises
 
 
 class UploadsMore(ls.FedAvg):
@@ -51,7 +53,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "a server optimizer": (LitMLP, {"server_optimizer": ls.server.FedAdam(lr=0.01)}),
     "an unbiased sampler": (LitMLP, {"clients_per_round": None, "participation": ls.Uniform(active=6)}),
     "a subclass that changes nothing": (LitMLP, {"algorithm": Renamed()}),
-    "personal layers": (LitMLP, {"algorithm": ls.FedAvg(personal=["net.5.*"])}),
+    "personal layers": (LitMLP, {"filters": [ls.Personal(["net.5.*"])]}),
     "Ditto": (LitMLP, {"algorithm": ls.Ditto()}),
     "no local epochs": (LitMLP, {"local_epochs": 0}),
 }
@@ -61,9 +63,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore:.*is left out of the average")
 def test_sums_have_the_bits_of_those_without_masks(name: str, fit: Fit) -> None:
     lit, options = CASES[name]
-    options = {**SETTINGS, **options}
+    options = {"filters": [], **SETTINGS, **options}
     plain = fit(seeded(lit), toy_data(), **options)
-    secure = fit(seeded(lit), toy_data(), secure_sums=SECURE, **options)
+    secure = fit(seeded(lit), toy_data(), **{**options, "filters": [*options["filters"], SECURE]})
     assert same_state(secure.tensors, plain.tensors)
     assert [row["fl/clients_left_out"] for row in secure.rows] == [row["fl/clients_left_out"] for row in plain.rows]
     has_left_out = any(row["fl/clients_left_out"] for row in plain.rows)
@@ -93,7 +95,7 @@ class Watched(ls.FederatedModule):
 def test_uploads_hold_masked_numbers_and_nothing_of_single_examples(fit: Fit) -> None:
     """Sixteen bytes of every tensor at least, so that a masked number is never one that the change alone would give."""
     makes: dict[str, Any] = {"clients_per_round": 6, "seed": 3}
-    plain, secure = (Watched(seeded(LitMLP), secure_sums=choice, **makes) for choice in (None, SECURE))
+    plain, secure = (Watched(seeded(LitMLP), filters=choice, **makes) for choice in ([], [SECURE]))
     rows = [fit(model, toy_data()).rows[0] for model in (plain, secure)]
     assert rows[0].keys() - rows[1].keys() == {"fl/loss", "train_loss", "train_acc"}
     assert not any("values_not_finite" in name for name in rows[1])
@@ -113,7 +115,7 @@ def test_uploads_hold_masked_numbers_and_nothing_of_single_examples(fit: Fit) ->
 def test_secrets_are_forgotten_once_they_are_used_or_another_round_begins(fit: Fit) -> None:
     """Clients that drop out reveal nothing, and keep theirs until the next round."""
     model = Watched(
-        seeded(LitMLP), clients_per_round=6, dropout=ls.ClientDropout(0.15), secure_sums=SECURE, seed=SETTINGS["seed"]
+        seeded(LitMLP), clients_per_round=6, dropout=ls.ClientDropout(0.15), filters=[SECURE], seed=SETTINGS["seed"]
     )
     rows = fit(model, toy_data(), max_epochs=3).rows
     dropped = [int(row["fl/left_out_dropped_out"]) for row in rows]
@@ -124,7 +126,7 @@ def test_the_virtual_clock_counts_the_bytes_of_masked_uploads(fit: Fit) -> None:
     slow = ls.simulation.DeviceProfile(downlink=math.inf, uplink=1e3, macs_per_second=math.inf)
     options = {**SETTINGS, "max_epochs": 1, "clock": ls.VirtualClock(slow)}
     plain, secure = (
-        fit(seeded(LitMLP), toy_data(), secure_sums=choice, **options).history.rows[0] for choice in (None, SECURE)
+        fit(seeded(LitMLP), toy_data(), filters=choice, **options).history.rows[0] for choice in ([], [SECURE])
     )
     assert secure["fl/virtual_seconds"] == 2 * plain["fl/virtual_seconds"] > 0
     assert secure["fl/bytes_up"] == 2 * plain["fl/bytes_up"]
@@ -142,7 +144,7 @@ def test_a_client_that_moves_too_far_is_left_out(fit: Fit) -> None:
     plain = fit(seeded(LitFar), toy_data(), **options)
     assert not any(row["fl/clients_left_out"] for row in plain.rows)
     with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .* too large to be summed"):
-        secure = fit(seeded(LitFar), toy_data(), secure_sums=SECURE, **options)
+        secure = fit(seeded(LitFar), toy_data(), filters=[SECURE], **options)
     assert secure.rows[0]["fl/left_out_not_finite"] == 1
 
 
@@ -151,36 +153,55 @@ def test_a_round_with_too_few_clients_fails_and_leaves_the_weights(fit: Fit) -> 
     module = seeded(LitMLP)
     words = r"Round 0: \d of 6 clients have reported, and secure sums need 6 \(\d dropped out\); the server"
     with pytest.raises(ls.errors.RoundError, match=words):
-        fit(module, toy_data(), secure_sums=ls.SecureSums(1.0), dropout=ls.ClientDropout(0.5), **SETTINGS)
+        fit(module, toy_data(), filters=[ls.SecureSums(1.0)], dropout=ls.ClientDropout(0.5), **SETTINGS)
     assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(fit: Fit, tmp_path: Path) -> None:
     options = {name: value for name, value in SETTINGS.items() if name != "max_epochs"}
-    check_resumes(fit, LitMLP, toy_data(), tmp_path, secure_sums=SECURE, **options)
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, filters=[SECURE], **options)
 
 
 def test_several_models_each_have_sums_of_their_own(quiet: Any) -> None:
     def weights(choice: Any) -> dict[str, torch.Tensor]:
-        models = {name: ls.FederatedModule(seeded(LitMLP), secure_sums=choice) for name in ("one", "two")}
+        models = {name: ls.FederatedModule(seeded(LitMLP), filters=choice) for name in ("one", "two")}
         model = ls.MultiModelModule(models, participation=ls.Uniform(active=8), seed=5)
         trainer = ls.plugin.trainer.silent_trainer(max_epochs=2, accelerator="cpu", devices=1)
         trainer.fit(model, ls.MultiModelDataModule({name: toy_data() for name in models}))
         return dict(model.state_dict())
 
-    assert same_state(weights(SECURE), weights(None))
+    assert same_state(weights([SECURE]), weights([]))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sharding": ({"algorithm": ls.SpectralSharding()}, "SpectralSharding may need .* FedAvg without `compression`\\."),
-    "packed uploads": ({"algorithm": ls.FedAvg(compression=ls.TopK(0.1))}, "FedAvg may need them: .* packs them"),
-    "SCAFFOLD": ({"algorithm": ls.Scaffold()}, "Scaffold may need them: .* use FedAvg"),
-    "a store": ({"algorithm": ls.StaleUpdates()}, "StaleUpdates may need them"),
-    "FIARSE": ({"algorithm": ls.FIARSE()}, "FIARSE may need them"),
-    "LoRA": ({"algorithm": ls.LoRA(1)}, "LoRA may need them"),
-    "a subclass's uploads": ({"algorithm": UploadsMore()}, "or set `sums_are_all` in UploadsMore"),
-    "a subclass's sums": ({"algorithm": Remembering()}, "or set `sums_are_all` in Remembering"),
-    "a bound": ({"update_bound": ls.server.MaxUpdateNorm(1.0)}, r"none can be shortened to MaxUpdateNorm\(norm=1.0\)"),
+    "sharding": (
+        {"algorithm": ls.SpectralSharding()},
+        "SecureSums needs an algorithm whose clients are needed for one sum of their changes alone, which "
+        r"SpectralSharding does not promise: use another algorithm, such as FedAvg\.",
+    ),
+    "packed uploads": ({"filters": [ls.TopK(0.1)]}, "TopK packs what SecureSums reads: leave one out"),
+    "packing after masks": ({"filters": [SECURE, ls.TopK(0.1)]}, "SecureSums masks what TopK reads: leave one out"),
+    "SCAFFOLD": (
+        {"algorithm": ls.Scaffold()},
+        "one sum of their changes alone, which Scaffold does not promise: use another",
+    ),
+    "a store": ({"algorithm": ls.StaleUpdates()}, "which StaleUpdates does not promise"),
+    "FIARSE": ({"algorithm": ls.FIARSE()}, "which FIARSE does not promise"),
+    "LoRA": ({"algorithm": ls.LoRA(1)}, "which LoRA does not promise"),
+    "a subclass's uploads": (
+        {"algorithm": UploadsMore()},
+        r"which UploadsMore does not promise: .*let UploadsMore say so: `promises = Promises\(",
+    ),
+    "a subclass's sums": (
+        {"algorithm": Remembering()},
+        r"which Remembering does not promise: .*let Remembering say so: `promises = Promises\(",
+    ),
+    "a bound": (
+        {"filters": [ls.MaxUpdateNorm(1.0)]},
+        "MaxUpdateNorm reads the updates of single clients, which SecureSums",
+    ),
+    "a bound after masks": ({"filters": [SECURE, ls.MaxUpdateNorm(1.0)]}, "MaxUpdateNorm reads .* which SecureSums"),
+    "twice": ({"filters": [SECURE]}, "Give SecureSums once"),
     "smallest values": ({"module": WithLimits}, "cannot hide smallest and largest values, which low would follow"),
     "losses": (
         {"clients_per_round": None, "participation": ls.LossVarianceReduced(active=3)},
@@ -203,10 +224,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_single_clients_is_refused_before_the_first_round(name: str, fit: Fit) -> None:
     options, message = REFUSED[name]
-    options = {"clients_per_round": 6, "module": LitMLP, **options}
+    options = {"clients_per_round": 6, "module": LitMLP, "filters": [], **options}
     make, data = options.pop("module"), uneven_data(options.pop("held_out", 0.0))
+    if SECURE not in options["filters"] or name == "twice":
+        options["filters"] = [*options["filters"], SECURE]
     with pytest.raises(ValueError, match=message):
-        fit(seeded(make), data, secure_sums=SECURE, **options)
+        fit(seeded(make), data, **options)
 
 
 def test_an_executor_that_carries_no_messages_says_so(fit: Fit) -> None:
@@ -219,12 +242,12 @@ def test_an_executor_that_carries_no_messages_says_so(fit: Fit) -> None:
             return Elsewhere()
 
     with pytest.raises(NotImplementedError, match="Elsewhere carries no messages of secure sums; define its method"):
-        fit(Sent(seeded(LitMLP), clients_per_round=4, secure_sums=SECURE), toy_data())
+        fit(Sent(seeded(LitMLP), clients_per_round=4, filters=[SECURE]), toy_data())
 
 
 def test_what_is_missing_is_said_once(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        fit(seeded(LitMLP), toy_data(), secure_sums=SECURE, **SETTINGS)
+        fit(seeded(LitMLP), toy_data(), filters=[SECURE], **SETTINGS)
     assert caplog.text.count("clients keep their losses and what they log: there is no `fl/loss`") == 1
 
 

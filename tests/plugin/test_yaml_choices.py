@@ -1,6 +1,7 @@
 """Every choice that a federation offers can be made in YAML as in Python, and the printed YAML loads again."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -37,14 +38,10 @@ def sharded(options: str) -> str:
 FAST, SLOW = DeviceProfile(1e6, 1e5, 1e9), DeviceProfile(1e5, 1e4, 1e8)
 FAST_YAML = "{downlink: 1.0e+6, uplink: 1.0e+5, macs_per_second: 1.0e+9}"
 SLOW_YAML = "{downlink: 1.0e+5, uplink: 1.0e+4, macs_per_second: 1.0e+8}"
+SECURE = [("[SecureSums]", [ls.SecureSums()])] if find_spec("cryptography") else []
 CHOICES: dict[str, list[tuple[str, object]]] = {
     "algorithm": [
         ("FedAvg", ls.FedAvg()),
-        ("{class_path: FedAvg, init_args: {buffers: {'*.base': server}}}", ls.FedAvg(buffers={"*.base": "server"})),
-        ("{class_path: FedAvg, init_args: {compression: {class_path: TopK, init_args: {share: 0.01}}}}",
-         ls.FedAvg(compression=ls.TopK(0.01))),
-        ("{class_path: FedAvg, init_args: {compression: Int8}}", ls.FedAvg(compression=ls.Int8())),
-        ("{class_path: Scaffold, init_args: {buffers: {low: min}}}", ls.Scaffold(buffers={"low": "min"})),
         ("Scaffold", ls.Scaffold()),
         ("{class_path: FedDyn, init_args: {alpha: 0.1}}", ls.FedDyn(alpha=0.1)),
         ("{class_path: Ditto, init_args: {pull: 0.5}}", ls.Ditto(pull=0.5)),
@@ -100,8 +97,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         (sharded("output_ratio: 0.4"), sharding(output_ratio=0.4)),
         *[(sharded(f"aggregation: {name}"), sharding(aggregation=getattr(ls.algorithms, name)()))
           for name in ("MatrixMeans", "TermMeans")],
-        (sharded("layers: {split: {'*.qkv': 3}, buffers: {'*.base': server}, term_granularity: 4}"),
-         sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, buffers={"*.base": "server"}, term_granularity=4))),
+        (sharded("layers: {split: {'*.qkv': 3}, term_granularity: 4}"),
+         sharding(layers=ls.LayerChoices(split={"*.qkv": 3}, term_granularity=4))),
         (sharded("layers: {spatial_convolutions: true, keep_first_and_last_dense: false}"),
          sharding(layers=ls.LayerChoices(spatial_convolutions=True, keep_first_and_last_dense=False))),
         (sharded("spectral_start: {tail: 0.2, trained: true}"),
@@ -140,10 +137,19 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          ls.server.Faults(on_error=ls.server.LeaveOut(),
                    on_not_finite=ls.server.Raise(), on_late=ls.server.LeaveOut(0.2))),
     ],
-    "update_bound": [
-        ("UsualUpdateNorm", ls.server.UsualUpdateNorm()),
-        ("{class_path: MaxUpdateNorm, init_args: {norm: 2.0}}", ls.server.MaxUpdateNorm(2.0)),
+    "filters": [
+        ("[UsualUpdateNorm]", [ls.UsualUpdateNorm()]),
+        ("[{class_path: MaxUpdateNorm, init_args: {norm: 2.0}}]", [ls.MaxUpdateNorm(2.0)]),
+        ("[{class_path: Personal, init_args: {patterns: ['net.0.*'], epochs: 2}}, Int8]",
+         [ls.Personal(["net.0.*"], epochs=2), ls.Int8()]),
+        ("[{class_path: TopK, init_args: {share: 0.01}}]", [ls.TopK(0.01)]),
+        ("[{class_path: LocalNoise, init_args: {clip: 0.5, noise_multiplier: 4.0}}]",
+         [ls.LocalNoise(clip=0.5, noise_multiplier=4.0)]),
+        ("[{class_path: ClientPrivacy, init_args: {clip: 0.5, noise_multiplier: 1.0, delta: 1.0e-05}}]",
+         [ls.ClientPrivacy(clip=0.5, noise_multiplier=1.0, delta=1e-5)]),
+        *SECURE,
     ],
+    "buffers": [("{'*.base': server, low: min}", {"*.base": "server", "low": "min"})],
     "dropout": [
         ("{probability: 0.1}", ls.ClientDropout(0.1)),
         ("{probability: {0.0: 0.5, 0.3: 0.5}}", ls.ClientDropout({0.0: 0.5, 0.3: 0.5})),
@@ -234,9 +240,11 @@ def test_every_choice_has_a_config_here() -> None:
         ls.designs.Design,
         ls.participation.Sampler,
         ls.client.LocalHook,
+        ls.Filter,
     )
     bases = (*bases, ls.partition.Partitioner, ls.functional.zampling.Link)
     classes = {name: kind for name, kind in PUBLIC.items() if isinstance(kind, type)}
     choices = [name for name, kind in classes.items() if issubclass(kind, (*bases, FedOptimizer))]
-    abstract = [base.__name__ for base in (*bases, ls.designs.JointDesign)]
+    abstract = [base.__name__ for base in (*bases, ls.designs.JointDesign, ls.UpdateBound, ls.filters.Packing)]
+    abstract += [] if SECURE else ["SecureSums"]  # which needs the extra
     assert not [name for name in choices if name not in abstract and f"{name}(" not in known]

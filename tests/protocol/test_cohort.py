@@ -184,6 +184,15 @@ def test_a_small_entry_takes_little_more_than_its_values() -> None:
     assert file.tell() < count * (60 + 8) * 1.01  # one tensor of each client alone has 100 bytes of framing
 
 
+STORED, FROZEN = "stored clients", "frozen tensors"  # parts of what lasts
+
+
+def lasting(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What the only model keeps from round to round besides its weights, by part."""
+    found: dict[str, Any] = checkpoint["federation_lasting"]["models"][""]
+    return found
+
+
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
@@ -205,7 +214,7 @@ class TestInARun:
 
         fitted = fit(seeded(lit_mlp), data, algorithm=remembering(), max_epochs=3, callbacks=[Losses()])
         stored = fitted.history.column("fl/store_bytes")
-        kept = entries(self.saved(fitted.trainer, tmp_path / "3.ckpt")["federation_clients"])
+        kept = entries(lasting(self.saved(fitted.trainer, tmp_path / "3.ckpt"))[STORED]["entries"])
         assert {key: float(entry["loss"]) for key, entry in kept.items()} == {(c, ""): x for c, x in losses.items()}
         assert sum(int(entry["turns"]) for entry in kept.values()) == 3 * 5
         assert max(int(entry["turns"]) for entry in kept.values()) > 1
@@ -215,7 +224,7 @@ class TestInARun:
 
     def test_a_run_that_keeps_nothing_says_nothing(self, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
         fitted = fit(seeded(lit_mlp), data)
-        assert "federation_clients" not in self.saved(fitted.trainer, tmp_path / "1.ckpt")
+        assert STORED not in lasting(self.saved(fitted.trainer, tmp_path / "1.ckpt"))
         assert fitted.history.column("fl/store_bytes") == []
 
     def test_a_resumed_run_remembers_its_clients(
@@ -223,13 +232,13 @@ class TestInARun:
     ) -> None:
         remember = partial(fit, algorithm=remembering())
         whole = remember(seeded(lit_mlp), data, max_epochs=4)
-        expected = self.saved(whole.trainer, tmp_path / "whole.ckpt")["federation_clients"]
+        expected = lasting(self.saved(whole.trainer, tmp_path / "whole.ckpt"))[STORED]
         part = remember(seeded(lit_mlp), data, max_epochs=2)
         checkpoint = self.saved(part.trainer, tmp_path / "2.ckpt")
         resumed = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt")
         assert same(resumed.state, whole.state)
-        assert same(self.saved(resumed.trainer, tmp_path / "resumed.ckpt")["federation_clients"], expected)
-        del checkpoint["federation_clients"], checkpoint["federation_digest"]
+        assert same(lasting(self.saved(resumed.trainer, tmp_path / "resumed.ckpt"))[STORED], expected)
+        del lasting(checkpoint)[STORED], checkpoint["federation_digest"]
         torch.save(checkpoint, tmp_path / "forgetful.ckpt")
         forgetful = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "forgetful.ckpt")
         assert not same(forgetful.state, whole.state)  # or the test would show nothing
@@ -247,7 +256,7 @@ class TestInARun:
                     trainer.save_checkpoint(tmp_path / "within.ckpt")
 
         remember(seeded(lit_mlp), data, max_epochs=2, callbacks=[SaveWithin()])
-        kept = torch.load(tmp_path / "within.ckpt", weights_only=True)["federation_clients"]
+        kept = lasting(torch.load(tmp_path / "within.ckpt", weights_only=True))[STORED]["entries"]
         assert [int(entry["turns"]) for entry in entries(kept).values()] == [1] * 5  # of the first round alone
         resumed = remember(seeded(lit_mlp), data, max_epochs=3, ckpt_path=tmp_path / "within.ckpt")
         assert same(resumed.state, whole.state)
@@ -393,7 +402,9 @@ def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_noth
     model = ls.FederatedModule(seeded(LitFrozen), clients_per_round=12)
     assert {row.frozen_bytes for _ in range(2) for row in fit(model, data).ledger.rows} == {BASE}
     fit(LitMLP(), data).trainer.save_checkpoint(tmp_path / "all.ckpt")
-    assert "federation_frozen" not in torch.load(tmp_path / "all.ckpt", weights_only=False)
+    assert FROZEN not in lasting(torch.load(tmp_path / "all.ckpt", weights_only=True))
+    fit(model, data).trainer.save_checkpoint(tmp_path / "frozen.ckpt")
+    assert FROZEN in lasting(torch.load(tmp_path / "frozen.ckpt", weights_only=True))  # or the name is another
 
 
 def pickled(sent: Download) -> Download:

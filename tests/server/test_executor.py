@@ -1,7 +1,7 @@
 """Executors may answer in any order, elsewhere, and with less than they were sent: the weights are the same."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from bare_engine import bare_engine
 from federation import Fit, Fitted, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
 from other_process import (
@@ -28,8 +29,8 @@ from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Device
-from lightning_spectral.client.forms import options_of
 from lightning_spectral.client.local_loop import LocalSettings
+from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.protocol.codec import decode
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.records import ClientOutcome, Download, RoundSummary, Upload, WorkUnit
@@ -106,14 +107,15 @@ def played(
 ) -> tuple[dict[str, Tensor], list[RoundSummary]]:
     """Play rounds of all clients with plain averaging; return the server's weights and the summaries."""
     (template,), _ = server.configure_optimizers()
-    half = algorithm.bind(server)
-    device = Device(server, half.device_half, [template], data.client_data, LocalSettings())
-    engine = Engine(
+
+    def executor(engine: Engine) -> Executor:
+        return make_executor(Device(server, engine.instructions, [template], data.client_data, LocalSettings()))
+
+    engine = bare_engine(
         algorithm,
-        half,
+        server,
         data.client_directory(algorithm.capacities(data.num_clients, 0)),
-        lambda _: make_executor(device),
-        seed=0,
+        executor,
         local_epochs=2,
         options=lambda: (options_of(template),),
         **conditions,
@@ -314,14 +316,16 @@ def test_downloads_are_drawn_one_by_one_if_some_are_sent_again() -> None:
 
 
 FitAs = Callable[..., Fitted]
-SYSTEMS = {  # `test_check_algorithm` plays rounds of all of them in another process
+SYSTEMS: dict[str, dict[str, Any]] = {  # `test_check_algorithm` plays rounds of all of them in another process
     **{
         name: EVERY_SYSTEM[name]
         for name in ("FedAvg", "personal head", "spectral", "SCAFFOLD", "Zampling", "LoRA", "width")
     },
-    "averages of each width": ls.WidthSharding(
-        keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
-    ),
+    "averages of each width": {
+        "algorithm": ls.WidthSharding(
+            keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
+        )
+    },
 }
 
 
@@ -335,8 +339,8 @@ class Elsewhere(ls.FederatedModule):
     def make_executor(self, engine: Engine) -> Executor:
         trainer, self.module.trainer = self.module._trainer, None
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
-        half = engine.half.device_half, self.module, self.templates()
-        self.executor = OtherProcess(self.worker, *half, data, self.local_hooks, self.keeps)
+        start = engine.instructions, self.module, self.templates()
+        self.executor = OtherProcess(self.worker, *start, data, self.local_hooks, self.keeps)
         self.module.trainer = trainer
         return self.executor
 
@@ -371,17 +375,17 @@ def worker() -> Iterator[Worker]:
 
 @pytest.fixture
 def fit_as(fit: Fit, worker: Worker) -> FitAs:
-    """Fits of three rounds with the given class of federation."""
+    """Fits of three rounds with the given class and options of a federation."""
 
     def fit_as(
         federated: type[ls.FederatedModule],
-        algorithm: Any,
+        system: Mapping[str, Any],
         lit: type[LitMLP] = LitMLP,
         callbacks: Sequence[pl.Callback] = (),
         local_hooks: Sequence[ls.client.LocalHook] = (),
     ) -> Fitted:
-        options: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
-        model = federated(seeded(lit), algorithm=algorithm, local_hooks=local_hooks, **options)
+        options: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3, **system}
+        model = federated(seeded(lit), local_hooks=local_hooks, **options)
         if isinstance(model, Elsewhere):
             model.worker = worker
         with closing(model):
@@ -437,7 +441,7 @@ def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, f
 
 
 def test_only_downloads_and_uploads_travel(fit_as: FitAs) -> None:
-    executor = fit_as(Elsewhere, ls.FedAvg()).model.executor
+    executor = fit_as(Elsewhere, SYSTEMS["FedAvg"]).model.executor
     sent = [decode(*parts, Download) for parts in executor.sent]
     assert [download.unit for download in sent] == [decode(*parts, Upload).unit for parts in executor.received]
     assert [download.round_idx for download in sent] == 4 * [0] + 4 * [1] + 4 * [2]
@@ -467,4 +471,4 @@ def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> N
 
 def test_a_failure_in_another_process_has_its_address(fit_as: FitAs) -> None:
     with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: Unpicklable: the sensor is broken"):
-        fit_as(Elsewhere, ls.FedAvg(), LitFails)
+        fit_as(Elsewhere, SYSTEMS["FedAvg"], LitFails)

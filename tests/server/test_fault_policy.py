@@ -1,8 +1,7 @@
-"""Clients with a fault end the run or are left out without a trace; updates too large are left out or shortened."""
+"""Clients with a fault end the run or are left out without a trace, as are those with updates that are too large."""
 
 import math
 import re
-import statistics
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,8 +13,6 @@ import pytest
 import torch
 import torchmetrics
 from federation import Fit, Fitted, same_state, seeded
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,9 +21,7 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.partition import Partition
-from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, Download, ExclusionReason, Upload, WorkUnit
-from lightning_spectral.server import MaxUpdateNorm, UsualUpdateNorm
-from lightning_spectral.server.fault_policy import update_norm
+from lightning_spectral.protocol.records import EXPLANATIONS, ClientOutcome, ExclusionReason, WorkUnit
 from lightning_spectral.simulation import Conditions
 from lightning_spectral.sums.exact_mean import LARGEST
 
@@ -436,83 +431,3 @@ def test_products_are_multiplied_out_where_the_bound_is_not_sure(factor: float, 
     with told:
         fitted = fit(seeded(LitFar, far), few, **options)
     assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - (factor > 1)
-
-
-UNIT = WorkUnit(0)
-
-
-@given(st.floats(0.01, 100), st.integers(0, 2**16))
-def test_the_norm_is_at_most_the_bound_and_the_direction_stays(bound: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    sent = {"u": torch.randn(4, 3, generator=generator), "b": torch.randn(3, generator=generator)}
-    returned = {name: tensor + torch.randn(tensor.shape, generator=generator) for name, tensor in sent.items()}
-    norm = update_norm(sent, returned)
-    found = MaxUpdateNorm(bound).applied(Download(UNIT, 1.0, sent), Upload(UNIT, returned)).tensors
-    factor = min(1.0, bound / norm)
-    for name in sent:
-        expected = sent[name].double() + factor * (returned[name].double() - sent[name].double())
-        size = float(max(sent[name].abs().max(), returned[name].abs().max()))
-        assert torch.allclose(found[name].double(), expected, rtol=0, atol=4 * size * torch.finfo(torch.float32).eps)
-
-
-def test_the_norm_of_a_half_precision_change_does_not_overflow() -> None:
-    assert update_norm({"w": torch.zeros(2).half()}, {"w": torch.tensor([300.0, -400.0]).half()}) == 500.0
-    low, high = {"w": torch.full((4,), -6e4).half()}, {"w": torch.full((4,), 6e4).half()}
-    assert update_norm(low, high) == 240_000.0
-    found = MaxUpdateNorm(60_000.0).applied(Download(UNIT, 1.0, low), Upload(UNIT, high)).tensors["w"]
-    assert found.tolist() == [-30_000.0] * 4  # a quarter of the way
-
-
-class Seen(ls.RoundCallback):
-    def __init__(self) -> None:
-        self.summaries: list[Any] = []
-
-    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-        self.summaries.append(summary)
-
-
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.Scaffold()])
-def test_a_round_counts_the_clients_that_were_shortened(algorithm: Any, fit: Fit, data: Any) -> None:
-    lit = seeded(LitMLP, momentum=0.0) if isinstance(algorithm, ls.Scaffold) else seeded(LitMLP)
-    before = torch.nn.utils.parameters_to_vector(lit.parameters()).detach().clone()
-    fitted = fit(lit, data, algorithm=algorithm, update_bound=MaxUpdateNorm(1e-3), callbacks=[seen := Seen()])
-    assert fitted.rows[0]["fl/clients_bounded"] == 4
-    if isinstance(algorithm, ls.FedAvg):
-        assert 0 < float((fitted.weights - before).norm()) <= 1.001e-3
-    (outcome, *_) = seen.summaries[0].clients
-    assert outcome.is_bounded
-    assert outcome.update_norm > 1e-3
-    free = fit(seeded(LitMLP), data, algorithm=ls.FedAvg(), update_bound=MaxUpdateNorm(1e6))
-    assert free.rows[0]["fl/clients_bounded"] == 0
-
-
-def test_what_is_usual_is_the_median_of_the_round_before_also_after_resuming(
-    fit: Fit, data: Any, tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"update_bound": UsualUpdateNorm(times=0.9), "seed": 3, "callbacks": [seen := Seen()]}
-    whole = fit(seeded(LitMLP), data, max_epochs=4, **options)
-    median = math.inf  # in the first round, no client comes near the norm of its weights
-    for summary in seen.summaries:
-        norms = [client.update_norm for client in summary.clients]
-        assert [client.is_bounded for client in summary.clients] == [norm > 0.9 * median for norm in norms]
-        median = statistics.median(norms)
-    assert 0 < sum(client.is_bounded for summary in seen.summaries for client in summary.clients) < 12
-    options["callbacks"] = []
-    half = fit(seeded(LitMLP), data, max_epochs=2, **options)
-    half.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
-    resumed = fit(seeded(LitMLP), data, max_epochs=4, ckpt_path=path, **options)
-    assert same_state(resumed.state, whole.state)
-
-
-def test_a_bound_that_is_not_reached_changes_no_bit(fit: Fit, data: Any) -> None:
-    ours, theirs = (fit(seeded(LitMLP), data, update_bound=bound) for bound in (MaxUpdateNorm(1e6), None))
-    assert torch.equal(ours.weights, theirs.weights)
-
-
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="`norm` must be"):
-        MaxUpdateNorm(0.0)
-    with pytest.raises(ValueError, match="needs update norms, which Zampling does not provide"):
-        ls.FederatedModule(LitMLP(), algorithm=ls.Zampling(4), update_bound=MaxUpdateNorm(1.0))
-    with pytest.raises(TypeError, match="`update_bound` must be an instance of UpdateBound"):
-        ls.FederatedModule(LitMLP(), update_bound=1.0)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Moment
+from lightning_spectral.protocol.buffer_rules import buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, relative_updates, smaller_updates
@@ -251,34 +252,37 @@ class LitNorm(LitWide):
         return nn.functional.cross_entropy(self(x), y)
 
 
-KEPT = {"buffers": {"*.running_*": "server"}}
-STEP_WIDTHS: dict[str, Any] = {"keep_ratio": 1.0, "step_widths": (0.5, 1.0)}
+KEPT = {"*.running_*": "server"}
+STEP_WIDTHS = ls.WidthSharding(keep_ratio=1.0, step_widths=(0.5, 1.0))
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [ls.FedAvg(**KEPT), ls.WidthSharding(**KEPT), ls.WidthSharding(**KEPT, **STEP_WIDTHS), ls.LoRA(2, None)],
+    "options",
+    [
+        {"buffers": KEPT},
+        {"algorithm": ls.WidthSharding(), "buffers": KEPT},
+        {"algorithm": STEP_WIDTHS, "buffers": KEPT},
+        {"algorithm": ls.LoRA(2, None)},
+    ],
     ids=repr,
 )
-def test_averages_that_nobody_sets_are_named(algorithm: Any, data: Any, fit: Fit) -> None:
-    (said,) = said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2))
+def test_averages_that_nobody_sets_are_named(options: dict[str, Any], data: Any, fit: Fit) -> None:
+    (said,) = said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2, **options))
     assert said.startswith("Round 0: the running averages of norm are still 0 and 1")
     estimation = ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2)
-    assert (
-        said_during(lambda: fit(seeded(LitNorm), data, algorithm=algorithm, max_epochs=2, callbacks=[estimation])) == []
-    )
+    assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2, callbacks=[estimation], **options)) == []
     learned = seeded(LitNorm)
     learned.norm.running_mean += 0.1
-    assert said_during(lambda: fit(learned, data, algorithm=algorithm, max_epochs=1)) == []
+    assert said_during(lambda: fit(learned, data, max_epochs=1, **options)) == []
 
 
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
-    assert ls.WidthSharding(**STEP_WIDTHS).bind(seeded(LitNorm)).averages_may_rest
-    assert not ls.WidthSharding(**STEP_WIDTHS, **KEPT).bind(seeded(LitNorm)).averages_may_rest
+    assert STEP_WIDTHS.bind(seeded(LitNorm)).averages_may_rest
+    kept = buffer_rules(seeded(LitNorm), KEPT)
+    assert not STEP_WIDTHS.bind(seeded(LitNorm), rules=kept).averages_may_rest
     assert not ls.WidthSharding().bind(seeded(LitNorm)).averages_may_rest
 
 
 def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:
     assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2)) == []
-    kept = ls.FedAvg(**KEPT)
-    assert said_during(lambda: fit(seeded(LitNorm), data, algorithm=kept, local_epochs=0, max_epochs=2)) == []
+    assert said_during(lambda: fit(seeded(LitNorm), data, buffers=KEPT, local_epochs=0, max_epochs=2)) == []

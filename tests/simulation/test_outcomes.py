@@ -141,17 +141,17 @@ def test_conditions_that_are_the_same_for_a_million_clients_cost_no_memory() -> 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "epochs"),  # in all phases of a turn, with two local epochs
+    ("algorithm", "filters", "epochs"),  # in all phases of a turn, with two local epochs
     [
-        (ls.FedAvg(), 2),
-        (ls.FedAvg(personal=["*.bias"], personal_epochs=3), 5),
-        (ls.Ditto(pull=0.1), 4),
-        (ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), 2),
+        (ls.FedAvg(), [], 2),
+        (ls.FedAvg(), [ls.Personal(["*.bias"], epochs=3)], 5),
+        (ls.Ditto(pull=0.1), [], 4),
+        (ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), [], 2),
     ],
     ids=repr,
 )
 def test_the_clock_of_a_run_counts_what_the_ledger_counts(
-    lit: Any, data: Any, fit: Fit, algorithm: Any, epochs: int
+    lit: Any, data: Any, fit: Fit, algorithm: Any, filters: Any, epochs: int
 ) -> None:
     """Every client's seconds, from its bytes in the ledger and the parameters of its sub-model."""
     sizes: dict[float, int] = {}
@@ -163,7 +163,7 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(
                 sizes[ratio] = sum(parameter.numel() for parameter in client.parameters())
 
     clock = ls.VirtualClock(ls.simulation.DeviceProfile(downlink=1e4, uplink=1e3, macs_per_second=1e5))
-    settings = {"algorithm": algorithm, "clients_per_round": 6, "local_epochs": 2, "clock": clock}
+    settings = {"algorithm": algorithm, "filters": filters, "clients_per_round": 6, "local_epochs": 2, "clock": clock}
     fitted = fit(lit, data, max_epochs=2, callbacks=[Weigh()], **settings)
     history, ledger = fitted.history, fitted.ledger
     for row in ledger.rows:

@@ -51,7 +51,7 @@ class Drifts(ls.FedAvg):
 
 
 class Breaks(ls.FedAvg):
-    def check(self, server: Any) -> None:
+    def check(self, plan: Any) -> None:
         raise RuntimeError("no such kernel\non this device")
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, ServerHalf
-from lightning_spectral.algorithms.compression import Compression, error_feedback
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
@@ -31,10 +30,11 @@ from lightning_spectral.algorithms.lora.aggregation import (
     StackedProducts,
     drawn_rows,
 )
-from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each, first_match
+from lightning_spectral.algorithms.term_draws import places_of_terms
+from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
-from lightning_spectral.protocol.buffer_rules import BufferRules, Rules, as_rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, returned_tensors, select_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import (
@@ -80,11 +80,8 @@ class LoRA(Algorithm):
         layers: Patterns of the names of linear layers that get an adapter; the ``Conv1D`` of transformers counts as
             one.
         train: Patterns of the names of modules or parameters to train whole, such as heads and norms. Buffers that
-            match follow the rules of `FedAvg`; others keep the server's value. What matches gets no adapter.
-        buffers: Rules for buffers by patterns of their names, as in `FedAvg`, whether ``train`` matches them or not.
-        compression: How clients pack what they have trained for the upload, as in `FedAvg`; ``None`` for not at all.
-            It needs factors of one rank that go on from round to round: `PaddedFactors`, `FrozenA` or
-            `AlternatingFactors`.
+            match follow the rules of the federation, as do those that its ``buffers`` name; others keep the server's
+            value. What matches gets no adapter.
         merge_every: Number of rounds after which adapters are merged into the base, which is then sent to every client
             again, and restarted: B is zero and A is drawn anew. If that round has no client to average, the merge
             follows the next round that has one. ``None`` for never.
@@ -101,8 +98,6 @@ class LoRA(Algorithm):
         2.0
     """
 
-    updates_have_norms: ClassVar[bool] = True
-
     capacity_name: ClassVar[str] = "rank"
 
     rank: PerClient[int] = 8
@@ -110,9 +105,7 @@ class LoRA(Algorithm):
     aggregation: AdapterAggregation = field(default_factory=SampledTerms)
     layers: Sequence[str] = ("*",)
     train: Sequence[str] = ()
-    buffers: Rules = field(default_factory=dict)
     merge_every: int | None = None
-    compression: Compression | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_fields(
@@ -121,7 +114,6 @@ class LoRA(Algorithm):
             alpha=Number(above=0, optional=True),
             layers=as_patterns,
             train=as_patterns,
-            buffers=as_rules,
             merge_every=Whole(at_least=1, optional=True),
         )
         check_is("aggregation", self.aggregation, AdapterAggregation)
@@ -130,15 +122,22 @@ class LoRA(Algorithm):
                 f"{type(self.aggregation).__name__} adds to the base in every round and keeps no adapters between "
                 f"rounds; leave `merge_every` out, got {self.merge_every}."
             )
-        if self.compression is None:
-            return
-        check_is("compression", self.compression, Compression)
-        if self.is_mixed or self.merge_every or not isinstance(self.aggregation, KEPT):
-            raise ValueError(
-                "`compression` adds what one upload has lost to the next, so factors must mean the same in both: "
-                f"LoRA(8, aggregation=FrozenA()), without `merge_every`; got rank={self.rank}, merge_every="
-                f"{self.merge_every} and {self.aggregation}."
-            )
+
+    @property
+    def promises(self) -> Promises:  # type: ignore[override]
+        """Factors mean the same in every round unless they are drawn, merged or factorised anew."""
+        kept = isinstance(self.aggregation, KEPT) and not self.is_mixed and not self.merge_every
+        summed = type(self.aggregation) in SUMMED and not self.is_mixed
+        return Promises(
+            new_values=True,
+            same_tensors=kept,
+            noise_hides=summed,
+            remedies={
+                "same_tensors": "use factors of one rank that are kept, without `merge_every`: "
+                "LoRA(8, aggregation=FrozenA())",
+                "noise_hides": "use adapters of one rank, which are summed: LoRA(8, aggregation=SampledTerms())",
+            },
+        )
 
     @property
     def max_rank(self) -> int:
@@ -186,8 +185,17 @@ class LoRA(Algorithm):
         """The layers of ``server`` that get an adapter."""
         return adapted_layers(server, self.layers, self.train, self.scale)
 
-    def check(self, server: nn.Module) -> None:
-        """Also refuse patterns of ``train`` that match nothing, and adapters of PEFT that could not keep their form."""
+    def check(self, plan: Setting) -> None:
+        """Refuse optimizers that lack what is trained, or whose state would refer to factors that are gone."""
+        if not plan.optimizers:
+            self._check_module(plan.module)
+        for template in plan.optimizers:
+            self._check_optimizer(template, plan)
+        if plan.server_optimizer is not None:
+            self._check_server_optimizer(plan.server_optimizer)
+
+    def _check_module(self, server: nn.Module) -> None:
+        """Refuse patterns of ``train`` that match nothing, and adapters of PEFT that could not keep their form."""
         layers, kind = self.adapted(server), type(self.aggregation).__name__
         for layer in layers:
             layer.check_rank(self.max_rank)
@@ -218,12 +226,14 @@ class LoRA(Algorithm):
                     "frozen, use FrozenA."
                 )
 
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+    def _check_optimizer(self, template: Optimizer, plan: Setting) -> None:
         """Raise ``ValueError`` unless the user's optimizer holds all that clients train."""
+        server, rules = plan.module, buffer_rules(plan.module, plan.buffers)
         layers = self.adapted(server)
         origins = [layer.origins[layer.parts[part]] for layer in layers for part in self.trained_parts]
         held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
-        parameters, wanted = dict(server.named_parameters()), dict.fromkeys([*origins, *self.whole_of(server, layers)])
+        wanted = dict.fromkeys([*origins, *self.whole_of(server, layers, rules)])
+        parameters = dict(server.named_parameters())
         if missing := [name for name in wanted if name in parameters and id(parameters[name]) not in held]:
             raise ValueError(
                 "LoRA gives an adapter the options of its weight in your optimizer, which lacks "
@@ -231,7 +241,7 @@ class LoRA(Algorithm):
                 f"{type(template).__name__} all parameters of the module; what is frozen stays frozen."
             )
 
-    def check_server_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_server_optimizer(self, optimizer: Optimizer) -> None:
         """Raise ``ValueError`` for any but plain averaging if the server's factors are replaced between steps."""
         plain = (group[name] == value for group in optimizer.param_groups for name, value in PLAIN.items())
         if isinstance(optimizer, SGD) and all(plain):
@@ -247,14 +257,6 @@ class LoRA(Algorithm):
             raise ValueError(
                 f"{type(self.aggregation).__name__} factorises its product anew in each round, and {gone}; leave "
                 "`server_optimizer` out, or use PaddedFactors, FrozenA, AlternatingFactors or StackedProducts."
-            )
-
-    def check_privacy(self) -> None:
-        """Raise ``ValueError`` unless all clients hold the same factors, and these or their products are summed."""
-        if self.is_mixed or type(self.aggregation) not in SUMMED:
-            raise ValueError(
-                "`privacy` needs adapters of one rank, whose factors or products are summed: "
-                f"LoRA(8, aggregation=SampledTerms()); got rank={self.rank} and {self.aggregation}."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> LoRAState:
@@ -274,27 +276,29 @@ class LoRA(Algorithm):
         return LoRAState(layers, adapters, seed)
 
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> ServerHalf:
-        """Decide what is trained whole; `check_optimizer` has refused optimizers that leave anything of it out."""
+        """Decide what is trained whole; `check` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
-        return LoRAHalf(self, server, state, self._buffer_rules(server, decisions))
+        return LoRAHalf(self, server, state, buffer_rules(server) if rules is None else rules)
 
-    def _buffer_rules(self, server: nn.Module, decisions: Decisions = None) -> BufferRules:
-        named = (name for name, _ in server.named_buffers())
-        chosen = frozenset(
-            name for name in named if matches(name, self.train) or first_match(name, self.buffers) is not None
-        )
-        return buffer_rules(server, self.buffers, decisions).only(chosen)
+    def _trained_buffers(self, server: nn.Module, rules: BufferRules) -> BufferRules:
+        """The rules of the buffers that are trained, or about which somebody has said something."""
+        matched = {name for name, _ in server.named_buffers() if matches(name, self.train)}
+        return rules.only(rules.asked | matched)
 
-    def whole_of(
-        self, server: nn.Module, layers: Sequence[AdaptedLayer], buffers: BufferRules | None = None
-    ) -> dict[str, Tensor]:
+    def whole_of(self, server: nn.Module, layers: Sequence[AdaptedLayer], rules: BufferRules) -> dict[str, Tensor]:
         """What clients send back beside the factors: parameters by patterns of names, and buffers with a rule.
 
         If PEFT has made the layers' factors, all that it has not frozen is trained, too.
         """
-        rules = self._buffer_rules(server) if buffers is None else buffers
+        rules = self._trained_buffers(server, rules)
         by_peft = any(layer.brings_factors for layer in layers)
         named = {name for name, _ in server.named_parameters() if by_peft or matches(name, self.train)}
         chosen = (named | rules.returned) - factors_of(layers)
@@ -306,20 +310,16 @@ class LoRAHalf(ServerHalf):
 
     state: LoRAState
 
-    def __init__(self, choice: LoRA, server: nn.Module, state: LoRAState, buffers: BufferRules) -> None:
-        super().__init__(server, state, buffers)
+    def __init__(self, choice: LoRA, server: nn.Module, state: LoRAState, rules: BufferRules) -> None:
+        super().__init__(server, state, choice._trained_buffers(server, rules))
         self.choice, self.aggregation = choice, choice.aggregation
         self.is_mixed, self.max_rank = choice.is_mixed, choice.max_rank
-        self.dense = tuple(choice.whole_of(server, state.layers, buffers))
+        self.dense = tuple(choice.whole_of(server, state.layers, self.rules))
 
     @cached_property
     def device_half(self) -> LoRASide:
-        trained = {name: p for name, p in self.server.named_parameters() if name in self.dense}
-        for layer, adapter in self.state.pairs:
-            trained |= {layer.parts[part]: adapter.get_parameter(part) for part in self.choice.trained_parts}
         return LoRASide(
             returned=self.dense,
-            feedback=error_feedback(self.choice.compression, trained),
             layers=self.state.layers,
             max_rank=self.max_rank,
             aggregation=self.aggregation,
@@ -428,6 +428,14 @@ class LoRARound(DenseRound):
         super().add(receipt, upload)
         for layer, adapter, own in trained:
             adapter.add(receipt.unit, receipt.drawn[layer.name], *own)
+
+    def positions(self, receipt: Receipt) -> dict[str, Tensor]:
+        """Where a unit's terms are among all of each adapter."""
+        found: dict[str, Tensor] = {}
+        for layer, adapter in self.adapters.items():
+            own, names = adapter.opened, (layer.factors["B"], layer.factors["A"])
+            found |= places_of_terms(receipt.drawn[layer.name], own.B, own.A, *names)
+        return found
 
     @property
     def sums(self) -> Sequence[RunningMean]:
@@ -542,9 +550,10 @@ class LoRASide(DenseSide):
     def origin(self, name: str) -> str:
         return self._weight_of.get(name, "")
 
-    def sent_back(self, client: nn.Module, download: Download) -> dict[str, Tensor]:
+    def collect(self, client: nn.Module, download: Download) -> Upload:
         parts = self.aggregation.trained(download.round_idx)
-        return select_tensors(client, [*self.returned, *(layer.parts[part] for layer in self.layers for part in parts)])
+        names = [*self.returned, *(layer.parts[part] for layer in self.layers for part in parts)]
+        return Upload(download.unit, select_tensors(client, names))
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         own = dict(client.named_parameters())
@@ -599,7 +608,8 @@ def save_peft_adapter(model: Any, folder: str | PathLike[str], submodule: str = 
     if any(layer.brings_factors for layer in layers):
         raise ValueError("The module brings adapters of PEFT: save it with its own `save_pretrained`.")
     names = dict(_inside(submodule, [layer.name for layer in layers]))
-    whole = _modules(server, submodule, algorithm.whole_of(server, layers), layers)
+    rules = buffer_rules(server, getattr(model, "buffer_rules", None))
+    whole = _modules(server, submodule, algorithm.whole_of(server, layers, rules), layers)
     part = server.get_submodule(submodule)
     tensors = {f"{module}.{n}": t for module in whole for n, t in part.get_submodule(module).state_dict().items()}
     for layer, adapter in state.pairs:

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.compression import wide
+from lightning_spectral.algorithms.base import Promises, Setting
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import wide
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload
 from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
@@ -57,8 +58,6 @@ class ControlSide(DenseSide):
         trained: Names of the parameters that have a control.
     """
 
-    packs: ClassVar[bool] = True
-
     trained: tuple[str, ...] = field(kw_only=True)
 
     @abstractmethod
@@ -84,13 +83,13 @@ class ControlSide(DenseSide):
         tensors = {name: tensor for name, tensor in download.tensors.items() if not name.startswith(CONTROL)}
         super().load(client, replace(download, tensors=tensors))
 
-    def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
-        return self.personal.phases(client, StepActions(before_step=adding(self.addends(client, download))))
+    def start(self, client: nn.Module, download: Download) -> StepActions:
+        return StepActions(before_step=adding(self.addends(client, download)))
 
     @torch.no_grad()
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        kept = {**download.client_state, **super().keep(client, download, upload)}
-        for name, change in self.changes(download.tensors, self.unpack(download, upload)).items():
+        kept = dict(download.client_state)
+        for name, change in self.changes(download.tensors, upload).items():
             own = download.client_state.get(f"{CONTROL}{name}")
             kept[f"{CONTROL}{name}"] = change if own is None else change.add_(own)
         return kept
@@ -102,7 +101,7 @@ class ControlHalf(DenseHalf):
     @cached_property
     def trained(self) -> tuple[str, ...]:
         """Names of the parameters that have a control: all that are trained and shared."""
-        own = self.personal.names
+        own = self.rules.stays
         return tuple(name for name, p in self.server.named_parameters() if p.requires_grad and name not in own)
 
     @property
@@ -165,7 +164,6 @@ class WithControls(FedAvg):
     """Federated averaging whose clients have controls."""
 
     half: ClassVar[type[DenseHalf]] = ControlHalf
-    updates_have_norms: ClassVar[bool] = True
     counts_all_clients: ClassVar[bool] = True
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
@@ -179,8 +177,6 @@ UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make 
 @dataclass(frozen=True)
 class ScaffoldSide(ControlSide):
     """Whole models whose gradients are corrected by the server's control minus the client's own."""
-
-    packs: ClassVar[bool] = True
 
     def scale(self, upload: Upload) -> float:
         distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])
@@ -255,24 +251,26 @@ class Scaffold(WithControls):
 
     Example:
         >>> line = nn.Linear(2, 1)
-        >>> Scaffold().check_optimizer(torch.optim.SGD(line.parameters(), lr=0.1, momentum=0.9), line)
+        >>> heavy = torch.optim.SGD(line.parameters(), lr=0.1, momentum=0.9)
+        >>> Scaffold().check(Setting(line, optimizers=[heavy]))
         Traceback (most recent call last):
         ValueError: SCAFFOLD needs plain SGD, got momentum=0.9; leave it out. A server may have momentum: FedAvgM.
     """
 
     side: ClassVar[type[DenseSide]] = ScaffoldSide
     round: ClassVar[type[DenseRound]] = ScaffoldRound
+    promises: ClassVar[Promises] = Promises(
+        new_values=True,
+        same_tensors=True,
+        parts_stay=True,
+    )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.personal_epochs:
-            raise ValueError(
-                "SCAFFOLD divides by the number of a client's steps, so all of them must train the shared parameters; "
-                f"leave out `personal_epochs={self.personal_epochs}`."
-            )
-
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+    def check(self, plan: Setting) -> None:
         """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""
+        for template in plan.optimizers:
+            self._check_optimizer(template, plan.module)
+
+    def _check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         if type(template) is not SGD:
             raise ValueError(
                 f"SCAFFOLD needs plain SGD, got {type(template).__name__}; use torch.optim.SGD without momentum, and "
@@ -378,10 +376,9 @@ class FedDyn(WithControls):
     side: ClassVar[type[DenseSide]] = FedDynSide
     round: ClassVar[type[DenseRound]] = FedDynRound
     half: ClassVar[type[DenseHalf]] = FedDynHalf
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(new_values=True, same_tensors=True, parts_stay=True, any_steps=True)
 
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_fields(self, alpha=Number(above=0))

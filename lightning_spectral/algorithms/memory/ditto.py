@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.base import Promises
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
 from lightning_spectral.algorithms.memory.controls import adding
 from lightning_spectral.arguments import Number, check_fields
@@ -28,8 +29,6 @@ class DittoSide(DenseSide):
         pull: Strength with which the shared model attracts the client's own.
         own: Names of the tensors that the client's own model has: trained parameters, and buffers.
     """
-
-    packs: ClassVar[bool] = True
 
     pull: float
     own: tuple[str, ...]
@@ -51,8 +50,8 @@ class DittoSide(DenseSide):
         return [StepActions(before_step=pulls, prepare=load_own), StepActions(prepare=share)]
 
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
-        own = vars(client).pop(OWN, self.own_model(download.client_state))
-        return {**super().keep(client, download, upload), **own}
+        own: Tensors = vars(client).pop(OWN, self.own_model(download.client_state))
+        return own
 
     def own_model(self, client_state: Tensors) -> Tensors:
         return {name: client_state[name] for name in self.own if name in client_state}
@@ -107,22 +106,15 @@ class Ditto(FedAvg):
     side: ClassVar[type[DenseSide]] = DittoSide
     round: ClassVar[type[DenseRound]] = DenseRound
     half: ClassVar[type[DenseHalf]] = DittoHalf
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(
+        new_values=True,
+        same_tensors=True,
+        one_sum=True,
+        noise_hides=True,
+        remedies={"parts_stay": "use FedAvg, since Ditto's clients keep a whole model of their own"},
+    )
 
     pull: float = 0.1
 
-    @property
-    def sums_are_all(self) -> bool:
-        return self.compression is None
-
-    def check_privacy(self) -> None:
-        """Allow noise: what leaves a device is that of `FedAvg`."""
-
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_fields(self, pull=Number(at_least=0))
-        if self.personal:
-            raise ValueError(
-                f"Ditto's clients keep a whole model of their own; leave out `personal={list(self.personal)}`, or use "
-                "FedAvg with it, whose clients keep these alone."
-            )

@@ -9,11 +9,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.compression import wide
 from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.functional.spectra import singular_terms, weight_to_matrix
 from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.exchange import wide
 from lightning_spectral.protocol.records import Tensors
 from lightning_spectral.sums import MeanChange
 

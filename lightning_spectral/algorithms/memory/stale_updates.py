@@ -11,6 +11,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.base import Promises
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg, dense_mean, sum_of
 from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
@@ -157,13 +158,14 @@ class StaleUpdates(FedAvg):
 
     Example:
         >>> StaleUpdates.mifa()
-        StaleUpdates(buffers={}, ..., beta=1.0, coefficients='data', unseen='zero', num_terms=None)
+        StaleUpdates(beta=1.0, coefficients='data', unseen='zero', num_terms=None)
     """
 
     round: ClassVar[type[DenseRound]] = StaleRound
-    updates_have_norms: ClassVar[bool] = True
+    promises: ClassVar[Promises] = Promises(
+        new_values=True, same_tensors=True, parts_stay=True, any_steps=True, expected_updates=True
+    )
     counts_all_clients: ClassVar[bool] = True
-    updates_are_expected: ClassVar[bool] = True
     steps_without_clients: ClassVar[bool] = True
 
     beta: float = 1.0
@@ -172,7 +174,6 @@ class StaleUpdates(FedAvg):
     num_terms: int | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_fields(
             self,
             beta=Number(at_least=0, at_most=1, hint="it is the weight of stale updates"),

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import ByKeepRatio, Decisions, Moment, Names, ServerHalf, ratios_of
+from lightning_spectral.algorithms.base import (
+    ByKeepRatio,
+    Decisions,
+    Moment,
+    Names,
+    Promises,
+    ServerHalf,
+    Setting,
+    ratios_of,
+)
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
-from lightning_spectral.algorithms.personal import Personal, check_personal, personal_names, rules_with
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
     MatrixMeans,
@@ -33,8 +41,8 @@ from lightning_spectral.algorithms.spectral.start import (
     of_each_matrix,
     with_absent_rows,
 )
-from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, plan_draws
-from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields
+from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
+from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -44,7 +52,7 @@ from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
-from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.per_client import (
@@ -67,7 +75,7 @@ DECAY = "frobenius_decay"  # option of a group of factors
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralSide(DenseSide):
-    """Sub-models whose sharded layers, in which nothing is personal, hold the terms that were sent.
+    """Sub-models whose sharded layers hold the terms that were sent.
 
     Attributes:
         plan: How clients hold each layer.
@@ -98,7 +106,7 @@ class SpectralSide(DenseSide):
             return {}
         return {"weight_decay": 0.0, DECAY: self.frobenius_decay + options.get("weight_decay", 0.0)}
 
-    def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
+    def start(self, client: nn.Module, download: Download) -> StepActions:
         """Frobenius decay, then clipping, just before each step."""
         layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
         rates.start_client()
@@ -119,7 +127,7 @@ class SpectralSide(DenseSide):
             for act in acts[id(optimizer)]:
                 act()
 
-        return self.personal.phases(client, StepActions(before_step=before_step))
+        return StepActions(before_step=before_step)
 
     def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
         return {name: layer.u for name, layer in sharded_layers(client).items()}
@@ -141,7 +149,7 @@ class SpectralSharding(ByKeepRatio):
             ``weight_decay`` of the user's optimizer never acts on the factors; it is added to lambda instead.
         exclude: Shell-style patterns of the names of layers that stay dense: short for
             ``layers=LayerChoices(exclude=...)``, where they are stored.
-        layers: Which layers are sharded, how finely, and the rules of buffers; or the plan that `validate`
+        layers: Which layers are sharded, and how finely; or the plan that `validate`
             returned, which fixes the outcome for every layer. Given choices, the plan is made when training starts,
             with a traced forward pass if the module has an ``example_input_array``.
         clip_weight_lr: Bound on the learning rate at which a step moves the weight along a term, in units of the
@@ -157,9 +165,6 @@ class SpectralSharding(ByKeepRatio):
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
             nothing worth keeping, and means of terms elsewhere, as in the paper.
-        personal: Patterns of the names of parameters and buffers that stay with each client, as in `FedAvg`; a layer
-            whose weight is one of them is not sharded.
-        personal_epochs: Passes that train the personal parameters alone, before the others, as in `FedAvg`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -169,7 +174,8 @@ class SpectralSharding(ByKeepRatio):
 
     Note:
         Clients of different keep ratios form groups; each group's probabilities are computed for the number of its
-        clients in this round, as in the 2024 paper.
+        clients in this round, as in the 2024 paper. A layer whose weight stays with clients (`Personal`) is not
+        sharded.
 
     Reference:
         Korzhenkov & Louizos (2024), section 3.1. Niu et al. (2023), section 3.2.1 and Eq. (5), for ``output_ratio``.
@@ -182,7 +188,6 @@ class SpectralSharding(ByKeepRatio):
     """
 
     side: ClassVar[type[SpectralSide]] = SpectralSide
-    updates_have_norms: ClassVar[bool] = True
 
     strategy: ShardingStrategy | Schedule[ShardingStrategy] = field(default_factory=Collective)
     keep_ratio: PerClient[float] = 0.2
@@ -195,8 +200,6 @@ class SpectralSharding(ByKeepRatio):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation | None = None
-    personal: Sequence[str] = ()
-    personal_epochs: int = 0
 
     def __post_init__(self) -> None:
         check_fields(
@@ -206,10 +209,7 @@ class SpectralSharding(ByKeepRatio):
             frobenius_decay=Number(at_least=0),
             clip_weight_lr=WEIGHT_LR,
             exclude=as_patterns,
-            personal=as_patterns,
-            personal_epochs=Whole(at_least=0),
         )
-        check_personal(self.personal, self.personal_epochs)
         for name, setting in {"strategy": self.strategy, "design": self.design}.items():
             if isinstance(setting, Mapping):
                 raise TypeError(f"`{name}` by round must be a Schedule, got {setting!r}; write Schedule({setting!r}).")
@@ -260,44 +260,57 @@ class SpectralSharding(ByKeepRatio):
         chosen = Collective() if strategy is None else strategy
         return cls(chosen, keep_ratio, **{**AS_PUBLISHED, **options})
 
+    @property
+    def promises(self) -> Promises:  # type: ignore[override]
+        """Noise hides clients only where all hold the same terms, whoever takes part."""
+        ratios, strategies = set(entries_of(self.keep_ratio)), values_of(self.strategy)
+        same = len(ratios) == 1 and (ratios == {1.0} or all(type(each) is TopN for each in strategies))
+        known = type(self.aggregation) in (type(None), TermMeans, MatrixMeans)
+        return Promises(
+            new_values=True,
+            noise_hides=same and known,
+            parts_stay=True,
+            any_steps=True,
+            remedies={"noise_hides": "give all clients the same terms, SpectralSharding(TopN(), keep_ratio=0.2)"},
+        )
+
     def plan(self, server: nn.Module) -> ModulePlan:
-        """How clients hold every layer and buffer of ``server``; all problems are reported in one ``ValueError``."""
-        return plan_of(server, self.layers).keeping_dense(personal_names(server, self.personal), "personal")
+        """How clients hold every layer of ``server``; all problems are reported in one ``ValueError``."""
+        return plan_of(server, self.layers)
 
     def all_capacities(self, server: nn.Module) -> list[float]:
         return ratios_of({block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()})
 
     @property
-    def buffers(self) -> Rules:
-        """Rules for buffers by patterns of their names, which ``layers`` holds."""
-        return self._layer_choices.buffers
-
-    @property
     def _layer_choices(self) -> LayerChoices:
         return self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers
 
-    def check(self, server: nn.Module) -> None:
-        """Also warn if no layer is sharded, and about layers of which every client would hold all terms."""
-        plan = self.plan(server)
-        if not plan.sharded:
+    def check(self, plan: Setting) -> None:
+        """Warn if no layer is sharded, of layers of which every client would hold all terms, and of optimizers."""
+        held = self.plan(plan.module).keeping_dense(plan.stays, "personal")
+        for template in plan.optimizers:
+            self._check_optimizer(template, held)
+        if plan.optimizers:
+            return
+        if not held.sharded:
             warnings.warn(
-                f"SpectralSharding shards no layer of {type(server).__name__}, so clients train whatever is not frozen "
-                "as with FedAvg(); `validate` says why for each layer.",
+                f"SpectralSharding shards no layer of {type(plan.module).__name__}, so clients train whatever is not "
+                "frozen as with FedAvg(); `validate` says why for each layer.",
                 SpectralWarning,
                 stacklevel=3,
             )
-        if plan.whole:
-            listed = ", ".join(f"{name} (N = {count})" for name, count in plan.whole.items())
+        if held.whole:
+            listed = ", ".join(f"{name} (N = {count})" for name, count in held.whole.items())
             warnings.warn(
-                f"`term_granularity={plan.choices.term_granularity}` rounds up to all terms of {listed}, so every "
+                f"`term_granularity={held.choices.term_granularity}` rounds up to all terms of {listed}, so every "
                 "client holds them whole whatever its keep ratio; lower it to shard them, or list them in `exclude`.",
                 SpectralWarning,
                 stacklevel=3,
             )
 
-    def check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
+    def _check_optimizer(self, template: Optimizer, plan: ModulePlan) -> None:
         """Warn about optimizers that the clip does not affect, and say where the optimizer's weight decay goes."""
-        if not self.plan(server).sharded:
+        if not plan.sharded:
             return
         kind = type(template).__name__
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
@@ -318,25 +331,19 @@ class SpectralSharding(ByKeepRatio):
                 stacklevel=2,
             )
 
-    def check_privacy(self) -> None:
-        """Raise ``ValueError`` unless all clients hold the same terms, whoever takes part."""
-        ratios, strategies = set(entries_of(self.keep_ratio)), values_of(self.strategy)
-        if len(ratios) > 1 or (ratios != {1.0} and not all(type(each) is TopN for each in strategies)):
-            raise ValueError(
-                "`privacy` needs clients that hold the same terms, whoever else takes part: "
-                f"SpectralSharding(TopN(), keep_ratio=0.2), with one keep ratio for all; got {self.strategy} and "
-                f"keep_ratio={self.keep_ratio}."
-            )
-        if type(self.aggregation) not in (type(None), TermMeans, MatrixMeans):
-            super().check_privacy()
-
     def bind(
-        self, server: nn.Module, state: nn.Module | None = None, *, untrained: Names = (), decisions: Decisions = None
+        self,
+        server: nn.Module,
+        state: nn.Module | None = None,
+        *,
+        rules: BufferRules | None = None,
+        untrained: Names = (),
+        decisions: Decisions = None,
     ) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if decisions is None else decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
-        return SpectralHalf(self, server, plan, decisions)
+        return SpectralHalf(self, server, plan, rules, decisions)
 
 
 class SpectralHalf(ServerHalf):
@@ -350,12 +357,15 @@ class SpectralHalf(ServerHalf):
     rounds_are_alike: ClassVar[bool] = True
 
     def __init__(
-        self, choice: SpectralSharding, server: nn.Module, plan: ModulePlan, decisions: Decisions = None
+        self,
+        choice: SpectralSharding,
+        server: nn.Module,
+        plan: ModulePlan,
+        rules: BufferRules | None = None,
+        decisions: Decisions = None,
     ) -> None:
-        self.personal = Personal(personal_names(server, choice.personal), choice.personal_epochs)
-        rules = rules_with(self.personal.names, server, choice.buffers)
-        super().__init__(server, buffers=buffer_rules(server, rules, decisions))
-        self.choice, self.plan = choice, plan.keeping_dense(self.personal.names, "personal")
+        super().__init__(server, rules=rules)
+        self.choice, self.plan = choice, plan.keeping_dense(self.rules.stays, "personal")
         self.apart, self.started = self.plan.sharded_weights, frozenset((decisions or {}).get("started", ()))
         self.held_entries = self.plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
 
@@ -374,7 +384,6 @@ class SpectralHalf(ServerHalf):
         choice, factors = self.choice, (f"{name}.{factor}" for name in self.plan.blocks for factor in "uv")
         return choice.side(
             returned=(*self.returned(), *factors),
-            personal=self.personal,
             plan=self.plan,
             clip_tau=choice.clip_tau,
             clip_weight_lr=choice.clip_weight_lr,
@@ -500,6 +509,14 @@ class SpectralRound(DenseRound):
         super().add(receipt, upload)
         for mean, own in trained:
             mean.add(own, receipt.unit.coefficient)
+
+    def positions(self, receipt: Receipt) -> dict[str, Tensor]:
+        """Where a unit's terms are among all of each matrix."""
+        found: dict[str, Tensor] = {}
+        for name, layer in self.layers.items():
+            u = layer.mean.u[: layer.mean.held_rows]
+            found |= places_of_terms(receipt.drawn[name], u, layer.mean.v, f"{name}.u", f"{name}.v")
+        return found
 
     @property
     def sums(self) -> Sequence[RunningMean]:

@@ -14,7 +14,6 @@ from lightning_spectral.arguments import Number, Rule, Whole, as_patterns, check
 from lightning_spectral.functional.spectra import GRANULARITY
 from lightning_spectral.nn.layers.terms import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.layer_types import ONE, ZERO, ShardedType
-from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.tables import Block, Tabular
 
 
@@ -34,7 +33,7 @@ OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channe
 
 @dataclass(frozen=True)
 class LayerChoices:
-    """Choices of the layers to shard, of how finely, and of the rules of buffers, for all functions that use them.
+    """Choices of the layers to shard, and of how finely, for all functions that use them.
 
     Patterns are shell-style and match dotted names, e.g. ``"head"`` or ``"blocks.*.proj"``; case matters.
 
@@ -44,9 +43,6 @@ class LayerChoices:
             ``{"*.qkv": 3}``. Each part is factorised separately.
         keep_first_and_last_dense: Keep the first and the last layer dense, in order of execution if a pass was traced,
             otherwise in order of registration. An embedding before the first affine layer counts as the first layer.
-        buffers: Rules for buffers, by patterns: ``"mean"`` for the clients' average, the default for floating-point
-            numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry; ``"server"`` to
-            keep the server's value, the default for all others. The first pattern that matches counts.
         ratio_factors: Maps patterns of layers to a factor on every client's keep ratio, e.g. ``{"*attn*": 5.0}`` for
             five times as many terms of attention, at most all; the first pattern that matches counts.
         term_granularity: Numbers of terms are rounded up to a multiple of this, but not beyond all terms of a layer:
@@ -71,7 +67,6 @@ class LayerChoices:
     exclude: Sequence[str] = ()
     split: Mapping[str, int] = field(default_factory=dict)
     keep_first_and_last_dense: bool = True
-    buffers: Rules = field(default_factory=dict)
     ratio_factors: Mapping[str, float] = field(default_factory=dict)
     term_granularity: int = 1
     output_ratio: float = 1.0
@@ -81,7 +76,6 @@ class LayerChoices:
         check_fields(
             self,
             exclude=as_patterns,
-            buffers=as_rules,
             split=partial(_by_pattern, rule=PARTS, what="numbers of parts", example="{'*.qkv': 3}"),
             keep_first_and_last_dense=flag,
             ratio_factors=partial(_by_pattern, rule=FACTOR, what="factors", example="{'*attn*': 5.0}"),

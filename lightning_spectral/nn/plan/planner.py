@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.arguments import first_match, unmatched
+from lightning_spectral.client.kept_state import trying
 from lightning_spectral.errors import check_is
 from lightning_spectral.functional.spectra import KEEP_RATIO, num_terms_for
 from lightning_spectral.nn.layers.sharded import ShardedLayer
@@ -32,9 +33,8 @@ from lightning_spectral.nn.plan.layer_types import (
 )
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
 from lightning_spectral.nn.trace import Example, example_of, execution_order
-from lightning_spectral.protocol.buffer_rules import buffer_policies
+from lightning_spectral.protocol.buffer_rules import Rules, as_rules, buffer_policies
 from lightning_spectral.protocol.exchange import copy_module
-from lightning_spectral.protocol.kept_state import trying
 
 FROZEN, FIRST, LAST = "frozen", "first layer", "last layer"
 REMEDY = "Give the run this plan, SpectralSharding(layers=plan), or set the module's `example_input_array`."
@@ -45,6 +45,7 @@ def plan_layers(
     example_input: Example = None,
     choices: LayerChoices = LayerChoices(),
     missing_rank: Mapping[str, str] | None = None,
+    buffers: Rules | None = None,
 ) -> ModulePlan:
     """Decide how clients hold every layer of ``module`` that has parameters, and collect all problems.
 
@@ -56,6 +57,7 @@ def plan_layers(
         choices: The user's choices.
         missing_rank: The layers that lack rank, with the reasons, as in `ModulePlan.missing_rank` of the plan with
             which training began; ``None`` to look at the weights.
+        buffers: As in `validate`.
 
     Example:
         >>> plan = plan_layers(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)))
@@ -86,8 +88,14 @@ def plan_layers(
         shapes = () if is_uninitialised(layer) else tuple(tuple(weight.shape) for weight in weights)
         in_forward = None if order is None else name in order
         plans.append(LayerPlan(name, type_name(layer), shapes, tuple(blocks), sharded, reason or what, in_forward))
-    buffers = tuple(BufferPlan(*entry) for entry in buffer_policies(module, choices.buffers))
-    return ModulePlan(tuple(plans), buffers, tuple(_problems(layers, plans, buffers, choices)), choices)
+    of_buffers = _policies(module, buffers or {})
+    problems = _problems(layers, plans, choices)
+    problems += unmatched("buffers", buffers or {}, [buffer.name for buffer in of_buffers], "buffer")
+    return ModulePlan(tuple(plans), of_buffers, tuple(problems), choices)
+
+
+def _policies(module: nn.Module, buffers: Rules) -> tuple[BufferPlan, ...]:
+    return tuple(BufferPlan(*entry) for entry in buffer_policies(module, as_rules("buffers", buffers)))
 
 
 def _blocks(layer: nn.Module, choices: LayerChoices, num_parts: int = 1) -> tuple[WeightBlock, ...]:
@@ -159,15 +167,12 @@ def _reasons_to_stay_dense(
     return {name: reason(name, layer) for name, layer in layers.items()}
 
 
-def _problems(
-    layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], buffers: Sequence[BufferPlan], choices: LayerChoices
-) -> list[str]:
+def _problems(layers: Mapping[str, nn.Module], plans: Sequence[LayerPlan], choices: LayerChoices) -> list[str]:
     problems = []
     if lazy := [name for name, layer in layers.items() if is_uninitialised(layer)]:
         problems.append(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     for argument in ("exclude", "split", "ratio_factors"):
         problems += unmatched(argument, getattr(choices, argument), layers, "layer")
-    problems += unmatched("buffers", choices.buffers, [buffer.name for buffer in buffers], "buffer")
     for name, layer in layers.items():
         parts = choices.num_parts(name)
         kind = sharded_type(layer, parts)
@@ -194,7 +199,10 @@ def _problems(
 
 
 def validate(
-    module: nn.Module, example_input: Example = None, layers: LayerChoices | ModulePlan = LayerChoices()
+    module: nn.Module,
+    example_input: Example = None,
+    layers: LayerChoices | ModulePlan = LayerChoices(),
+    buffers: Rules | None = None,
 ) -> ModulePlan:
     """Print how clients hold every layer and buffer, and why, with all problems at once; nothing is changed.
 
@@ -204,6 +212,7 @@ def validate(
             which layers run and in which order; ``None`` for the module's ``example_input_array``, or for no pass if it
             has none.
         layers: Choices that differ from the defaults; or a plan of this module, to print it again.
+        buffers: What becomes of buffers, as for `FederatedModule`, to print that too.
 
     Returns:
         The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
@@ -219,7 +228,7 @@ def validate(
         2      Linear  16x16   16  yes         sharded  affine
         4      Linear  2x16    2   yes         dense    last layer
     """
-    plan = _plan(module, layers, example_input)
+    plan = _plan(module, layers, example_input, buffers=buffers)
     print(plan)
     if isinstance(layers, LayerChoices) and example_input is not None and example_of(module) is None:
         untraced = {layer.name: layer.sharded for layer in plan_layers(module, choices=layers).layers}
@@ -266,13 +275,14 @@ def _plan(
     layers: LayerChoices | ModulePlan,
     example_input: Example,
     missing_rank: Mapping[str, str] | None = None,
+    buffers: Rules | None = None,
 ) -> ModulePlan:
     check_is("module", module, nn.Module)
     check_layers(layers)
     if isinstance(layers, LayerChoices):
-        return plan_layers(module, example_input, layers, missing_rank)
+        return plan_layers(module, example_input, layers, missing_rank, buffers)
     layers.check_module(module)
-    return layers
+    return layers if buffers is None else replace(layers, buffers=_policies(module, buffers))
 
 
 def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:

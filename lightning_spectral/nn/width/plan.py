@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
+from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.nn.width.rules import Key, Labels, is_depthwise, loses_groups
 from lightning_spectral.protocol.exchange import travelling_tensors
-from lightning_spectral.protocol.kept_state import KeptState
 from lightning_spectral.tables import Block, Tabular
 
 LISTED = 6  # names in a line of the table

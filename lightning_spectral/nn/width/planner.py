@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_spectral.arguments import as_patterns, check_matches, matches_any
+from lightning_spectral.client.kept_state import trying
 from lightning_spectral.errors import check_is
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_module
@@ -35,7 +36,6 @@ from lightning_spectral.nn.width.rules import (
     unknown,
 )
 from lightning_spectral.protocol.exchange import travelling_tensors
-from lightning_spectral.protocol.kept_state import trying
 
 
 def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequence[str] = ()) -> WidthPlan:

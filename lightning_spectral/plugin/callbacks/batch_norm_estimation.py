@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_spectral.arguments import Whole
+from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, UserStep, isolate_metrics
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.nn.torch_modules import layers_with_averages
@@ -20,7 +21,6 @@ from lightning_spectral.plugin.processes import processes_of
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, defines, redirect
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
-from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
@@ -39,7 +39,7 @@ class BatchNormEstimation(RoundCallback):
     of the batch mean and of the unbiased batch variance, as with `torch.optim.swa_utils.update_bn`. Layers in eval
     mode, whose averages clients do not learn either, and layers that ``training_step`` does not call keep theirs.
 
-    The clients' averages are therefore not needed: with the algorithm's ``buffers={"*.running_*": "server"}`` they are
+    The clients' averages are therefore not needed: with the federation's ``buffers={"*.running_*": "server"}`` they are
     not uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
 
     A batch on which ``training_step`` fails, or which gives NaN, is left out if the run's `Faults` tolerate clients
@@ -70,6 +70,7 @@ class BatchNormEstimation(RoundCallback):
     """
 
     reads_clients = True
+    estimates_averages = True
 
     def __init__(self, every_n_rounds: int = 1, max_batches: int | None = None) -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
@@ -90,8 +91,6 @@ class BatchNormEstimation(RoundCallback):
                 f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
                 "optimisation; leave the callback out."
             )
-        for member in members:
-            member.algorithm.check_average_estimation()
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         round_idx = summary.round_idx

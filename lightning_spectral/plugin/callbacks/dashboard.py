@@ -76,6 +76,8 @@ class RoundDashboard(RoundCallback):
         >>> dashboard = RoundDashboard(every_n_rounds=10)  # Trainer(callbacks=[dashboard], logger=WandbLogger(...))
     """
 
+    shows_clients = True
+
     def __init__(self, every_n_rounds: int = 10) -> None:
         self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks the argument
         self.every_n_rounds = every_n_rounds

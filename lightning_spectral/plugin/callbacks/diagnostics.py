@@ -17,7 +17,8 @@ from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.algorithms.term_draws import GroupPlan
 from lightning_spectral.arguments import Whole
-from lightning_spectral.client.forms import Forms, options_of
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.functional.figures import (
     cohort_discrepancy,
     coordinated_discrepancy,

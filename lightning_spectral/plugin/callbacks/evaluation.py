@@ -19,6 +19,7 @@ from torchmetrics import Metric
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.arguments import Whole
+from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
 from lightning_spectral.errors import ClientError, SpectralWarning
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
@@ -28,7 +29,6 @@ from lightning_spectral.plugin.processes import ClientParallelStrategy, processe
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_in_a_step, is_overridden, redirect
 from lightning_spectral.protocol.exchange import named_state
-from lightning_spectral.protocol.kept_state import trying
 from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.processes import deal

@@ -27,10 +27,12 @@ class RoundCallback(pl.Callback):
 
     Attributes:
         reads_clients: Whether it reads clients' data, or figures or updates of single clients, by other means than its
-            hooks; secure sums refuse it.
+            hooks; filters that hide single clients refuse it.
+        shows_clients: Whether it shows single clients; `ClientPrivacy` refuses it.
     """
 
     reads_clients: ClassVar[bool] = False
+    shows_clients: ClassVar[bool] = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(pl_module, Host):

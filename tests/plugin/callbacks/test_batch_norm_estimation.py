@@ -126,19 +126,19 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ls.FedAvg(buffers=KEEP),
-        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, buffers=KEEP, scaler=True),
-        ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(buffers=KEEP)),
+        ls.FedAvg(),
+        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, scaler=True),
+        ls.SpectralSharding(keep_ratio=0.5),
     ],
     ids=["FedAvg", "width", "spectral"],
 )
 def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, train: Train) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        ours = train(algorithm=algorithm, callbacks=[BatchNormEstimation()])
+        ours = train(algorithm=algorithm, buffers=KEEP, callbacks=[BatchNormEstimation()])
         after = torch.rand(3)
         torch.manual_seed(5)
-        plain = train(algorithm=algorithm)
+        plain = train(algorithm=algorithm, buffers=KEEP)
         assert torch.equal(torch.rand(3), after)
     assert torch.equal(ours.weights, plain.weights)
     assert torch.equal(plain.state["net.1.running_mean"], torch.zeros(12))  # the server's own, unchanged
@@ -167,7 +167,7 @@ def test_validation_and_checkpoints_have_the_new_averages(toy: TensorDataset, tr
     saver = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
     fitted = train(
         data=data,
-        algorithm=ls.FedAvg(buffers=KEEP),
+        buffers=KEEP,
         callbacks=[Evaluation(), BatchNormEstimation(), saver],
         trainer={"enable_checkpointing": True},
     )
@@ -187,7 +187,7 @@ def test_it_acts_in_the_rounds_that_are_validated_and_after_the_last(train: Trai
     means: list[Tensor] = []
     seen = acting(on_round_end=lambda trainer, model, summary: means.append(model.module.net[1].running_mean.clone()))
     callbacks = [BatchNormEstimation(every_n_rounds=2), seen]
-    train(algorithm=ls.FedAvg(buffers=KEEP), callbacks=callbacks, max_epochs=5, trainer={"check_val_every_n_epoch": 2})
+    train(buffers=KEEP, callbacks=callbacks, max_epochs=5, trainer={"check_val_every_n_epoch": 2})
     changes = [bool((one != two).any()) for one, two in zip([torch.zeros(12), *means], means, strict=False)]
     assert changes == [False, True, False, True, True]
 

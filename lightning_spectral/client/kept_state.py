@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import pickle
 import random
 import sys
@@ -21,9 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.rng import derived_seed
@@ -179,7 +176,7 @@ class KeptState:
     def _keep_values(self) -> None:
         self._restores = [keep() for keep in self._values]
         self.needed_gradients = [(tensor, tensor.requires_grad) for tensor in self.tensors]
-        self._gradient_hooks = [(tensor, when, _hooks(tensor, when)) for tensor in self.tensors for when in HOOKS]
+        self._gradient_hooks = [(tensor, when, hooks_of(tensor, when)) for tensor in self.tensors for when in HOOKS]
 
     def not_kept(self) -> tuple[str, ...]:
         """Paths of what is too large to be kept."""
@@ -215,7 +212,7 @@ class KeptState:
         for restore in self._restores:
             restore()
         for tensor, when, hooks in self._gradient_hooks:
-            if _hooks(tensor, when) != hooks:
+            if hooks_of(tensor, when) != hooks:
                 setattr(tensor, when, hooks if hooks is None else OrderedDict(hooks))
         for tensor, needs_gradient in self.needed_gradients:
             if tensor.grad is not None:
@@ -344,73 +341,6 @@ def trying(module: nn.Module, device: torch.device | str | None = None) -> Itera
         for tensor, data in before:
             tensor.data = data
         kept.restore()
-
-
-RNN_KERNELS = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default)
-
-
-class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors that have sizes, but neither values nor memory, and take the place of a module's.
-
-    Within a ``with`` block on it, all operations make such tensors, and those on some are also made outside of one. An
-    error is raised by what depends on values, and by code that has kept one of the module's own tensors where it cannot
-    be found, such as a closure. Tensors on the meta device count as tensors on the CPU.
-
-    Example:
-        >>> fakes, line = FakeTensors(), nn.Linear(2, 3)
-        >>> with fakes.in_place_of(line), fakes:
-        ...     line(torch.ones(5, 2))
-        FakeTensor(..., size=(5, 3), grad_fn=<AddmmBackward0>)
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the module's tensors, which are held
-
-    @contextmanager
-    def in_place_of(self, module: nn.Module, *others: Any) -> Iterator[None]:
-        """Replace the tensors of a module, and of others such as optimizers, within the block."""
-        kept, log = KeptState(module, *others), logging.getLogger(FakeTensorMode.__module__)
-        was_disabled = log.disabled
-        try:
-            log.disabled = True  # it would print what it also raises
-            kept.exchange(self._exchanged)
-            yield
-        finally:
-            log.disabled = was_disabled
-            kept.restore()
-
-    def like(self, tensor: Tensor) -> Tensor:
-        """A tensor of the same size, type and device, without values; but a single number, such as a counter, stays."""
-        if tensor.dim() == 0 and tensor.device.type == "cpu" and not tensor.requires_grad:
-            number = tensor.item()
-            with self:
-                return torch.tensor(number, dtype=tensor.dtype)
-        if not tensor.is_meta:
-            return self.from_tensor(tensor)
-        with self:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake.requires_grad_(tensor.requires_grad)
-
-    def _exchanged(self, part: Any) -> Any:
-        if not isinstance(part, Tensor) or isinstance(part, FakeTensor):
-            return part
-        if id(part) not in self._of:
-            fake = self.like(part)
-            for when in HOOKS:
-                if hooks := _hooks(part, when):
-                    setattr(fake, when, OrderedDict(hooks))
-            self._of[id(part)] = part, fake
-        return self._of[id(part)][1]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(id(leaf) in self._of for leaf in tree_leaves((args, kwargs))):
-            raise RuntimeError("A tensor of the module is used that is kept where no other can take its place.")
-        if func in RNN_KERNELS:  # only they know the size of their workspace
-            args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs or {}))
-            return tree_map_only(Tensor, self.from_tensor, func(*args, **kwargs))
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def is_users(value: Any, kind: type, package: str = "") -> bool:
@@ -566,7 +496,8 @@ def _refill_tensor(tensor: Tensor, data: Tensor, value: Tensor, gradient: Tensor
         tensor.requires_grad_(needs_gradient)
 
 
-def _hooks(tensor: Tensor, when: str) -> dict[int, Any] | None:
+def hooks_of(tensor: Tensor, when: str) -> dict[int, Any] | None:
+    """The hooks of a tensor in one of its attributes `HOOKS`; ``None`` if there are none."""
     return dict(hooks) if (hooks := getattr(tensor, when, None)) else None
 
 

@@ -22,9 +22,9 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch import Tensor, nn
 
 import lightning_spectral as ls
+from lightning_spectral.client.kept_state import KeptState, changed_attributes, trying
 from lightning_spectral.nn import plan_layers
 from lightning_spectral.protocol.exchange import named_state
-from lightning_spectral.protocol.kept_state import KeptState, changed_attributes, trying
 
 
 class Plain:
@@ -477,7 +477,7 @@ class TestShared:
 @pytest.mark.parametrize("value", [torch.zeros(8, 8), np.zeros((8, 8))], ids=["tensor", "array"])
 def test_what_is_too_large_is_not_put_back_but_named(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_with({"replayed": value, "small": torch.zeros(2)})
-    monkeypatch.setattr("lightning_spectral.protocol.kept_state.LARGE_BYTES", 100)
+    monkeypatch.setattr("lightning_spectral.client.kept_state.LARGE_BYTES", 100)
     kept, changed = KeptState(module), changed_attributes(module)
     for array in module[0].kept.values():
         array += 1

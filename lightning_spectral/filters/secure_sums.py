@@ -1,16 +1,22 @@
 """Secure sums: the server gets the sum of a round's updates, but no single update."""
 
-from __future__ import annotations
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
+import torch
+
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.filter import Arrival, Ask, Filter, Fit, Form, Opened, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
 from lightning_spectral.errors import RoundError, from_extra
+from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
     Download,
@@ -19,18 +25,19 @@ from lightning_spectral.protocol.records import (
     Handshake,
     Key,
     Masking,
+    Tensors,
     Upload,
     WorkUnit,
 )
-from lightning_spectral.server.executor import Executor
 from lightning_spectral.sums import MeanChange
 
+MASKED = "masked"  # a figure of arrivals: 1 if the update was masked
 Said = Mapping[int, bytes]
 Step = Literal["keys", "shares", "reveal"]
 
 
 @dataclass(frozen=True)
-class SecureSums:
+class SecureSums(Filter):
     """Gives the server the sum of a round's updates, bit for bit the same sum, but no single update.
 
     Before they train, clients agree on masks that cancel in the sum, and give each other sealed shares of what removes
@@ -64,6 +71,10 @@ class SecureSums:
         (6, 5, 2)
     """
 
+    gives: ClassVar[Form | None] = Form.MASKED
+    needs: ClassVar[Sequence[str]] = ("new_values", "one_sum")
+    hides_clients: ClassVar[bool] = True
+
     threshold: float = 0.6
 
     def __post_init__(self) -> None:
@@ -72,10 +83,84 @@ class SecureSums:
         with from_extra("secure"):
             import cryptography  # noqa: F401
 
+    def check(self, plan: Plan) -> None:
+        who = plan.participation
+        if isinstance(who, UniformParticipation) and who.clients_per_round < 2:
+            raise ValueError("SecureSums needs at least two clients a round: the sum of one is its update.")
+
+    def device(self, half: ServerHalf) -> "MaskEnd":
+        return MaskEnd()
+
+    def server(self, fit: Fit) -> "SecureEnd":
+        if limits := sorted(fit.half.rules.limits):
+            raise ValueError(
+                f"SecureSums cannot hide smallest and largest values, which {', '.join(limits)} would follow; give "
+                'them another rule: FederatedModule(..., buffers={...: "server"}).'
+            )
+        return SecureEnd(self)
+
     def least(self, num_clients: int) -> int:
         """Number of clients without which a round fails, of those that were asked."""
         # never one, whose sum is its update
         return max(2, math.ceil(round(self.threshold * num_clients, 9)))
+
+
+@dataclass(frozen=True)
+class MaskEnd(DeviceEnd):
+    """Masks what the server would add."""
+
+    hides_values: ClassVar[bool] = True
+
+    def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
+        return upload if turn.download.masking is None else turn.parties.masked(turn.download, upload), {}
+
+    def sized(self, turn: DeviceTurn, upload: Upload) -> Upload:
+        steps = {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in upload.tensors.items()}
+        return replace(upload, tensors=steps)
+
+
+class SecureEnd(ServerEnd):
+    """Lets the clients of a round agree on masks, adds what they send as it is, and removes the masks from the sum."""
+
+    def __init__(self, choice: SecureSums) -> None:
+        self._choice = choice
+        self._sum: MaskedSum | None = None  # of the round, once its clients agree
+
+    def remarks(self) -> Sequence[str]:
+        return [
+            "SecureSums: updates are masked, and clients keep their losses and what they log: there is no `fl/loss`, "
+            "and no update is bounded."
+        ]
+
+    def begin(self, opened: Opened) -> None:
+        self._opened, self._sum = opened, None
+
+    def agree(self, units: Sequence[WorkUnit], ask: Ask) -> None:
+        mean, *others = self._opened.round.sums
+        if others or not isinstance(mean, MeanChange):
+            name = type(self._opened.round).__name__
+            raise TypeError(f"{name} has other sums than one `MeanChange`; its algorithm must not promise `one_sum`.")
+        cohort = self._opened.cohort
+        self._sum = MaskedSum(self._choice, ask, cohort.round_idx, units, cohort.total, mean)
+        self._sum.agree()
+
+    def send(self, download: Download) -> Download:
+        if self._sum is None:
+            return download
+        if (fallen := self._sum.fallen.get(download.unit.key)) is not None:
+            message = "" if fallen.failure is None else fallen.failure.message
+            raise Unusable(fallen.left_out or "dropped_out", message)
+        return self._sum.masked(download)
+
+    def arrive(self, arrival: Arrival) -> Arrival:
+        if self._sum is None:
+            return arrival
+        self._sum.add(arrival.upload)
+        return replace(arrival, is_held=True, figures={**arrival.figures, MASKED: 1.0})
+
+    def collected(self, left_out: Sequence[ExclusionReason]) -> None:
+        if self._sum is not None:
+            self._sum.remove_masks(left_out)
 
 
 class MaskedSum:
@@ -83,7 +168,7 @@ class MaskedSum:
 
     Args:
         choice: The user's choice.
-        executor: Reaches the clients.
+        ask: Asks the clients' devices.
         round_idx: Communication round, from 0.
         units: The units of the round, of one model.
         total: Sum of the coefficients of the round's units.
@@ -96,13 +181,13 @@ class MaskedSum:
     def __init__(
         self,
         choice: SecureSums,
-        executor: Executor,
+        ask: Ask,
         round_idx: int,
         units: Sequence[WorkUnit],
         total: float,
         mean: MeanChange,
     ) -> None:
-        self.executor, self.round_idx, self.total, self.mean = executor, round_idx, total, mean
+        self.ask, self.round_idx, self.total, self.mean = ask, round_idx, total, mean
         self.units = {unit.client_id: unit for unit in units}
         self.threshold = choice.least(len(units))
         self.fallen: dict[Key, Upload] = {}
@@ -169,7 +254,7 @@ class MaskedSum:
 
         found: dict[int, Said] = {}
         asked = [Handshake(self.units[i], self.round_idx, step, self.threshold, said[i]) for i in said]
-        for answer in self.executor.agree(asked):
+        for answer in self.ask(asked):
             client = answer.unit.client_id
             if isinstance(answer, Upload):
                 self.fallen[answer.unit.key] = answer

@@ -1,23 +1,39 @@
-"""Compressed uploads: a device sends its largest changes, or all in eight bits, and what is left in a later turn."""
+"""Packed uploads: a device sends its largest changes, or all in eight bits, and what is left in a later turn."""
 
-from __future__ import annotations
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.filter import Filter, Fit, Form, Unpacking
 from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.client.device import DeviceEnd, DeviceTurn
+from lightning_spectral.protocol.buffer_rules import averaged_parameters
+from lightning_spectral.protocol.exchange import wide
 from lightning_spectral.protocol.records import Download, Tensors, Upload, num_bytes
 
-RESIDUAL = "residual:"  # before a parameter's name, in the state of a device: what it still owes the server
 
+class Packing(Filter):
+    """How devices pack the changes of their parameters for the upload, with losses that error feedback makes up for.
 
-class Compression(ABC):
-    """How a tensor of changes is packed for the upload, with losses that error feedback makes up for."""
+    What packing loses, a device keeps and adds to its next upload, so each client keeps one number per parameter.
+    Downloads, buffers, and parameters that it would not make smaller are sent whole.
+
+    Note:
+        Error feedback makes up for what was not sent once the client takes part again. Where that is seldom, much of it
+        comes late, or never; nor does what a server cuts off, with a bound on updates or to add noise.
+    """
+
+    gives: ClassVar[Form | None] = Form.PACKED
+    needs: ClassVar[Sequence[str]] = ("new_values", "same_tensors")
 
     @abstractmethod
     def pack(self, change: Tensor) -> dict[str, Tensor]:
@@ -35,9 +51,16 @@ class Compression(ABC):
             ValueError: If the parts have the right form, but no tensor is packed like this.
         """
 
+    def device(self, half: ServerHalf) -> "ErrorFeedback":
+        buffers = {name for name, _ in half.server.named_buffers()}
+        return ErrorFeedback(self, tuple(sorted(buffers | averaged_parameters(half.server))))
+
+    def server(self, fit: Fit) -> Unpacking:
+        return Unpacking(self.device(fit.half))
+
 
 @dataclass(frozen=True)
-class TopK(Compression):
+class TopK(Packing):
     """The entries of largest magnitude of each tensor, with their places: 8 bytes an entry in single precision.
 
     Args:
@@ -78,7 +101,7 @@ class TopK(Compression):
 
 
 @dataclass(frozen=True)
-class Int8(Compression):
+class Int8(Packing):
     """Every entry as a whole number from -127 to 127, rounded to the nearest, times a scale for each row.
 
     A row is a slice of the first dimension: the weights of one output. Tensors of one dimension are one row.
@@ -111,90 +134,83 @@ class Int8(Compression):
 
 
 @dataclass(frozen=True)
-class ErrorFeedback:
-    r"""Packed uploads, as the device half of an algorithm sees them.
+class ErrorFeedback(DeviceEnd):
+    r"""Packs uploads on a device, which remembers what the server does not get.
 
     A client that moved its parameters by :math:`\Delta` packs :math:`\Delta + e`, and keeps what the server does not
     get of it, :math:`e \leftarrow \Delta + e - C(\Delta + e)`, for its next turn; e begins at zero.
 
     Attributes:
-        compression: How changes are packed; ``None`` for not at all.
-        names: The parameters that are packed. All other tensors are sent as they are.
+        packing: How changes are packed.
+        whole: Names of the tensors that are sent as they are.
 
     Reference:
         Karimireddy et al. (2019), Error feedback fixes SignSGD, Algorithm 2.
     """
 
-    compression: Compression | None = None
-    names: tuple[str, ...] = ()
+    keeps: ClassVar[bool] = True
 
-    def packed(self, after: Tensors, download: Download) -> dict[str, Tensor]:
-        """What is sent in place of a client's trained tensors."""
-        tensors = dict(after)
-        for name, due in self._due(after, download).items():
-            assert self.compression is not None, "there are names"
-            del tensors[name]
-            tensors |= {f"{name}:{part}": tensor for part, tensor in self.compression.pack(due).items()}
-        return tensors
+    packing: Packing
+    whole: tuple[str, ...] = ()
 
-    def opened(self, upload: Upload, download: Download) -> Upload:
-        """An upload with the new values that its tensors stand for; errors as for `unpack`."""
-        return replace(upload, tensors=self.unpacked(upload.tensors, download))
+    @torch.no_grad()
+    def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
+        """Pack what is due; keep what the server still lacks once it has unpacked that, rounded as it rounds it."""
+        if upload.left_out is not None:
+            return upload, {}
+        sent, due = turn.download.tensors, self._due(turn, upload)
+        left = replace(upload, tensors=self._packed(upload.tensors, due))
+        received = self.unpack(turn.download, left).tensors
+        residuals = {name: own - (received[name] - wide(sent[name])) for name, own in due.items()}
+        return left, {**turn.kept, **residuals}
 
-    def unpacked(self, tensors: Tensors, download: Download) -> dict[str, Tensor]:
-        """The new values that packed tensors stand for, in at least single precision; errors as for `unpack`."""
+    def sized(self, turn: DeviceTurn, upload: Upload) -> Upload:
+        return replace(upload, tensors=self._packed(upload.tensors, self._due(turn, upload)))
+
+    def unpack(self, download: Download, upload: Upload) -> Upload:
+        """New values, in at least single precision."""
         values, parts = dict[str, Tensor](), dict[str, dict[str, Tensor]]()
-        for name, tensor in tensors.items():
+        for name, tensor in upload.tensors.items():
             owner, _, part = name.rpartition(":")
-            if owner in self.names:
+            if owner in download.tensors and name not in download.tensors:
                 parts.setdefault(owner, {})[part] = tensor
             else:
                 values[name] = tensor
         for name, own in parts.items():
-            assert self.compression is not None, "there are names"
             before = wide(download.tensors[name])
             try:
-                values[name] = before + self.compression.unpack(own, before.shape).to(before.device)
+                values[name] = before + self.packing.unpack(own, before.shape).to(before.device)
             except ValueError as error:
                 raise ValueError(f"{name} cannot be unpacked: {error}") from error
-        return values
+        return replace(upload, tensors=values)
+
+    def _packed(self, after: Tensors, due: Tensors) -> dict[str, Tensor]:
+        tensors = {name: tensor for name, tensor in after.items() if name not in due}
+        for name, change in due.items():
+            tensors |= {f"{name}:{part}": tensor for part, tensor in self.packing.pack(change).items()}
+        return tensors
 
     @torch.no_grad()
-    def residuals(self, after: Tensors, download: Download, tensors: Tensors) -> dict[str, Tensor]:
-        """What a client still owes the server once that has unpacked its upload, rounded as the server rounds it."""
-        due, received = self._due(after, download), self.unpacked(tensors, download)
-        new = {f"{RESIDUAL}{n}": own - (received[n] - wide(download.tensors[n])) for n, own in due.items()}
-        return {**{name: own for name, own in download.client_state.items() if name.startswith(RESIDUAL)}, **new}
-
-    @torch.no_grad()
-    def _due(self, after: Tensors, download: Download) -> dict[str, Tensor]:
+    def _due(self, turn: DeviceTurn, upload: Upload) -> dict[str, Tensor]:
         """What the server does not have yet, by the parameters' names: this turn's change, and earlier residuals."""
-        return {
-            name: wide(after[name]) - wide(download.tensors[name]) + download.client_state.get(f"{RESIDUAL}{name}", 0.0)
-            for name in self.names
-            if name in after  # the others are not trained in this round
+        sent = turn.download.tensors
+        changes = {
+            name: wide(after) - wide(sent[name])
+            for name, after in upload.tensors.items()
+            if name in sent and name not in self.whole and saves(self.packing, after.dtype, after.shape)
         }
+        return {name: change + turn.kept.get(name, 0.0) for name, change in changes.items()}
 
 
-WHOLE = ErrorFeedback()
-
-
-def error_feedback(compression: Compression | None, parameters: Mapping[str, Tensor]) -> ErrorFeedback:
-    """Packed uploads of those parameters that become smaller.
+@lru_cache(maxsize=4096)
+def saves(packing: Packing, dtype: torch.dtype, shape: torch.Size) -> bool:
+    """Whether packing makes a tensor smaller.
 
     Example:
-        >>> error_feedback(TopK(0.4), {"weight": torch.zeros(2, 5), "bias": torch.zeros(1)}).names
-        ('weight',)
+        >>> [saves(TopK(0.4), torch.float32, torch.Size(shape)) for shape in ([2, 5], [1])]
+        [True, False]
     """
-    if compression is None:
-        return WHOLE
-
-    def saves(tensor: Tensor) -> bool:
-        return tensor.numel() > 0 and num_bytes(compression.pack(wide(torch.zeros_like(tensor)))) < tensor.nbytes
-
-    return ErrorFeedback(compression, tuple(name for name, tensor in parameters.items() if saves(tensor)))
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """A tensor in at least single precision, in which small changes count."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    if not dtype.is_floating_point or math.prod(shape) == 0:
+        return False
+    tensor = torch.zeros(shape, dtype=dtype)
+    return num_bytes(packing.pack(wide(tensor))) < tensor.nbytes

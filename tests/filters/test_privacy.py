@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from bare_engine import bare_engine
 from federation import Fit, check_resumes, said_during, same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping
 from scipy.optimize import brentq
@@ -24,19 +25,18 @@ from toy_models import LitMLP, Remembering, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import FrozenA, MatrixMeans, OrthonormalA, TermMeans
+from lightning_spectral.filters.privacy import PrivateFit, calibrated, epsilon
 from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
-from lightning_spectral.server.privacy import PrivateFit, calibrated, epsilon
-from lightning_spectral.server.round import Engine
 from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
 
 pytest.importorskip("dp_accounting", reason="epsilon is computed by dp-accounting, of the extra `privacy`")
 
 NUM_CLIENTS, ACTIVE = 12, 4
 PRIVACY = ls.ClientPrivacy(clip=0.5, noise_multiplier=1.0, delta=1e-3, noise_seed=1)
-PRIVATE: dict[str, Any] = {"privacy": PRIVACY, "participation": ls.Uniform(active=ACTIVE), "clients_per_round": None}
+PRIVATE: dict[str, Any] = {"filters": [PRIVACY], "participation": ls.Uniform(active=ACTIVE), "clients_per_round": None}
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SHARDED = ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER)
 
@@ -116,24 +116,23 @@ def play(
 ) -> tuple[dict[str, Tensor], PrivateFit]:
     """Play one private round of the given clients; return the pseudo-gradients, negated: what is added to weights."""
     server = seeded(nn.Linear, 3, 2) if module is None else module
-    half = (ls.FedAvg() if algorithm is None else algorithm).bind(server)
     clients = ClientDirectory(torch.tensor(sizes), assign(1.0, len(sizes), 0, "keep ratios"))
     names = list(dict(server.named_parameters()))
-    fit = PrivateFit(privacy, active, len(sizes))
-    engine = Engine(
-        half.algorithm,  # type: ignore[attr-defined]
-        half,
+    engine = bare_engine(
+        ls.FedAvg() if algorithm is None else algorithm,
+        server,
         clients,
         lambda _: Moves(by_client, names),
-        seed=0,
+        filters=[privacy],
+        active=active,
         absolute=True,
-        privacy=fit,
     )
     units = [WorkUnit(client, coefficient=1 / active) for client in by_client]
     engine.open_round(round_idx, units).play(units)
     summary = engine.close_round()
     assert summary.clients == () == tuple(summary.logged)
-    return {name: -p.grad for name, p in server.named_parameters() if p.grad is not None}, fit
+    end: Any = engine.filters["ClientPrivacy"]
+    return {name: -p.grad for name, p in server.named_parameters() if p.grad is not None}, end.fit
 
 
 def as_vector(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -298,8 +297,8 @@ def test_an_audit_finds_no_more_than_is_claimed_and_finds_too_little_noise() -> 
 DEVICE = ls.simulation.DeviceProfile(1e6, 1e6, 1e9)
 FITTED = {
     "FedAvg": ls.FedAvg(),
-    "personal head": ls.FedAvg(personal=["net.5.*"]),
-    "eight bits": ls.FedAvg(compression=ls.Int8()),
+    "personal head": ls.FedAvg(),
+    "eight bits": ls.FedAvg(),
     "means of terms": replace(SHARDED, aggregation=TermMeans()),
     "means of matrices": replace(SHARDED, aggregation=MatrixMeans()),
     "after a spectral start": SHARDED,
@@ -309,23 +308,24 @@ FITTED = {
     "LoRA, orthonormal": ls.LoRA(2, aggregation=OrthonormalA()),
     "LoRA, products": ls.LoRA(2, aggregation=ls.StackedProducts()),
 }
+BESIDE: dict[str, ls.Filter] = {"personal head": ls.Personal(["net.5.*"]), "eight bits": ls.Int8()}
+
+
+def options_of(name: str, privacy: ls.ClientPrivacy = PRIVACY) -> dict[str, Any]:
+    """Those of one of the fits."""
+    beside = [BESIDE[name]] if name in BESIDE else []
+    return {**PRIVATE, "algorithm": FITTED[name], "filters": [privacy, *beside]}
 
 
 @pytest.mark.parametrize("name", FITTED)
 def test_a_round_has_noise_and_releases_nothing_else(name: str, data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitMLP), data, algorithm=FITTED[name], max_epochs=2, **PRIVATE)
+    fitted = fit(seeded(LitMLP), data, max_epochs=2, **options_of(name))
     for row in fitted.rows:
         of_weights = {"fl/terms_visited", "fl/inclusion_entropy", "fl/largest_multiplier"}
         assert row.keys() - of_weights == {"fl/round", "fl/epsilon", "fl/clip", "fl/lr", "val_loss", "val_acc"}
     assert fitted.rows[1]["fl/epsilon"] == epsilon(ACTIVE / NUM_CLIENTS, 1.0, 2, PRIVACY.delta)
     assert fitted.ledger.rows == []
-    other = fit(
-        seeded(LitMLP),
-        data,
-        algorithm=FITTED[name],
-        max_epochs=2,
-        **{**PRIVATE, "privacy": replace(PRIVACY, noise_seed=2)},
-    )
+    other = fit(seeded(LitMLP), data, max_epochs=2, **options_of(name, replace(PRIVACY, noise_seed=2)))
     frozen = {"personal head": "net.5.", "LoRA": "bias"}.get(name.partition(",")[0], "nothing")
     trained = {n for n, _ in fitted.module.named_parameters() if frozen not in n}
     assert {n for n in fitted.state if not torch.equal(fitted.state[n], other.state[n])} == trained
@@ -349,7 +349,7 @@ def test_noise_is_as_large_as_it_says_in_every_number_that_is_summed(
             assert (turn.upload.num_steps, dict(turn.upload.logged), turn.upload.unreached) == (0, {}, None)
 
     monkeypatch.setattr(PrivateSums, "release", watched)
-    fit(seeded(LitMLP), data, algorithm=FITTED[name], callbacks=[Watch()], local_epochs=0, max_epochs=3, **PRIVATE)
+    fit(seeded(LitMLP), data, callbacks=[Watch()], local_epochs=0, max_epochs=3, **options_of(name))
     values = torch.cat(found) / (PRIVACY.clip / ACTIVE)
     noise = values[values != 0]
     assert float(noise.square().mean() - 1) ** 2 < 25 * 2 / len(noise)
@@ -359,9 +359,9 @@ def test_noise_is_as_large_as_it_says_in_every_number_that_is_summed(
 
 def test_a_resumed_run_has_the_noise_of_the_seed_and_otherwise_new_noise(data: Any, fit: Fit, tmp_path: Path) -> None:
     adaptive = replace(PRIVACY, noise_multiplier=0.2, clip_quantile=0.5)
-    options: dict[str, Any] = {**PRIVATE, "privacy": adaptive, "algorithm": SHARDED}
+    options: dict[str, Any] = {**PRIVATE, "filters": [adaptive], "algorithm": SHARDED}
     check_resumes(fit, LitMLP, data, tmp_path, **options)
-    secret = {**options, "privacy": replace(adaptive, noise_seed=None)}
+    secret = {**options, "filters": [replace(adaptive, noise_seed=None)]}
     whole, again = (fit(seeded(LitMLP), data, max_epochs=2, **secret) for _ in range(2))
     assert not same_state(whole.state, again.state)
 
@@ -434,7 +434,7 @@ class LitAveraging(LitMLP):
 
 def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit: Fit) -> None:
     with pytest.warns(ls.SpectralWarning) as said:
-        fit(seeded(LitAveraging), data, max_epochs=1, algorithm=ls.FedAvg(buffers={"*": "server"}), **PRIVATE)
+        fit(seeded(LitAveraging), data, max_epochs=1, buffers={"*": "server"}, **PRIVATE)
     put_back, averages = sorted(str(each.message) for each in said if each.category is ls.SpectralWarning)
     assert "clients change `seen`, which are neither parameters nor buffers" in put_back
     assert "running averages of net.2 are still 0 and 1" in averages
@@ -444,21 +444,21 @@ def test_a_fit_ends_before_it_exceeds_its_budget(data: Any, fit: Fit, tmp_path: 
     """Also if it is resumed; and with a number of rounds, the noise is such that these spend it."""
     rate = ACTIVE / NUM_CLIENTS
     budget = epsilon(rate, 1.0, 3, PRIVACY.delta)
-    limited = {**PRIVATE, "privacy": replace(PRIVACY, target_epsilon=1.01 * budget)}
+    limited = {**PRIVATE, "filters": [replace(PRIVACY, target_epsilon=1.01 * budget)]}
     fitted = fit(seeded(LitMLP), data, max_epochs=9, **limited)
     assert [row["fl/round"] for row in fitted.rows] == [0, 1, 2]
     fitted.trainer.save_checkpoint(tmp_path / "3.ckpt")
     with pytest.raises(ls.errors.RoundError, match="Round 3 would exceed target_epsilon"):
         fit(seeded(LitMLP), data, max_epochs=9, ckpt_path=tmp_path / "3.ckpt", **limited)
     planned = replace(PRIVACY, noise_multiplier=None, target_epsilon=budget, num_rounds=3)
-    fitted = fit(seeded(LitMLP), data, max_epochs=9, **{**PRIVATE, "privacy": planned})
+    fitted = fit(seeded(LitMLP), data, max_epochs=9, **{**PRIVATE, "filters": [planned]})
     assert len(fitted.rows) == 3
     assert 0.99 * budget < fitted.rows[-1]["fl/epsilon"] <= budget
 
 
 def test_a_round_without_clients_has_noise_too(data: Any, fit: Fit) -> None:
     """Otherwise weights that stay the same would say that nobody took part."""
-    rare = {**PRIVATE, "privacy": replace(PRIVACY, noise_multiplier=0.1), "participation": ls.Uniform(active=1)}
+    rare = {**PRIVATE, "filters": [replace(PRIVACY, noise_multiplier=0.1)], "participation": ls.Uniform(active=1)}
     drawn = list[int]()
 
     class Watch(ls.RoundCallback):
@@ -494,29 +494,46 @@ class OwnLoRA(ls.LoRA):
     """The same."""
 
 
+SAME_TERMS = r"SpectralSharding does not promise: give all clients the same terms, SpectralSharding\(TopN"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a fixed cohort": ({"participation": None, "clients_per_round": 4}, "participation=Uniform"),
-    "a sampler by losses": ({"participation": ls.LossVarianceReduced(active=4)}, "participation=Uniform"),
+    "a sampler by losses": (
+        {"participation": ls.LossVarianceReduced(active=4)},
+        "hides the losses and updates of single clients, by which LossVarianceReduced draws them; use .*Uniform",
+    ),
     "a design": ({"participation": ls.Uniform(active=4, design=ls.Systematic())}, "without `design`"),
     "a mean of who is there": ({"participation": ls.Uniform(active=4, normalize=True)}, "without `design` and `norm"),
     "everyone, by examples": ({"participation": ls.FullParticipation()}, "participation=Uniform"),
-    "another bound": ({"update_bound": ls.server.UsualUpdateNorm()}, "without `update_bound` and"),
-    "sums that the server cannot see": ({"secure_sums": ls.SecureSums()}, "without `update_bound` and"),
-    "terms that are drawn": ({"algorithm": ls.SpectralSharding()}, "TopN"),
-    "two keep ratios": ({"algorithm": replace(SHARDED, keep_ratio={0.2: 0.5, 0.4: 0.5})}, "one keep ratio"),
-    "two ranks": ({"algorithm": ls.LoRA({1: 0.5, 2: 0.5})}, "adapters of one rank"),
+    "another bound": (
+        {"filters": [ls.UsualUpdateNorm(), PRIVACY]},
+        "UsualUpdateNorm reads the updates of single clients, which ClientPrivacy hides; leave one out",
+    ),
+    "sums that the server cannot see": (
+        {"filters": [PRIVACY, ls.SecureSums()]},
+        "ClientPrivacy reads the updates of single clients, which SecureSums hides; leave one out",
+    ),
+    "changes that are packed": (
+        {"filters": [ls.Int8(), PRIVACY]},
+        "Int8 packs what ClientPrivacy reads: put ClientPrivacy before Int8",
+    ),
+    "terms that are drawn": ({"algorithm": ls.SpectralSharding()}, SAME_TERMS),
+    "two keep ratios": ({"algorithm": replace(SHARDED, keep_ratio={0.2: 0.5, 0.4: 0.5})}, SAME_TERMS),
+    "two ranks": ({"algorithm": ls.LoRA({1: 0.5, 2: 0.5})}, "use adapters of one rank"),
     "products that are factorised": ({"algorithm": ls.LoRA(2, aggregation=ls.TruncatedProducts())}, "are summed"),
-    "bits": ({"algorithm": ls.Zampling(degree=2)}, "Zampling does not say"),
-    "stores of clients": ({"algorithm": ls.StaleUpdates()}, "StaleUpdates does not say"),
-    "control variates": ({"algorithm": ls.Scaffold()}, "Scaffold does not say"),
-    "channels": ({"algorithm": ls.WidthSharding(keep_ratio=0.5), "module": Traced}, "WidthSharding does not say"),
-    "what a client remembers": ({"algorithm": Remembering()}, "Remembering does not say"),
-    "a subclass": ({"algorithm": Own()}, "Own does not say"),
-    "a subclass of Ditto": ({"algorithm": OwnDitto()}, "OwnDitto does not say"),
-    "a subclass of LoRA": ({"algorithm": OwnLoRA(2)}, "OwnLoRA does not say"),
-    "clients' evaluation": ({"callbacks": [ls.ClientEvaluation()]}, "ClientEvaluation shows or uses"),
-    "clients' tables": ({"callbacks": [ls.RoundDashboard()]}, "RoundDashboard shows or uses"),
-    "alignment": ({"callbacks": [ls.plugin.callbacks.UpdateAlignment()]}, "UpdateAlignment shows or uses"),
+    "bits": ({"algorithm": ls.Zampling(degree=2)}, "Zampling does not promise"),
+    "stores of clients": ({"algorithm": ls.StaleUpdates()}, "StaleUpdates does not promise"),
+    "control variates": ({"algorithm": ls.Scaffold()}, "Scaffold does not promise"),
+    "channels": ({"algorithm": ls.WidthSharding(keep_ratio=0.5), "module": Traced}, "WidthSharding does not promise"),
+    "what a client remembers": ({"algorithm": Remembering()}, "Remembering does not promise"),
+    "a subclass": ({"algorithm": Own()}, r"Own does not promise: .* let Own say so: `promises = Promises\(noise_hides"),
+    "a subclass of Ditto": ({"algorithm": OwnDitto()}, "OwnDitto does not promise"),
+    "a subclass of LoRA": ({"algorithm": OwnLoRA(2)}, "OwnLoRA does not promise"),
+    "clients' evaluation": ({"callbacks": [ls.ClientEvaluation()]}, "hides single clients, and ClientEvaluation reads"),
+    "clients' tables": ({"callbacks": [ls.RoundDashboard()]}, "RoundDashboard shows clients' data without noise"),
+    "alignment": (
+        {"callbacks": [ls.plugin.callbacks.UpdateAlignment()]},
+        "hides single clients, and UpdateAlignment reads",
+    ),
     "first come": (
         {"clock": ls.VirtualClock([ls.simulation.DeviceProfile(1e6, 1e6, 1e9)] * 12, keep_first=3)},
         "keep_first",
@@ -525,7 +542,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"algorithm": ls.FedAvg(), "module": LitNorm},
         "clients would send back the buffers net.1.run",
     ),
-    "few for votes": ({"privacy": replace(PRIVACY, clip_quantile=0.5)}, "raise `active`"),
+    "few for votes": ({"filters": [replace(PRIVACY, clip_quantile=0.5)]}, "raise `active`"),
 }
 
 
@@ -551,8 +568,11 @@ def test_callbacks_that_wait_for_a_loss_are_told_that_there_is_none(data: Any, f
 
 
 def test_one_of_several_models_has_no_privacy() -> None:
-    member = ls.FederatedModule(LitMLP(), privacy=PRIVACY, participation=PRIVATE["participation"])
-    with pytest.raises(ValueError, match="`privacy` is for one model, but 'words'"):
+    """Such a model says nothing of who takes part, which a private one must."""
+    with pytest.raises(ValueError, match="ClientPrivacy needs clients that take part independently"):
+        ls.FederatedModule(LitMLP(), filters=[PRIVACY])
+    member = ls.FederatedModule(LitMLP(), filters=[PRIVACY], participation=PRIVATE["participation"])
+    with pytest.raises(ValueError, match=r"decides who trains which model, but 'words' has .* of its own"):
         ls.MultiModelModule({"words": member}, participation=ls.Uniform(active=2))
 
 
@@ -575,13 +595,13 @@ def test_wrong_numbers_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_delta_that_allows_to_publish_a_client_is_named(data: Any, fit: Fit) -> None:
-    told = said_during(partial(fit, seeded(LitMLP), data, **{**PRIVATE, "privacy": replace(PRIVACY, delta=0.1)}))
+    told = said_during(partial(fit, seeded(LitMLP), data, **{**PRIVATE, "filters": [replace(PRIVACY, delta=0.1)]}))
     assert any("`delta=0.1` is at least one over the 12 clients" in sentence for sentence in told)
 
 
 def test_loggers_do_not_learn_the_number_of_examples(data: Any, quiet: Any) -> None:
     trainer = pl.Trainer(max_epochs=1, num_sanity_val_steps=0, **quiet)
-    model = ls.FederatedModule(seeded(LitMLP), **{n: PRIVATE[n] for n in ("privacy", "participation")})
+    model = ls.FederatedModule(seeded(LitMLP), **{n: PRIVATE[n] for n in ("filters", "participation")})
     trainer.fit(model, data)
     shown: dict[str, Any] = {}
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.protocol.records import WorkUnit
 
 HEAD = ["net.5.*"]
@@ -77,9 +78,8 @@ def by_hand(
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam])
 @pytest.mark.filterwarnings("ignore:.*rescales gradients")
 def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, fit: Fit) -> None:
-    data = toy_data()
-    algorithm = ls.FedAvg(personal=HEAD, personal_epochs=personal_epochs)
-    fitted = fit(seeded(LitPlainMLP, optimizer), data, algorithm=algorithm, max_epochs=ROUNDS, seed=3)
+    data, filters = toy_data(), [ls.Personal(HEAD, epochs=personal_epochs)]
+    fitted = fit(seeded(LitPlainMLP, optimizer), data, filters=filters, max_epochs=ROUNDS, seed=3)
     cohorts = [[row.client_id for row in fitted.ledger.rows if row.round_idx == i] for i in range(ROUNDS)]
     shared, own = by_hand(data, cohorts, personal_epochs, optimizer)
     for name, expected in shared.items():
@@ -159,12 +159,11 @@ def test_dittos_own_model_has_its_own_running_averages_and_the_shared_one_does_n
 
 
 def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: Fit) -> None:
-    algorithm = ls.SpectralSharding(
-        keep_ratio=0.5, personal=HEAD, layers=ls.LayerChoices(keep_first_and_last_dense=False)
-    )
-    assert list(algorithm.plan(LitMLP()).sharded) == ["net.0", "net.2"]
+    algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+    lit, filters = seeded(LitMLP), [ls.Personal(HEAD)]
+    assert list(algorithm.bind(lit, rules=Plan(lit, algorithm, filters).rules()).plan.sharded) == ["net.0", "net.2"]
     before = seeded(LitMLP).state_dict()
-    fitted = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, max_epochs=2, seed=3)
+    fitted = fit(lit, toy_data(), algorithm=algorithm, filters=filters, max_epochs=2, seed=3)
     assert torch.equal(fitted.state["net.5.weight"], before["net.5.weight"])
     assert not torch.equal(fitted.state["net.2.weight"], before["net.2.weight"])
     clients = {row.client_id for row in fitted.ledger.rows}
@@ -175,18 +174,16 @@ def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        *(kind(personal=HEAD) for kind in (ls.FedAvg, ls.SpectralSharding, ls.StaleUpdates, ls.QFedAvg, ls.FedDyn)),
-        ls.Ditto(),
-    ],
+    [ls.FedAvg(), ls.SpectralSharding(), ls.StaleUpdates(), ls.QFedAvg(), ls.FedDyn(), ls.Ditto()],
     ids=repr,
 )
 def test_a_resumed_run_has_the_same_own_models(algorithm: Any, fit: Fit, tmp_path: Path) -> None:
-    check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm, seed=3)
-    whole = fit(seeded(LitMLP), toy_data(), algorithm=algorithm, max_epochs=4, seed=3)
+    options = {"algorithm": algorithm, "filters": [] if isinstance(algorithm, ls.Ditto) else [ls.Personal(HEAD)]}
+    check_resumes(fit, LitMLP, toy_data(), tmp_path, seed=3, **options)
+    whole = fit(seeded(LitMLP), toy_data(), max_epochs=4, seed=3, **options)
     whole.trainer.save_checkpoint(tmp_path / "4.ckpt")
     loaded = ls.FederatedModule.load_from_checkpoint(
-        tmp_path / "4.ckpt", module=LitMLP(), algorithm=algorithm, clients_per_round=4
+        tmp_path / "4.ckpt", module=LitMLP(), clients_per_round=4, **options
     )
     clients = {row.client_id for row in whole.ledger.rows}
     assert len(clients) > 4
@@ -196,7 +193,7 @@ def test_a_resumed_run_has_the_same_own_models(algorithm: Any, fit: Fit, tmp_pat
 
 def test_personal_tensors_travel_once_and_never_back(fit: Fit) -> None:
     plain = fit(seeded(LitMLP), toy_data(), max_epochs=4, seed=3)
-    ours = fit(seeded(LitMLP), toy_data(), algorithm=ls.FedAvg(personal=HEAD), max_epochs=4, seed=3)
+    ours = fit(seeded(LitMLP), toy_data(), filters=[ls.Personal(HEAD)], max_epochs=4, seed=3)
     head = 4 * (12 * 3 + 3)
     seen: set[int] = set()
     for row, whole in zip(ours.ledger.rows, plain.ledger.rows, strict=True):
@@ -212,7 +209,7 @@ class LitNorm(LitMLP):
 
 
 def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
-    fitted = fit(seeded(LitNorm), toy_data(), algorithm=ls.FedAvg(personal=["net.1.*"]), max_epochs=2, seed=3)
+    fitted = fit(seeded(LitNorm), toy_data(), filters=[ls.Personal(["net.1.*"])], max_epochs=2, seed=3)
     before = seeded(LitNorm).state_dict()
     for name in ("net.1.running_mean", "net.1.weight", "net.1.num_batches_tracked"):
         assert torch.equal(fitted.state[name], before[name])
@@ -222,21 +219,14 @@ def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
     assert not torch.equal(own["net.1.running_mean"], before["net.1.running_mean"])
 
 
-@pytest.mark.parametrize("algorithm", [ls.FedAvg(personal=HEAD), ls.Ditto()], ids=repr)
-def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(algorithm: Any, fit: Fit) -> None:
+@pytest.mark.parametrize("options", [{"filters": [ls.Personal(HEAD)]}, {"algorithm": ls.Ditto()}], ids=repr)
+def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(options: Any, fit: Fit) -> None:
     whole = toy_data()
     data = ls.FederatedDataModule(
         whole.train, ls.IIDPartitioner(num_clients=12), val=whole.val, batch_size=4, client_val_fraction=0.3
     )
     evaluation = ls.ClientEvaluation()
-    fitted = fit(
-        seeded(LitMLP),
-        data,
-        algorithm=algorithm,
-        max_epochs=2,
-        callbacks=[evaluation],
-        seed=3,
-    )
+    fitted = fit(seeded(LitMLP), data, max_epochs=2, callbacks=[evaluation], seed=3, **options)
     assert evaluation.table is not None
     trained = {row.client_id for row in fitted.ledger.rows}
     for row in evaluation.table.rows:
@@ -258,7 +248,7 @@ DITTO: dict[str, Any] = {"algorithm": ls.Ditto(), "max_epochs": 2, "seed": 3}
 
 def test_dittos_shared_model_may_be_summed_in_secret(fit: Fit) -> None:
     """Only it leaves the devices, as in federated averaging."""
-    plain, secret = (fit(seeded(LitMLP), toy_data(), secure_sums=sums, **DITTO) for sums in (None, ls.SecureSums(0.6)))
+    plain, secret = (fit(seeded(LitMLP), toy_data(), filters=sums, **DITTO) for sums in ([], [ls.SecureSums(0.6)]))
     assert same_state(plain.state, secret.state)
 
 
@@ -266,32 +256,47 @@ def test_dittos_shared_model_may_be_summed_with_noise(fit: Fit) -> None:
     pytest.importorskip("dp_accounting")
     noise = ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, noise_seed=1)
     sampled = {"clients_per_round": None, "participation": ls.Uniform(active=5)}
-    private = fit(seeded(LitMLP), toy_data(), privacy=noise, **DITTO, **sampled)
+    private = fit(seeded(LitMLP), toy_data(), filters=[noise], **DITTO, **sampled)
     assert private.rows[-1]["fl/epsilon"] > 0
     assert any(private.model.own_model(client) for client in range(12))
 
 
-def test_what_keeps_a_whole_model_or_counts_steps_refuses_parts_of_their_own() -> None:
-    with pytest.raises(ValueError, match=r"a whole model of their own; leave out `personal=\['net.5.\*'\]`, or use"):
-        ls.Ditto(personal=HEAD)
-    with pytest.raises(ValueError, match=r"divides by the number of a client's steps, .*`personal_epochs=2`"):
-        ls.Scaffold(personal=HEAD, personal_epochs=2)
-
-
-@pytest.mark.parametrize("algorithm", [ls.FedAvg, ls.SpectralSharding])
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("algorithm", "personal", "message"),
     [
         (
-            {"personal": ["haed.*"]},
-            r"`personal` pattern 'haed\.\*' matches no parameter or buffer; known names: net\.0",
+            ls.Ditto(),
+            ls.Personal(HEAD),
+            "Personal needs an algorithm whose clients may keep parameters of their own, which Ditto does not promise: "
+            "use FedAvg, since Ditto's clients keep a whole model of their own",
         ),
-        ({"personal": ["*"]}, "clients would share nothing"),
-        ({"personal": "net.5.*"}, r"must be a sequence of patterns"),
-        ({"personal_epochs": 2}, "trains personal parameters, and there are none"),
-        ({"personal": HEAD, "personal_epochs": -1}, "personal_epochs"),
+        (
+            ls.Scaffold(),
+            ls.Personal(HEAD, epochs=2),
+            "Scaffold needs every step of a client to train what it sends back; leave out `epochs=2` of Personal",
+        ),
     ],
+    ids=["a whole model", "every step"],
 )
-def test_mistakes_are_named_before_a_round(algorithm: Any, options: Any, message: str, fit: Fit) -> None:
+def test_what_keeps_a_whole_model_or_counts_steps_refuses_parts_of_their_own(
+    algorithm: Any, personal: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        fit(seeded(LitMLP), toy_data(), algorithm=algorithm(**options))
+        ls.FederatedModule(LitMLP(), algorithm=algorithm, filters=[personal], clients_per_round=4)
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding()], ids=["dense", "spectral"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((["haed.*"],), r"`Personal` pattern 'haed\.\*' matches no parameter or buffer; known names: net\.0"),
+        ((["*"],), "clients would share nothing"),
+        (("net.5.*",), r"`patterns` must be a sequence of patterns"),
+        (([], 2), "Personal needs patterns of names, .* got none"),
+        ((HEAD, -1), "`epochs` must be at least 0"),
+    ],
+    ids=["no name", "every name", "no sequence", "no pattern", "no number"],
+)
+def test_mistakes_are_named_before_a_round(algorithm: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ls.FederatedModule(LitMLP(), algorithm=algorithm, filters=[ls.Personal(*arguments)], clients_per_round=4)

@@ -1,35 +1,40 @@
 """Differential privacy of clients: how much each contributes, how much noise hides it, and the epsilon that results."""
 
-# Annotations are evaluated eagerly here, as in `base.py`.
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import math
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm, Round
+from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
 from lightning_spectral.arguments import Number, Whole, check_fields, first_of
-from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
-from lightning_spectral.participation import Participation, Sampler, Uniform
+from lightning_spectral.client.forms import Forms
+from lightning_spectral.client.kept_state import KeptState
+from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
+from lightning_spectral.participation import Uniform
 from lightning_spectral.protocol.buffer_rules import BufferRules
-from lightning_spectral.protocol.kept_state import KeptState
-from lightning_spectral.server.processes import Processes
+from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
 from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
+from lightning_spectral.sums.exact_mean import Peers
 
 LARGEST_CLIP = 1024.0  # what exact sums have room for
 LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
 GRID = 1e-3  # of privacy losses, by which they are rounded up
 MOST_FOR_VOTES = 1.25  # noise on updates with votes on the clip, relative to that without
+ROUNDS = "_private_rounds"  # attribute of a module: the rounds in which it was trained privately
 VOTERS = 20.0  # expected clients for each standard deviation of the noise of votes, as published
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientPrivacy:
+class ClientPrivacy(Filter):
     r"""Differential privacy of clients: whoever sees the model cannot tell whether any one client has taken part.
 
     In each round every client takes part with the same probability q, independently. Its change is shortened to the
@@ -48,6 +53,8 @@ class ClientPrivacy:
         clip_rate: How fast it adapts: the factor is at most ``exp(clip_rate)`` a round.
         noise_seed: For tests, a seed that decides the noise; cohorts are then drawn from the run's ``seed``. Whoever
             knows it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
+        after: Path of the checkpoint of an earlier private run, in another process, from whose weights this one begins:
+            its rounds count too. ``None`` if there is none, or the module is the one that was trained.
 
     Note:
         Neighbours are data sets with and without the data of one client, which then contributes nothing; the list of
@@ -62,6 +69,11 @@ class ClientPrivacy:
         True
     """
 
+    needs: ClassVar[Sequence[str]] = ("noise_hides",)
+    reads_single: ClassVar[bool] = True  # to shorten them
+    hides_clients: ClassVar[bool] = True
+    equal_weights: ClassVar[bool] = True
+
     clip: float
     delta: float
     noise_multiplier: float | None = None
@@ -70,6 +82,7 @@ class ClientPrivacy:
     clip_quantile: float | None = None
     clip_rate: float = 0.2
     noise_seed: int | None = None
+    after: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(
@@ -83,6 +96,8 @@ class ClientPrivacy:
             clip_rate=Number(above=0),
             noise_seed=Whole(at_least=0, optional=True),
         )
+        if self.after is not None:
+            check_is("after", self.after, str)
         if (self.noise_multiplier is None) == (self.num_rounds is None):
             raise ValueError(
                 "ClientPrivacy needs `noise_multiplier`, or `num_rounds` with `target_epsilon`, and not both; got "
@@ -93,35 +108,64 @@ class ClientPrivacy:
                 f"`num_rounds={self.num_rounds}` says in how many rounds to spend a budget; give `target_epsilon`."
             )
 
-    def check(self, algorithm: Algorithm, participation: Participation | Sampler | None) -> None:
-        """Raise ``ValueError`` if clients do not take part independently, or not all that is summed can get noise."""
-        is_poisson = type(participation) is Uniform and participation.design is None and not participation.normalize
+    def earlier_rounds(self) -> list["Rounds"]:
+        """The private rounds of the run whose checkpoint is given; none if none is.
+
+        Raises:
+            ValueError: If the checkpoint is not of a private run of one model.
+        """
+        if self.after is None:
+            return []
+        saved = torch.load(self.after, map_location="cpu", weights_only=True).get("federation_lasting", {})
+        found = [model[self.name] for model in saved.get("models", {}).values() if self.name in model]
+        if len(found) != 1:
+            raise ValueError(
+                f"`after={self.after!r}` is no checkpoint of a run with ClientPrivacy; give that of the run from whose "
+                "weights this one begins, or leave it out."
+            )
+        return [tuple(rounds) for rounds in found[0]["rounds"]]
+
+    @property
+    def secret_cohorts(self) -> bool:
+        return self.noise_seed is None
+
+    def check(self, plan: Plan) -> None:
+        """Raise ``ValueError`` if clients do not take part independently, or a callback shows single ones."""
+        who = plan.participation
+        is_poisson = type(who) is Uniform and who.design is None and not who.normalize
         if not is_poisson:
             raise ValueError(
                 "ClientPrivacy needs clients that take part independently of each other and of their data: "
-                f"participation=Uniform(active=10), without `design` and `normalize`; got {participation}."
+                f"participation=Uniform(active=10), without `design` and `normalize`; got {who}."
             )
-        if "check_privacy" in vars(type(algorithm)):
-            algorithm.check_privacy()
-        else:  # what a class above it says may not be true of it
-            Algorithm.check_privacy(algorithm)
+        for callback in plan.callbacks:
+            if getattr(callback, "shows_clients", False):
+                raise ValueError(
+                    f"{type(callback).__name__} shows clients' data without noise; leave it out where there is "
+                    "ClientPrivacy."
+                )
+
+    def server(self, fit: Fit) -> "PrivateEnd":
+        self.check_buffers(fit.half.rules)
+        self.check_attributes(fit.half.server)
+        return PrivateEnd(self, fit)
 
     def check_attributes(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if what a client leaves behind in a module could move what the next one sends."""
         if paths := KeptState(module).not_kept():
             raise ValueError(
-                f"`privacy` needs all clients to begin with the same module, and {first_of(paths, 3)} is too large to "
-                "be put back after each of them; register it as a buffer."
+                f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
+                "to be put back after each of them; register it as a buffer."
             )
 
     def check_buffers(self, rules: BufferRules) -> None:
         """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
         if names := sorted(rules.returned):
             raise ValueError(
-                f"`privacy` adds noise to parameters, and clients would send back the buffers {first_of(names, 3)}. "
-                "Use GroupNorm, which has none, or leave them at the server, with the algorithm's "
-                '`buffers={"*": "server"}` (for SpectralSharding, `layers=LayerChoices(buffers=...)`), if they are '
-                "known before training."
+                "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
+                f"{first_of(names, 3)}. "
+                'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
+                '"server"}), if they are known before training.'
             )
 
 
@@ -299,7 +343,7 @@ class PrivateFit:
             mean.fix()
         return PrivateSums(sums, self.weight, self.clip, self.sum_multiplier)
 
-    def release(self, sums: PrivateSums, processes: Processes, round_idx: int) -> None:
+    def release(self, sums: PrivateSums, processes: Peers, round_idx: int) -> None:
         """Add up the sums of all processes, with noise from the first of them."""
         normals = None
         if processes.rank == 0:
@@ -314,3 +358,74 @@ class PrivateFit:
             factor = math.exp(self.choice.clip_rate * (self.choice.clip_quantile - share))
             self.clip = min(self.clip * factor, LARGEST_CLIP)
         return figures
+
+
+class PrivateEnd(ServerEnd):
+    """Shortens what each client contributes, adds noise to the sums, and counts the epsilon of all rounds.
+
+    The rounds in which a module was trained privately stay with it, so that a second fit, of the same federation or of
+    another one that wraps it, goes on counting.
+
+    Args:
+        choice: The user's choice.
+        fit: What the end may know.
+    """
+
+    releases: ClassVar[bool] = True
+
+    def __init__(self, choice: ClientPrivacy, fit: Fit) -> None:
+        self._choice, self._fit = choice, fit
+        self._before: list[Rounds] = list(vars(fit.half.server).get(ROUNDS, choice.earlier_rounds()))
+        self._clip: float | None = None
+
+    @cached_property
+    def fit(self) -> PrivateFit:
+        """What the choice means for the clients of this fit."""
+        who = self._choice, self._fit.active, int(self._fit.sizes().count_nonzero())
+        return PrivateFit(*who, self._clip, self._before, self._fit.first_round)
+
+    def remarks(self) -> Sequence[str]:
+        return [str(self.fit)]
+
+    @cached_property
+    def _possible_units(self) -> Mapping[Key, WorkUnit]:
+        """The units of all clients that may take part, so that nobody's download or weight depends on others."""
+        clients = self._fit.sizes().nonzero().squeeze(1).tolist()
+        units = (WorkUnit(client, coefficient=self.fit.weight) for client in clients)
+        return {unit.key: unit for unit in units}
+
+    def weigh(self, units: Sequence[WorkUnit]) -> Sequence[WorkUnit]:
+        return list({**self._possible_units, **{unit.key: unit for unit in units}}.values())
+
+    def begin(self, opened: Opened) -> None:
+        """Open the sums, whose divisors are those of one client with the weight of a whole round, untrained."""
+        self._round_idx = opened.round_idx
+        unit, half = next(iter(self._possible_units.values())), self._fit.half
+        download, receipt = opened.round.send(unit._replace(coefficient=min(1.0, opened.cohort.total)))
+        download, side = replace(download, round_idx=opened.round_idx), half.device_half
+        with Forms(half.server, side.take_form).client(download.capacity) as client:
+            side.load(client, download)
+            opened.round.add(receipt, side.collect(client, download))
+        self._sums = self.fit.open(opened.round, opened.round_idx)
+
+    def added(self, arrival: Arrival) -> None:
+        self._sums.take()
+
+    def gather(self, processes: Peers) -> Iterable[Arrival]:
+        self.fit.release(self._sums, processes, self._round_idx)
+        return ()
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        figures = self.fit.end_round(self._sums, self._round_idx)
+        vars(self._fit.half.server)[ROUNDS] = self.fit.rounds(self._round_idx + 1)
+        return figures
+
+    def is_spent(self, num_rounds: int) -> bool:
+        return self.fit.is_spent(num_rounds)
+
+    def state_dict(self) -> dict[str, Any]:
+        rounds = vars(self._fit.half.server).get(ROUNDS, self._before)
+        return {"rounds": list(rounds), "clip": self.fit.clip} if rounds else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._before, self._clip = [tuple(rounds) for rounds in state_dict["rounds"]], state_dict["clip"]

@@ -1,24 +1,33 @@
 """Noise that a device adds to its own updates, so that not even the server sees them without."""
 
-from __future__ import annotations
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import math
 import secrets
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.filter import Filter, Fit, Plan
 from lightning_spectral.arguments import Number, check_fields, first_of
+from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.errors import DeviceError
-from lightning_spectral.protocol.records import Download, Upload
+from lightning_spectral.participation import Sampler
+from lightning_spectral.protocol.records import Tensors, Upload
 from lightning_spectral.sums.private import SLACK, Normals, SecretNormals
 
+NO_BUFFERS = (
+    "`LocalNoise` hides parameters, and clients would send back the buffers {}; leave them at the server, "
+    'FederatedModule(..., buffers={{"*": "server"}}), or use GroupNorm.'
+)
 FINENESS = 20  # bits of the noise's standard deviation that are on its grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalNoise:
+class LocalNoise(Filter):
     r"""Local differential privacy: a device shortens its change and adds noise before anything leaves it.
 
     A client whose turn moves what it sends back by :math:`\Delta` sends
@@ -37,6 +46,8 @@ class LocalNoise:
     Note:
         The noise of single clients adds up: a mean over m of them has the noise of one, divided by the root of m, while
         `ClientPrivacy` needs that of one client for all. So this needs far more clients for the same accuracy.
+        As a filter of the federation it acts on every device; the owner of a device elsewhere can ask for it alone,
+        with ``ClientData(local_noise=...)``.
 
     Reference:
         Duchi et al. (2013), Local privacy and statistical minimax rates; Dwork and Roth (2014), appendix A.
@@ -46,43 +57,75 @@ class LocalNoise:
         LocalNoise(clip=0.5, noise_multiplier=4.0)
     """
 
+    needs: ClassVar[Sequence[str]] = ("new_values",)
+
     clip: float
     noise_multiplier: float
 
     def __post_init__(self) -> None:
         check_fields(self, clip=Number(above=0), noise_multiplier=Number(above=0))
 
-    @torch.no_grad()
-    def hide(
-        self, download: Download, upload: Upload, buffers: Collection[str] = (), normals: Normals | None = None
-    ) -> Upload:
-        """What leaves the device in place of an upload; its change is left out if it is not finite.
+    def check(self, plan: Plan) -> None:
+        if isinstance(plan.participation, Sampler) and plan.participation.figure == "loss":
+            raise ValueError(
+                f"LocalNoise hides the losses of clients, by which {type(plan.participation).__name__} draws them; use "
+                "`clients_per_round`, or Uniform."
+            )
 
-        Args:
-            download: What the client was sent.
-            upload: What it would send back.
-            buffers: Names of the module's buffers.
-            normals: Where the noise comes from; ``None`` for a secret of the system's generator.
+    def device(self, half: ServerHalf) -> "NoiseEnd":
+        if half.device_half.reads_loss:
+            raise ValueError(f"LocalNoise hides the losses of clients, which {type(half).__name__} reads; use FedAvg.")
+        return self.end
+
+    def server(self, fit: Fit) -> None:
+        """Only check, since nothing acts at the server, that no buffers would be sent back, which get no noise."""
+        if names := sorted(fit.half.rules.returned):
+            raise ValueError(NO_BUFFERS.format(first_of(names, 3)))
+
+    @property
+    def end(self) -> "NoiseEnd":
+        """The end that acts on a device."""
+        return NoiseEnd(self.clip, self.noise_multiplier)
+
+
+@dataclass(frozen=True)
+class NoiseEnd(DeviceEnd):
+    """Hides what a client has changed.
+
+    Attributes:
+        clip: Bound on the norm of a turn's change, in units of the weights.
+        noise_multiplier: Standard deviation of the noise, in units of ``clip``.
+    """
+
+    says_nothing: ClassVar[bool] = True
+
+    clip: float
+    noise_multiplier: float
+
+    def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
+        return self.hidden(turn, upload, SecretNormals(secrets.token_bytes(32))), {}
+
+    def sized(self, turn: DeviceTurn, upload: Upload) -> Upload:
+        return upload
+
+    @torch.no_grad()
+    def hidden(self, turn: DeviceTurn, upload: Upload, normals: Normals) -> Upload:
+        """An upload whose change is shortened and has noise; it is left out if it is not finite.
 
         Raises:
             DeviceError: If the upload is not made of new values of parameters.
         """
-        upload = upload.without_figures()
-        if upload.left_out is not None or upload.missing:
+        if upload.left_out is not None:
             return replace(upload, tensors={})
-        if averaged := sorted(upload.tensors.keys() & set(buffers)):
-            raise DeviceError(
-                f"`local_noise` hides parameters, and this device would send back the buffers {first_of(averaged, 3)}; "
-                'leave them at the server, with the algorithm\'s `buffers={"*": "server"}`, or use GroupNorm.'
-            )
-        names, before = sorted(upload.tensors), download.tensors
+        if averaged := sorted(upload.tensors.keys() & dict(turn.client.named_buffers()).keys()):
+            raise DeviceError(NO_BUFFERS.format(first_of(averaged, 3)))
+        names, before = sorted(upload.tensors), turn.download.tensors
         for name in names:
             after = upload.tensors[name]
             if name not in before or before[name].shape != after.shape or not after.is_floating_point():
                 raise DeviceError(
-                    f"`local_noise` cannot hide {name}, which is no new value of what this device was sent: the "
-                    "algorithm packs its uploads, or sends something else. Use FedAvg or SpectralSharding, without "
-                    "`compression`."
+                    f"`LocalNoise` cannot hide {name}, which is no new value of what this device was sent; use FedAvg "
+                    "or SpectralSharding."
                 )
         if not names:
             return upload
@@ -93,7 +136,6 @@ class LocalNoise:
             return replace(upload, tensors={}, left_out="not_finite")
         grid = 2.0 ** (math.frexp(std)[1] - FINENESS)  # gaps between floating-point numbers would show what is hidden
         steps = change.mul_(limit / max(norm, limit) / grid).trunc_()
-        normals = normals or SecretNormals(secrets.token_bytes(32))
         hidden = start + steps.add_(normals(len(steps)).mul_(std / grid).round_()).mul_(grid)
         parts = torch.split(hidden, [upload.tensors[name].numel() for name in names])
         like = ((name, upload.tensors[name], part) for name, part in zip(names, parts, strict=True))

@@ -1,0 +1,320 @@
+"""The optimizers of a user: made for the server's parameters, and stepping those of a client while it trains."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_spectral.client.kept_state import path_to
+from lightning_spectral.protocol.records import Options
+
+LISTED = 3  # further parameters are counted
+NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
+Origin = Callable[[str], str]
+Overrides = Callable[[str, Options], Options]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The parameters of a client that a group of the user's optimizer steps with the same options.
+
+    Attributes:
+        index: Index of the user's group.
+        names: Names of the parameters; differing options follow from the first.
+        parameters: The parameters.
+    """
+
+    index: int
+    names: list[str]
+    parameters: list[nn.Parameter]
+
+
+class LocalOptimizer:
+    """One of the user's optimizers, as a form of the module changes it; made while the module has that form.
+
+    The optimizer stays the user's object, and so do those that it wraps. `start_client` exchanges what is in their
+    parameter groups. `KeptState` puts groups, state and attributes back when the client is done.
+
+    Args:
+        optimizer: The optimizer, with the server's groups.
+        server: The names of the server's parameters, by identity.
+        client: The module as a client.
+        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
+        overrides: Maps the name of a client's parameter, and the options of its group, to those that differ.
+
+    Raises:
+        ValueError: If the optimizer makes its state, or keeps parameters, in ways that cannot follow.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(line.parameters(), lr=0.5)
+        >>> local = LocalOptimizer(sgd, {id(p): name for name, p in line.named_parameters()}, line)
+        >>> local.start_client([{"lr": 0.25}])
+        >>> sgd.param_groups[0]["lr"]
+        0.25
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        server: Mapping[int, str],
+        client: nn.Module,
+        origin: Origin = lambda name: name,
+        overrides: Overrides = lambda name, options: {},
+    ) -> None:
+        self.optimizer = optimizer
+        self._overrides = overrides
+        self._groups: list[tuple[Optimizer, list[Group]]] = []
+        self._initial_state: dict[Tensor, Any] = {}
+        named = dict(client.named_parameters())
+        lists: set[int] = set()
+        for one in family(optimizer):
+            if id(one.param_groups) in lists:
+                continue  # an optimizer that shares the groups of the one that it wraps
+            lists.add(id(one.param_groups))
+            groups = _groups_of(one, server, named, origin, overrides)
+            own = [{id(p) for p in group["params"]} for group in one.param_groups]
+            if [{id(p) for p in group.parameters} for group in groups] != own:
+                self._groups.append((one, groups))
+        if self._groups:
+            self._initial_state = self._state_of_new()
+            _check_follows(optimizer, server)
+
+    def start_client(self, options: Sequence[Options]) -> None:
+        """Exchange the parameters in the groups, and set the options of the round."""
+        fresh = [copy.deepcopy(dict(own)) for own in options]  # optimizers write to them
+        for group, own in zip(self.optimizer.param_groups, fresh, strict=True):
+            for name in group.keys() - own.keys() - NO_OPTIONS:
+                del group[name]
+            group.update(own)
+        made: dict[tuple[int, str], dict[str, Any]] = {}
+        for one, groups in self._groups:
+            before, one.param_groups[:] = list(one.param_groups), []
+            for part in groups:
+                whole = before[part.index]
+                key = id(whole), part.names[0]  # a dictionary that two optimizers share stays shared
+                if key not in made:
+                    kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
+                    names = {"param_names": part.names} if "param_names" in whole else {}
+                    made[key] = {"params": part.parameters, **names, **kept, **self._overrides(part.names[0], kept)}
+                one.param_groups.append(made[key])
+        for parameter, state in self._initial_state.items():
+            tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
+            self.optimizer.state[parameter] = copy.deepcopy(state, tensors)
+
+    def as_now(self) -> Callable[[], None]:
+        """Return what makes it as it is now: its state and the options of its groups, and of those that it wraps."""
+
+        def copied(one: Optimizer) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+            state = {parameter: copy.deepcopy(own) for parameter, own in one.state.items()}
+            return state, [copy.deepcopy(dict(own)) for own in options_of(one)]
+
+        kept = [(one, *copied(one)) for one in family(self.optimizer)]
+
+        def put_back() -> None:
+            for one, state, options in kept:
+                one.state.clear()
+                one.state.update({parameter: copy.deepcopy(own) for parameter, own in state.items()})
+                for group, own in zip(one.param_groups, copy.deepcopy(options), strict=True):
+                    group.update(own)
+
+        return put_back
+
+    def _state_of_new(self) -> dict[Tensor, Any]:
+        """The state that a constructor makes before the first step, as Adagrad's does, for parameters that are new."""
+        optimizer = self.optimizer
+        new = {p for _, groups in self._groups for group in groups for p in group.parameters} - optimizer.state.keys()
+        if not optimizer.state or not new:
+            return {}
+        kind = type(optimizer)
+        accepted = inspect.signature(kind).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        groups = next(groups for one, groups in self._groups if one is optimizer)
+        given = [{**options_of(optimizer)[group.index], "params": list(group.parameters)} for group in groups]
+        try:
+            made = kind(given, **options)
+        except TypeError as error:
+            raise ValueError(
+                f"{kind.__name__} makes its state in its constructor, which has to be called again for a client's "
+                f"parameters, but does not accept what the parameter groups hold ({error}). Give its arguments "
+                "defaults, or make the state in the first step."
+            ) from error
+        return {parameter: made.state[parameter] for parameter in new if parameter in made.state}
+
+
+def family(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """An optimizer, and those that it wraps.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+        >>> list(family(sgd)) == [sgd]
+        True
+    """
+    seen: set[int] = set()
+    rest: list[Any] = [optimizer]
+    while rest:
+        value = rest.pop(0)
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Optimizer):
+            yield value
+            rest.extend(held for name, held in vars(value).items() if name not in ("param_groups", "state"))
+        elif isinstance(value, list | tuple):
+            rest.extend(value)
+        elif isinstance(value, dict):
+            rest.extend(value.values())
+
+
+def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
+    """The options of each parameter group, without its parameters: part of every `Download`."""
+    return tuple({k: v for k, v in group.items() if k not in NO_OPTIONS} for group in optimizer.param_groups)
+
+
+def _groups_of(
+    optimizer: Optimizer,
+    server: Mapping[int, str],
+    named: Mapping[str, nn.Parameter],
+    origin: Origin,
+    overrides: Overrides,
+) -> list[Group]:
+    """A client's groups in the user's order; parameters with options of their own form another."""
+    index_of = {
+        server[id(p)]: index
+        for index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if id(p) in server
+    }
+    found: dict[tuple[int, tuple[tuple[str, Any], ...]], Group] = {}
+    options = options_of(optimizer)
+    for name, parameter in named.items():
+        if (index := index_of.get(origin(name))) is None:
+            continue  # not in the user's optimizer, so it is not trained
+        key = index, tuple(overrides(name, options[index]).items())
+        group = found.setdefault(key, Group(index, [], []))
+        group.names.append(name)
+        group.parameters.append(parameter)
+    return sorted(found.values(), key=lambda group: group.index)
+
+
+def _check_follows(optimizer: Optimizer, server: Mapping[int, str]) -> None:
+    """Raise ``ValueError`` if an optimizer refers to the server's parameters besides its groups."""
+    for one in family(optimizer):
+        roots = {name: value for name, value in vars(one).items() if name not in ("param_groups", "state", "step")}
+        for name, value in roots.items():
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(id(entry) in server for entry in held):
+                raise ValueError(
+                    f"{type(one).__name__} keeps parameters of the module in `{name}`, besides its groups, and clients "
+                    "hold something else in their place; read them from `self.param_groups` in each step, or keep "
+                    "the layers whole with `exclude`."
+                )
+
+
+def check_optimizer(template: Optimizer) -> None:
+    """Check that clients can step with one of the user's optimizers.
+
+    Raises:
+        ValueError: If it keeps a copy of every parameter from before the first round, which no client starts from.
+    """
+    for one in family(template):
+        parameters = [p for group in one.param_groups for p in group["params"]]
+        shapes, own = [p.shape for p in parameters], {id(p) for p in parameters}
+        for name, value in vars(one).items():
+            held = [] if name in ("param_groups", "state") else list(_tensors_in(value))
+            is_copy = [t.shape for t in held[: len(shapes)]] == shapes and not any(id(t) in own for t in held)
+            if is_copy and any(t.numel() > 1 for t in held):
+                raise ValueError(
+                    f"{type(one).__name__} cannot step clients, because its `{name}` holds a tensor for each "
+                    "parameter, made when it was constructed, and each client starts from other weights; keep such "
+                    "tensors in `self.state[parameter]`, made in the first step."
+                )
+
+
+def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in lists and dictionaries, also of the user's classes, that may contain each other."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(entry, depth - 1)
+
+
+def trainable_parameters(optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    """The trainable parameters of several optimizers, each once, in order."""
+    parameters = [parameter for optimizer in optimizers for _, parameter in placed(optimizer)]
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
+
+
+def untrained_parameters(optimizers: Sequence[Optimizer], module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module that need a gradient, but that no optimizer steps.
+
+    Example:
+        >>> import torch
+        >>> line = nn.Linear(2, 1)
+        >>> untrained_parameters([torch.optim.SGD([line.weight], lr=0.1)], line)
+        ('bias',)
+    """
+    trained = {id(parameter) for parameter in trainable_parameters(optimizers)}
+    return tuple(name for name, p in module.named_parameters() if p.requires_grad and id(p) not in trained)
+
+
+def check_own_parameters(template: Optimizer, module: nn.Module, configure: Callable[..., Any]) -> None:
+    """Check that all trainable parameters of an optimizer are the module's: no others are sent to clients.
+
+    Args:
+        template: One of the user's optimizers.
+        module: The user's module.
+        configure: The function that made the optimizer; its global variables are searched too.
+
+    Raises:
+        ValueError: If one is not; the message says where it is kept, if it can be found.
+    """
+    if not (foreign := foreign_parameters(template, module)):
+        return
+    roots: dict[str, Any] = {"self": module}
+    if inspect.isfunction(inspect.unwrap(getattr(configure, "__func__", configure))):  # it is written in Python
+        used = inspect.getclosurevars(configure)
+        roots |= {**used.globals, **used.nonlocals}
+    described = []
+    for place, parameter in foreign[:LISTED]:
+        where = path_to(parameter, roots)
+        described.append(f"{place}, of shape {tuple(parameter.shape)}" + (f", in `{where}`" if where else ""))
+    more = f"; and {len(foreign) - LISTED} more" if len(foreign) > LISTED else ""
+    raise ValueError(
+        f"Parameters of {type(template).__name__} are not {type(module).__name__}'s, so no client would train them: "
+        f"{'; '.join(described)}{more}. Make them the module's: keep layers in an nn.ModuleList or nn.ModuleDict, and "
+        "a loss or a parameter of its own in an attribute, self.loss = ...; or leave them out of the optimizer."
+    )
+
+
+def check_still_own(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise ``ValueError`` if the module has lost parameters of its optimizer since this was made, e.g. in a hook."""
+    if foreign := foreign_parameters(optimizer, module):
+        listed = ", ".join(f"{place} of shape {tuple(parameter.shape)}" for place, parameter in foreign[:LISTED])
+        raise ValueError(
+            f"{type(module).__name__} no longer has what its {type(optimizer).__name__} trains ({listed}): a hook has "
+            "replaced a layer or a parameter, and the new one would not be trained. Replace it before the fit, or "
+            "change its values in place, with `copy_` under torch.no_grad()."
+        )
+
+
+def foreign_parameters(optimizer: Optimizer, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The trainable parameters of an optimizer that are not a module's, each with its place in the optimizer."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return [(place, p) for place, p in placed(optimizer) if p.requires_grad and id(p) not in own]
+
+
+def placed(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of an optimizer, with its place there."""
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            yield f"parameter {position} of group {index}", parameter

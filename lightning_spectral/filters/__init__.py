@@ -1,0 +1,48 @@
+"""What happens to updates, whatever the algorithm: choices for ``FederatedModule(..., filters=[...])``."""
+
+from lightning_spectral.algorithms.filter import (
+    Arrival,
+    Filter,
+    Fit,
+    Form,
+    Opened,
+    Plan,
+    ServerEnd,
+    Unpacking,
+    Unusable,
+    check_chain,
+    together,
+)
+from lightning_spectral.client.device import DeviceEnd, DeviceTurn
+from lightning_spectral.filters.bounds import MaxUpdateNorm, UpdateBound, UsualUpdateNorm
+from lightning_spectral.filters.noise import LocalNoise
+from lightning_spectral.filters.packing import Int8, Packing, TopK
+from lightning_spectral.filters.personal import Personal
+from lightning_spectral.filters.privacy import ClientPrivacy
+from lightning_spectral.filters.secure_sums import SecureSums
+
+__all__ = [
+    "Arrival",
+    "ClientPrivacy",
+    "DeviceEnd",
+    "DeviceTurn",
+    "Filter",
+    "Fit",
+    "Form",
+    "Int8",
+    "LocalNoise",
+    "MaxUpdateNorm",
+    "Opened",
+    "Packing",
+    "Personal",
+    "Plan",
+    "SecureSums",
+    "ServerEnd",
+    "TopK",
+    "Unpacking",
+    "Unusable",
+    "UpdateBound",
+    "UsualUpdateNorm",
+    "check_chain",
+    "together",
+]

@@ -1,0 +1,156 @@
+"""Bounds on updates: how far a single client may move the server."""
+
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+
+from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, ServerEnd
+from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors, Upload
+from lightning_spectral.server.own_filters import NORM, both_ways, norm_of, single, update_norm
+
+BOUNDED = "bounded"  # a figure of arrivals: 1 if the update was shortened
+
+
+def _scale(sent: Tensors, both: Tensors) -> float:
+    weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
+    return max(norm_of(weights), math.sqrt(sum(tensor.numel() for tensor in both.values())))
+
+
+class UpdateBound(Filter):
+    r"""Shortens a client's update whose norm is larger than a bound, at the server and before it is summed.
+
+    The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that are sent both ways:
+    for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
+    was shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
+    average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
+    term decides it alone, whatever its weight.
+    """
+
+    reads_single: ClassVar[bool] = True
+    needs: ClassVar[Sequence[str]] = ("new_values",)
+
+    @property
+    def name(self) -> str:
+        return UpdateBound.__name__  # a federation has one
+
+    @abstractmethod
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        """The bound b, in units of the weights.
+
+        Args:
+            sent: Returns the norm of what the client was sent, or of as many ones as it sends back if that is larger.
+            usual: Median norm of the updates of an earlier round; NaN if there is none.
+        """
+
+    @torch.no_grad()
+    def shortened(self, download: Download, upload: Upload, norm: float, usual: float) -> Upload:
+        """An upload whose values are finite, shortened if that is needed; otherwise the same object.
+
+        Args:
+            download: What the client was sent.
+            upload: What it sent back.
+            norm: That of the update.
+            usual: As for `limit`.
+        """
+        sent, returned = download.tensors, upload.tensors
+        both = dict(both_ways(sent, returned))
+        limit = self.limit(partial(_scale, sent, both), usual)
+        if norm <= limit:
+            return upload
+        shortened = {
+            name: single(before).lerp(single(returned[name]), limit / norm).to(before) for name, before in both.items()
+        }
+        return replace(upload, tensors={**returned, **shortened})
+
+    def server(self, fit: Fit) -> "BoundEnd":
+        return BoundEnd(self)
+
+
+class BoundEnd(ServerEnd):
+    """Shortens updates, and remembers which norm is usual.
+
+    Attributes:
+        usual: Median norm of the updates of the last round in which clients changed anything; NaN before it.
+    """
+
+    def __init__(self, bound: UpdateBound) -> None:
+        self.bound, self.usual = bound, math.nan
+
+    def arrive(self, arrival: Arrival) -> Arrival:
+        sent, upload, figures = arrival.sent, arrival.upload, arrival.figures
+        norm = figures[NORM] if NORM in figures else update_norm(sent.tensors, upload.tensors)
+        shortened = self.bound.shortened(sent, upload, norm, self.usual)
+        figures = {**figures, NORM: norm, BOUNDED: float(shortened is not upload)}
+        return replace(arrival, upload=shortened, figures=figures)
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        if norms := [norm for outcome in outcomes if (norm := outcome.update_norm) > 0.0]:
+            self.usual = median(norms)
+        return {"clients_bounded": math.fsum(outcome.figures.get(BOUNDED, 0.0) for outcome in outcomes)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if math.isnan(self.usual) else {"usual": self.usual}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.usual = state_dict["usual"]
+
+
+@dataclass(frozen=True)
+class MaxUpdateNorm(UpdateBound):
+    """Shortens updates whose norm is larger than a number; see `UpdateBound`.
+
+    Args:
+        norm: The bound, in units of the weights, positive.
+
+    Example:
+        >>> from lightning_spectral.protocol.records import WorkUnit
+        >>> download = Download(WorkUnit(3), 1.0, {"w": torch.zeros(2)})
+        >>> upload = Upload(WorkUnit(3), {"w": torch.tensor([3.0, 4.0])})
+        >>> MaxUpdateNorm(1.0).shortened(download, upload, norm=5.0, usual=math.nan).tensors
+        {'w': tensor([0.6000, 0.8000])}
+        >>> MaxUpdateNorm(5.0).shortened(download, upload, norm=5.0, usual=math.nan) is upload
+        True
+    """
+
+    norm: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, norm=Number(above=0))
+
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        return self.norm
+
+
+@dataclass(frozen=True)
+class UsualUpdateNorm(UpdateBound):
+    """Shortens updates that are many times as long as is usual; see `UpdateBound`.
+
+    What is usual is the median norm of the updates of the last round in which clients changed anything, which no
+    minority of them can move far. Until there is one, a client changes what it is sent by at most its norm, or the norm
+    of as many ones if that is larger.
+
+    Args:
+        times: The bound, in units of the median norm, positive.
+
+    Example:
+        >>> bound = UsualUpdateNorm(times=10.0)
+        >>> bound.limit(lambda: 3.0, usual=0.2), bound.limit(lambda: 3.0, usual=math.nan)
+        (2.0, 3.0)
+    """
+
+    times: float = 10.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, times=Number(above=0))
+
+    def limit(self, sent: Callable[[], float], usual: float) -> float:
+        return sent() if math.isnan(usual) else self.times * usual

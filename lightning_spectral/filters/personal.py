@@ -1,0 +1,128 @@
+"""Personal parameters: each client keeps its own of some tensors, and the federation shares the rest."""
+
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import nn
+
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.filter import Filter, Form, Plan
+from lightning_spectral.arguments import Whole, as_patterns, check_fields, check_matches, matches_any
+from lightning_spectral.client.device import DeviceEnd, DeviceTurn, StepActions
+from lightning_spectral.protocol.exchange import load_tensors, named_state, select_tensors
+from lightning_spectral.protocol.records import Tensors, Upload
+
+
+@dataclass(frozen=True)
+class PersonalEnd(DeviceEnd):
+    """Gives clients their own values, and keeps them.
+
+    Attributes:
+        names: Names of parameters and buffers.
+        epochs: Passes over a client's data that train these parameters alone, before those that train the others; 0 to
+            train all of them together.
+    """
+
+    keeps: ClassVar[bool] = True
+
+    names: tuple[str, ...]
+    epochs: int = 0
+
+    def own_model(self, kept: Tensors) -> Tensors:
+        return {name: kept[name] for name in self.names if name in kept}
+
+    def enter(self, turn: DeviceTurn) -> None:
+        load_tensors(turn.client, self.own_model(turn.kept))
+
+    def phases(self, client: nn.Module, phases: Sequence[StepActions]) -> Sequence[StepActions]:
+        """In each of two phases only some parameters need a gradient."""
+        if self.epochs == 0:
+            return phases
+        (actions,) = phases
+        trained = {name: p for name, p in client.named_parameters() if p.requires_grad}
+
+        def train(personal: bool) -> None:
+            for name, parameter in trained.items():
+                parameter.requires_grad_((name in self.names) is personal)
+
+        own = replace(actions, epochs=self.epochs, prepare=lambda: train(True))
+        return [own, replace(own, epochs=None, prepare=lambda: train(False))]
+
+    def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
+        return upload, select_tensors(turn.client, self.names)
+
+
+@dataclass(frozen=True)
+class Personal(Filter):
+    """Some parameters and buffers stay with each client: a head, or normalisation layers.
+
+    The server never gets them. Its own values stay as they are, and are where new clients begin. `ClientEvaluation`
+    evaluates every client with its own, and `FederatedModule.own_model` returns them.
+
+    Args:
+        patterns: Patterns of their names: a head (FedPer), or normalisation layers with their running averages (FedBN).
+        epochs: Passes over a client's data that train these parameters alone, before the ``local_epochs`` that train
+            the others (FedRep); 0 to train all of them together.
+
+    Reference:
+        Arivazhagan et al. (2019), FedPer; Collins et al. (2021), FedRep, Algorithm 1; Li et al. (2021), FedBN.
+
+    Example:
+        >>> from lightning_spectral.algorithms import FedAvg
+        >>> from lightning_spectral.algorithms.filter import Plan
+        >>> line = nn.Linear(3, 2)
+        >>> plan = Plan(line, FedAvg(), filters=[Personal(["bias"])])
+        >>> FedAvg().bind(line, rules=plan.rules()).device_half.returned
+        ('weight',)
+    """
+
+    takes: ClassVar[Form | None] = None
+    needs: ClassVar[Sequence[str]] = ("parts_stay",)
+
+    patterns: Sequence[str]
+    epochs: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, patterns=as_patterns, epochs=Whole(at_least=0))
+        if not self.patterns:
+            raise ValueError('Personal needs patterns of names, such as Personal(["head.*"]); got none.')
+
+    def stays(self, module: nn.Module) -> tuple[str, ...]:
+        """Names of the parameters and buffers that match one of the patterns.
+
+        Raises:
+            ValueError: If a pattern matches none, or clients would share no parameter.
+
+        Example:
+            >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+            >>> Personal(["2.*", "1.running_*"]).stays(net)
+            ('2.weight', '2.bias', '1.running_mean', '1.running_var')
+            >>> Personal(["*"]).stays(net)
+            Traceback (most recent call last):
+            ValueError: `Personal` matches all parameters that are trained, so clients would share nothing; name those \
+that stay with each client, such as Personal(["head.*"]).
+        """
+        state = named_state(module)
+        check_matches("Personal", self.patterns, state, "parameter or buffer")
+        names = tuple(name for name in state if matches_any(name, self.patterns))
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if trained and trained.issubset(names):
+            raise ValueError(
+                "`Personal` matches all parameters that are trained, so clients would share nothing; name those that "
+                'stay with each client, such as Personal(["head.*"]).'
+            )
+        return names
+
+    def check(self, plan: Plan) -> None:
+        self.stays(plan.module)
+        if self.epochs and not plan.algorithm.promised.any_steps:
+            raise ValueError(
+                f"{type(plan.algorithm).__name__} needs every step of a client to train what it sends back; leave out "
+                f"`epochs={self.epochs}` of Personal."
+            )
+
+    def device(self, half: ServerHalf) -> PersonalEnd:
+        return PersonalEnd(self.stays(half.server), self.epochs)

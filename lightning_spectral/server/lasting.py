@@ -1,0 +1,102 @@
+"""What a model keeps from round to round besides its weights: one object, saved and loaded as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+
+class Lasts(Protocol):
+    """Something with a state that lasts: a module, a filter's end at the server, a sampler's cohorts."""
+
+    def state_dict(self) -> Any:
+        """The state as of the last finished round; empty if there is none."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Restore what `state_dict` returned."""
+
+
+class Lasting:
+    """The parts whose state lasts, by name.
+
+    Parts come and go: a fit makes its own, which go on from the state of those of the same name, of the fit before or
+    of a checkpoint. States of parts that are not there wait for them, and are saved with the others.
+
+    Attributes:
+        parts: The parts that are there.
+
+    Example:
+        >>> import torch
+        >>> lasting, line = Lasting(), torch.nn.Linear(1, 1).requires_grad_(False)
+        >>> lasting.load_state_dict({"algorithm": {"weight": torch.ones(1, 1), "bias": torch.ones(1)}})
+        >>> lasting.attach("algorithm", line)
+        >>> float(line.bias), sorted(lasting.state_dict())
+        (1.0, ['algorithm'])
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[str, Lasts] = {}
+        self._waiting: dict[str, Any] = {}
+
+    def attach(self, name: str, part: Lasts) -> None:
+        """Add a part, which goes on from the state that is known under its name."""
+        if (before := self.parts.get(name)) is not None and before is not part:
+            self._wait(name, before.state_dict())
+        self.parts[name] = part
+        if name in self._waiting:
+            part.load_state_dict(self._waiting.pop(name))
+
+    def detach(self, names: Collection[str]) -> None:
+        """Remove some parts; their state waits for others of their names."""
+        for name in [name for name in names if name in self.parts]:
+            self._wait(name, self.parts.pop(name).state_dict())
+
+    def drop(self, names: Collection[str]) -> list[str]:
+        """Forget parts and their states; return the names of those that had one."""
+        found = [name for name in names if name in self.state_dict()]
+        for name in names:
+            self.parts.pop(name, None)
+            self._waiting.pop(name, None)
+        return found
+
+    def waiting(self, name: str) -> Any:
+        """The state that waits for a part; ``None`` if none does."""
+        return self._waiting.get(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states that are not empty, by the names of the parts."""
+        own = {name: state for name, part in self.parts.items() if (state := part.state_dict())}
+        return {**self._waiting, **own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore all states; a part without one keeps its own."""
+        self._waiting = dict(state_dict)
+        for name, part in self.parts.items():
+            if name in self._waiting:
+                part.load_state_dict(self._waiting.pop(name))
+
+    def _wait(self, name: str, state: Any) -> None:
+        if state:
+            self._waiting[name] = state
+
+
+class Kept:
+    """Plain values that last as they are.
+
+    Example:
+        >>> kept = Kept()
+        >>> kept.values = {"missing_rank": {"net.0": 3}}
+        >>> kept.state_dict()
+        {'missing_rank': {'net.0': 3}}
+    """
+
+    def __init__(self) -> None:
+        self.values: Mapping[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values."""
+        return dict(self.values)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self.values = dict(state_dict)

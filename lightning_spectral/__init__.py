@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.filters import LocalNoise as LocalNoise
     from lightning_spectral.filters import MaxUpdateNorm as MaxUpdateNorm
     from lightning_spectral.filters import Personal as Personal
+    from lightning_spectral.filters import Robust as Robust
     from lightning_spectral.filters import SecureSums as SecureSums
     from lightning_spectral.filters import TopK as TopK
     from lightning_spectral.filters import UpdateBound as UpdateBound

@@ -18,7 +18,7 @@ _NAMES = {
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
     "filters": """
-        ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal SecureSums TopK UpdateBound UsualUpdateNorm
+        ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums TopK UpdateBound UsualUpdateNorm
     """,
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d

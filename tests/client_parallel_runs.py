@@ -23,6 +23,7 @@ from torch.multiprocessing import start_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from lightning_versions import SAVE_ON_EXCEPTION
+from ternary import Ternary
 from toy_models import LitHalves, LitMLP, Remembering, toy_examples
 
 import lightning_spectral as ls
@@ -248,6 +249,13 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
+    "robust": {
+        "algorithm": SPECTRAL,
+        "clients_per_round": 7,
+        "filters": [ls.Robust(ls.server.Median())],
+        "rounds": 3,
+    },
+    "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "clients_per_round": 7, "rounds": 3},
     "largest changes": {"filters": [ls.TopK(0.1)], "clients_per_round": 7, "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
     "private": {

@@ -19,6 +19,7 @@ from lightning_spectral.filters.noise import LocalNoise
 from lightning_spectral.filters.packing import Int8, Packing, TopK
 from lightning_spectral.filters.personal import Personal
 from lightning_spectral.filters.privacy import ClientPrivacy
+from lightning_spectral.filters.robust import Robust
 from lightning_spectral.filters.secure_sums import SecureSums
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Packing",
     "Personal",
     "Plan",
+    "Robust",
     "SecureSums",
     "ServerEnd",
     "TopK",

@@ -2,6 +2,7 @@
 
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
+from lightning_spectral.server.robust_rules import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
 
 __all__ = [
     "BoundedMomentum",
@@ -10,6 +11,11 @@ __all__ = [
     "FedAdam",
     "FedAvgM",
     "FedYogi",
+    "GeometricMedian",
+    "Krum",
     "LeaveOut",
+    "Median",
+    "MultiKrum",
     "Raise",
+    "TrimmedMean",
 ]

@@ -1,0 +1,237 @@
+"""Robust means: against NumPy, with clients that lie, in one process and in two, and where clients hold parts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from federation import Fit, seeded
+from scipy.optimize import minimize
+from torch import nn
+from torch.utils.data import TensorDataset
+from toy_models import LitNet
+
+import lightning_spectral as ls
+from lightning_spectral.errors import RoundError, SpectralWarning
+from lightning_spectral.filters import DeviceEnd, Filter, Robust
+from lightning_spectral.server import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
+from lightning_spectral.server.robust_rules import Changes
+from lightning_spectral.testing import check_filter
+
+RULES: list[Any] = [Median(), TrimmedMean(0.25), GeometricMedian(), Krum(3), MultiKrum(3)]
+SYSTEMS = {
+    "FedAvg": ls.FedAvg(),
+    "sharding": ls.SpectralSharding.published(ls.Unbiased(), keep_ratio={0.4: 0.5, 0.8: 0.5}),
+    "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.5: 0.5, 1.0: 0.5}),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
+}
+HELD_BY_MANY = {**SYSTEMS, "LoRA": ls.LoRA(3)}  # no rule helps where a liar is one of two that hold a term
+
+
+def points(seed: int, clients: int = 9, size: int = 5) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(clients, size))
+
+
+def changes(values: np.ndarray) -> Changes:
+    """Two tensors for each client, in shapes of their own."""
+    rows = [{"a": torch.tensor(row[:2]).view(2, 1), "b": torch.tensor(row[2:])} for row in values]
+    return Changes(rows, [{}] * len(rows))
+
+
+def flat(passed: Any) -> np.ndarray:
+    return np.concatenate([passed["a"].numpy().ravel(), passed["b"].numpy().ravel()])
+
+
+def krum_order(values: np.ndarray, num_liars: int) -> list[int]:
+    """Clients by score, as in the paper: the sum of the squared distances from the n - f - 2 nearest others."""
+    scores = []
+    for i in range(len(values)):
+        squares = sorted(float(((values[i] - values[j]) ** 2).sum()) for j in range(len(values)) if j != i)
+        scores.append(sum(squares[: len(values) - num_liars - 2]))
+    return sorted(range(len(values)), key=lambda i: (scores[i], i))
+
+
+@pytest.mark.parametrize("clients", [8, 9])
+@pytest.mark.parametrize("seed", range(3))
+class TestAgainstNumPy:
+    def test_the_median_is_that_of_every_entry(self, seed: int, clients: int) -> None:
+        values = points(seed, clients)
+        for passed in Median().passed_on(changes(values)):
+            np.testing.assert_allclose(flat(passed), np.median(values, axis=0), rtol=1e-12)
+
+    @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.4])
+    def test_the_trimmed_mean_leaves_out_the_ends_of_every_entry(self, share: float, seed: int, clients: int) -> None:
+        values = points(seed, clients)
+        cut = int(share * clients + 1e-9)
+        expected = np.sort(values, axis=0)[cut : clients - cut].mean(axis=0)
+        np.testing.assert_allclose(flat(TrimmedMean(share).passed_on(changes(values))[0]), expected, rtol=1e-12)
+
+    def test_the_geometric_median_has_the_least_sum_of_distances(self, seed: int, clients: int) -> None:
+        values = points(seed, clients)
+        found = flat(GeometricMedian().passed_on(changes(values))[0])
+
+        def total(center: np.ndarray) -> float:
+            return float(np.linalg.norm(values - center, axis=1).sum())
+
+        best = minimize(total, np.median(values, axis=0), method="Nelder-Mead", options={"xatol": 1e-9, "fatol": 1e-12})
+        assert total(found) <= best.fun * (1 + 1e-7)
+
+    @pytest.mark.parametrize("num_liars", [1, 3])
+    def test_krum_chooses_the_update_nearest_to_its_neighbours(self, num_liars: int, seed: int, clients: int) -> None:
+        values = points(seed, clients)
+        order = krum_order(values, num_liars)
+        one, several = (rule.passed_on(changes(values)) for rule in (Krum(num_liars), MultiKrum(num_liars)))
+        assert [client for client, own in enumerate(one) if own is not None] == order[:1]
+        assert {client for client, own in enumerate(several) if own is not None} == {*order[: clients - num_liars]}
+
+
+def test_entries_are_compared_among_the_clients_that_hold_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole, clients = 7, 6
+    held = [torch.randperm(whole, generator=generator)[:4].sort().values for _ in range(clients)]
+    values = [torch.randn(4, generator=generator, dtype=torch.float64) for _ in range(clients)]
+    own = Changes([{"w": value} for value in values], [{"w": places} for places in held])
+    passed = Median().passed_on(own)
+    for place in range(whole):
+        having = [(c, int((held[c] == place).nonzero())) for c in range(clients) if bool((held[c] == place).any())]
+        expected = np.median([float(values[c][i]) for c, i in having]) if having else None
+        for client, index in having:
+            assert float(passed[client]["w"][index]) == pytest.approx(expected, rel=1e-12)
+
+
+def test_distances_of_parts_are_those_over_what_both_hold() -> None:
+    """Three clients agree where they meet, and a fourth is elsewhere, however little it holds."""
+    values = [torch.zeros(4), torch.zeros(2), torch.zeros(3), torch.full((1,), 9.0)]
+    places = [torch.arange(4), torch.tensor([0, 1]), torch.tensor([1, 2, 3]), torch.tensor([1])]
+    own = Changes([{"w": value} for value in values], [{"w": where} for where in places])
+    assert [each is not None for each in MultiKrum(1).passed_on(own)] == [True, True, True, False]
+
+
+@dataclass(frozen=True)
+class LyingEnd(DeviceEnd):
+    """What some clients send instead of their update: the opposite, many times as long."""
+
+    liars: tuple[int, ...]
+
+    def leave(self, turn: Any, upload: Any) -> Any:
+        if upload.left_out is not None or turn.download.unit.client_id not in self.liars:
+            return upload, {}
+        sent = turn.download.tensors
+        lies = {n: sent[n] - 30.0 * (t - sent[n]) if n in sent else t for n, t in upload.tensors.items()}
+        return replace(upload, tensors=lies), {}
+
+
+@dataclass(frozen=True)
+class Lies(Filter):
+    liars: tuple[int, ...]
+
+    def device(self, half: Any) -> LyingEnd:
+        return LyingEnd(self.liars)
+
+
+class LitDeep(LitNet):
+    example_input_array = torch.zeros(2, 6)
+
+    def __init__(self) -> None:
+        layers = [nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+        super().__init__(nn.Sequential(*layers), lr=0.2)
+
+
+def hospital() -> Any:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(480, 6, generator=generator)
+    examples = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
+    return ls.FederatedDataModule(examples, ls.IIDPartitioner(12), batch_size=8)
+
+
+def loss_of(module: Any, data: Any) -> float:
+    x, y = data.train.tensors
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(module(x), y))
+
+
+def trained(fit: Fit, system: str, filters: list[Any]) -> float:
+    data, lit = hospital(), seeded(LitDeep)
+    options = {"clients_per_round": 12, "algorithm": HELD_BY_MANY[system], "filters": filters, "max_epochs": 4}
+    try:
+        return loss_of(fit(lit, data, **options).module, data)
+    except RoundError:  # the clients of later rounds diverge
+        return math.inf
+
+
+QUIET = pytest.mark.filterwarnings("ignore::lightning_spectral.errors.SpectralWarning")  # of updates that are too large
+
+
+@QUIET
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("liars", [(4,), (1, 4, 9)])
+def test_rules_survive_clients_that_lie_and_the_mean_does_not(system: str, liars: tuple[int, ...], fit: Fit) -> None:
+    honest = trained(fit, system, [])
+    start = loss_of(seeded(LitDeep), hospital())
+    attacked = trained(fit, system, [Lies(liars)])
+    assert not attacked < start  # undone, or NaN
+    for rule in RULES if system == "FedAvg" else [Median(), MultiKrum(3)]:
+        survived = trained(fit, system, [Lies(liars), Robust(rule)])
+        # at least half of what honest clients reach, whatever the lies
+        assert survived < start - 0.5 * (start - honest), rule
+
+
+@pytest.mark.parametrize(
+    ("system", "rule"),
+    [*(("FedAvg", rule) for rule in (*RULES[:3], Krum(1))), *((name, MultiKrum(1)) for name in SYSTEMS)],
+)
+def test_rules_keep_the_contract_of_filters(system: str, rule: Any) -> None:
+    """In one process and two, resumed, in any order, on devices that share nothing with the server."""
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    check_filter(Robust(rule), seeded(LitDeep), batch, algorithm=SYSTEMS[system])
+
+
+class TestMistakes:
+    def build(self, *filters: Any, **options: Any) -> Any:
+        return ls.FederatedModule(seeded(LitDeep), filters=list(filters), **{"clients_per_round": 4, **options})
+
+    def test_secure_sums_and_privacy_hide_what_it_reads(self) -> None:
+        private = ls.ClientPrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-3)
+        for hides, options in ((ls.SecureSums(), {}), (private, {"participation": ls.Uniform(active=4)})):
+            name = type(hides).__name__
+            for order in itertools.permutations([Robust(Median()), hides]):
+                with pytest.raises(ValueError, match=f"Robust reads the updates of single clients, which {name} hides"):
+                    self.build(*order, **{"clients_per_round": None, **options} if options else {})
+
+    def test_a_rule_needs_enough_clients(self) -> None:
+        with pytest.raises(ValueError, match="needs at least 5 clients a round, got clients_per_round=4"):
+            self.build(Robust(Krum(2)))
+
+    @pytest.mark.parametrize("rule", [Median, "median", 3])
+    def test_what_is_no_rule_is_refused(self, rule: Any) -> None:
+        with pytest.raises(TypeError, match="`rule` must be an instance of RobustRule"):
+            Robust(rule)
+
+    def test_extremes_are_refused(self, quiet: Any) -> None:
+        lit = seeded(LitDeep)
+        lit.register_buffer("low", torch.tensor(torch.inf))
+        model = ls.FederatedModule(lit, clients_per_round=4, filters=[Robust(Median())])
+        with pytest.raises(ValueError, match="Robust does not protect smallest and largest values, which low"):
+            pl.Trainer(**quiet, max_epochs=1).fit(model, hospital())
+
+    def test_too_few_updates_leave_the_weights_as_they_are(self, quiet: Any) -> None:
+        lit = seeded(LitDeep)
+        before = copy.deepcopy(lit.state_dict())
+        model = ls.FederatedModule(
+            lit, clients_per_round=4, filters=[Robust(Krum(1))], dropout=ls.ClientDropout(0.5), seed=4
+        )
+        with pytest.warns(SpectralWarning, match=r"Krum\(num_liars=1\) needs at least 4 updates, and [123] arrived"):
+            pl.Trainer(**quiet, max_epochs=2).fit(model, hospital())
+        assert all(torch.equal(tensor, lit.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_chosen_updates_are_counted(fit: Fit) -> None:
+    fitted = fit(seeded(LitDeep), hospital(), filters=[Robust(MultiKrum(1))], clients_per_round=6)
+    assert fitted.history.rows[-1]["fl/updates_used"] == 5

@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # the same names as below: what type checkers and editors see
     from lightning_spectral.filters import TopK as TopK
     from lightning_spectral.filters import UpdateBound as UpdateBound
     from lightning_spectral.filters import UsualUpdateNorm as UsualUpdateNorm
+    from lightning_spectral.filters import Weights as Weights
     from lightning_spectral.nn import EffectiveLRClip as EffectiveLRClip
     from lightning_spectral.nn import LayerChoices as LayerChoices
     from lightning_spectral.nn import SpectralShardedConv1d as SpectralShardedConv1d

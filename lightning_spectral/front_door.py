@@ -19,6 +19,7 @@ _NAMES = {
     "errors": "ClientError SpectralWarning",
     "filters": """
         ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums TopK UpdateBound UsualUpdateNorm
+        Weights
     """,
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d

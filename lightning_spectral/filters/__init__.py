@@ -21,6 +21,7 @@ from lightning_spectral.filters.personal import Personal
 from lightning_spectral.filters.privacy import ClientPrivacy
 from lightning_spectral.filters.robust import Robust
 from lightning_spectral.filters.secure_sums import SecureSums
+from lightning_spectral.filters.weights import Weights
 
 __all__ = [
     "Arrival",
@@ -45,6 +46,7 @@ __all__ = [
     "Unusable",
     "UpdateBound",
     "UsualUpdateNorm",
+    "Weights",
     "check_chain",
     "together",
 ]

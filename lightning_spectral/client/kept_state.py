@@ -123,8 +123,8 @@ class KeptState:
 
     `restore` puts it back: the classes of the module's parts, their attributes, the content of containers, arrays and
     data frames, the attributes of objects of the user's own classes, the state of generators, unregistered tensors, and
-    which parameters need a gradient. Gradients are dropped. Objects stay the same objects, so that everybody who refers
-    to them follows.
+    which parameters need a gradient. Gradients are dropped. Objects stay the same objects, so that existing references
+    stay valid.
 
     Args:
         module: A module.

@@ -248,7 +248,7 @@ class DeviceService:
         self._parties = Parties()
 
     def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
-        """Answer one message; whatever is wrong with it, or with this device, is said in the answer.
+        """Answer one message; errors are reported in the reply.
 
         Args:
             question: One of `Kind`.

@@ -1,4 +1,4 @@
-"""The gate: whatever a device says is read and checked here, before the server uses anything of it.
+"""The gate: all answers of devices are read and checked here before the server uses them.
 
 Each reader raises `RecordError` if the answer is not what was asked for: the caller counts that as the failure of this
 one client. What is read is bounded before it is parsed, by what the server asked for.
@@ -109,7 +109,7 @@ class UploadGate:
         """The upload that answers a download.
 
         Names, types and shapes of its tensors are right, values may be NaN. What else it says is within bounds, and a
-        failure is that of the client, whatever it is.
+        failure of any kind is that of the client.
         """
         parts = read_parts(answer)
         _check_sizes(parts, self._most_bytes)
@@ -184,7 +184,7 @@ def _check_logged(logged: Mapping[str, LoggedValue]) -> None:
 def _of_client(failure: Failure) -> Failure:
     """A failure on a device as that of the client, which ends no run that goes on without such clients."""
     if failure.stage not in FAILING:
-        raise RecordError("it failed in a stage that there is not")
+        raise RecordError("it reports an unknown stage")
     message = _text(failure.message)
     if failure.stage == "local training":
         return Failure(failure.stage, message)

@@ -221,7 +221,7 @@ def _read(path: str | os.PathLike[str], *, mmap: bool) -> Any:
 
 @contextmanager
 def _naming_the_cause() -> Iterator[None]:
-    """Turn whatever damage leads to into a `DamagedFile`: nearly any exception, of zipfile, pickle or Unicode."""
+    """Turn the errors of a damaged file, of zipfile, pickle or Unicode, into a `DamagedFile`."""
     try:
         yield
     except (DamagedFile, FileNotFoundError, pickle.UnpicklingError):

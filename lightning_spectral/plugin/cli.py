@@ -241,7 +241,7 @@ KINDS = {
 
 
 def _nearest_class(key: str, given: str) -> str:
-    """Which class an unknown name may have meant, preferably one that begins with it; otherwise all that fit.
+    """Suggest a class for an unknown name, preferably one that begins with it; otherwise list all that fit.
 
     Example:
         >>> _nearest_class("partitioner", "Dirichle"), _nearest_class("strategy", "FedAvg")
@@ -260,7 +260,7 @@ def _nearest_class(key: str, given: str) -> str:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """What may have been meant by a key, of which any part between dots can be wrong."""
+    """Suggest the intended key; any part between dots may be misspelt."""
     for place, part in enumerate(key.split(".")):
         before = key.split(".")[:place]
         names = {one.split(".")[place] for one in known if one.split(".")[:place] == before and one.count(".") >= place}

@@ -1,4 +1,4 @@
-"""Several models, or one, trained in rounds on one population of clients, by a Trainer or whatever else runs them."""
+"""Several models, or one, trained in rounds on one population of clients, by a Trainer or a plain loop."""
 
 from __future__ import annotations
 

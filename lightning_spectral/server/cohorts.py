@@ -45,7 +45,7 @@ class ClientDirectory:
     examples_per_epoch: Callable[[int], int] = int
 
     def begin_round(self, round_idx: int) -> None:
-        """Look who is there, before a round's cohort is drawn; in a simulation, always everybody."""
+        """Refresh which clients are available before a round's cohort is drawn; in a simulation, all are."""
         return None
 
     @property

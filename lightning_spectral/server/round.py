@@ -443,7 +443,7 @@ class OpenRound:
         while self.failure is None:
             try:
                 upload = next(uploads, None)
-            except Exception as error:  # of the executor: most likely about the client that was sent to last
+            except Exception as error:  # of the executor, most likely about the latest download
                 self.contain(error, latest)
                 return
             if upload is None:

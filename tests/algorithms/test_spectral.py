@@ -1,6 +1,7 @@
 """Spectral sharding in rounds and runs: shards average to the weight, terms over their holders; and schedules."""
 
 import copy
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -443,3 +444,12 @@ def test_a_wrong_type_in_a_schedule_is_refused_at_once(options: Any, message: st
 def test_keep_ratios_have_no_schedule() -> None:
     with pytest.raises((TypeError, ValueError), match="keep_ratio"):
         ls.SpectralSharding(keep_ratio=ls.Schedule({0: 0.2}))  # type: ignore[arg-type]
+
+
+def test_what_is_excluded_can_be_read_and_changed_by_replacing() -> None:
+    choice = ls.SpectralSharding(exclude=["head"])
+    assert choice.exclude == choice.layers.exclude == ("head",)
+    assert dataclasses.replace(choice, keep_ratio=0.3).exclude == ("head",)
+    assert ls.SpectralSharding(layers=ls.LayerChoices(exclude=["tail"])).exclude == ("tail",)
+    with pytest.raises(ValueError, match="is short for `layers=LayerChoices"):
+        dataclasses.replace(choice, exclude=["other"])

@@ -194,7 +194,7 @@ class SpectralSharding(ByKeepRatio):
     design: Design | Schedule[Design | None] | None = None
     clip_tau: float = 10.0
     frobenius_decay: float = 1e-4
-    exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`; empty afterwards
+    exclude: Sequence[str] = field(default=(), repr=False, compare=False)  # moves into `layers`, and says what is there
     layers: LayerChoices | ModulePlan = LayerChoices()
     clip_weight_lr: float = 1.0
     spectral_start: SpectralStart | None = SpectralStart()
@@ -223,7 +223,7 @@ class SpectralSharding(ByKeepRatio):
         if self.aggregation is not None:
             check_is("aggregation", self.aggregation, TermAggregation)
         check_layers(self.layers)
-        if self.exclude:
+        if self.exclude and self.exclude != self._layer_choices.exclude:
             choices = LayerChoices(exclude=self.exclude)
             if self.layers != LayerChoices():
                 raise ValueError(
@@ -231,7 +231,7 @@ class SpectralSharding(ByKeepRatio):
                     "`layers` is given too. Put the patterns there; for a plan, pass them to `validate`."
                 )
             object.__setattr__(self, "layers", choices)
-            object.__setattr__(self, "exclude", ())
+        object.__setattr__(self, "exclude", self._layer_choices.exclude)
         if self.output_ratio is not None:
             choices = self._layer_choices
             wanted = replace(choices, output_ratio=self.output_ratio)

@@ -101,7 +101,7 @@ class ValidatedBeside:
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
-        """Validate on one batch, which is on its device and left unchanged; an only dataloader has no index."""
+        """Validate on one batch, which is on its device and left unchanged; a single dataloader has no index."""
         if dataloader_idx != self._dataloader_idx:  # metrics that are logged for several dataloaders keep accumulating
             suffix = f"{SUFFIX}{self._dataloader_idx}"
             self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended

@@ -1,6 +1,7 @@
 """What clients hold, what is sent, and how it is averaged."""
 
 from lightning_spectral.algorithms.base import Algorithm, Promises
+from lightning_spectral.algorithms.capacities import Capacities, KeepRatios
 from lightning_spectral.algorithms.costs import cost_table, largest_that_fits
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg
 from lightning_spectral.algorithms.fiarse import FIARSE
@@ -33,12 +34,14 @@ __all__ = [
     "AdapterAggregation",
     "Algorithm",
     "AlternatingFactors",
+    "Capacities",
     "DenseRound",
     "Ditto",
     "FedAvg",
     "FedDyn",
     "FoldedTerms",
     "FrozenA",
+    "KeepRatios",
     "LoRA",
     "MatrixMeans",
     "OrthonormalA",

@@ -2,7 +2,6 @@
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.client.device import ClientSide
 from lightning_spectral.errors import refuse_moved
-from lightning_spectral.functional.spectra import KEEP_RATIO
-from lightning_spectral.nn.cost import Cost
+from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules, Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import returned_tensors, select_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
-from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
-PARTS = 1000  # keep ratios to try for an algorithm without `all_capacities` of its own
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
 DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "keep", "own_model", "watched")
 
@@ -41,6 +38,7 @@ class Promises:
 
     Attributes:
         new_values: What devices send back are new values of the tensors that they were sent.
+        values_alone: They send back nothing but these: no losses, and no figures of their turn.
         same_tensors: A tensor means the same in every round and to every client, so that a device may send later what
             it owes.
         one_sum: Its rounds need nothing of single clients but the sum of the changes of whole tensors, in one
@@ -55,6 +53,7 @@ class Promises:
     """
 
     new_values: bool = False
+    values_alone: bool = False
     same_tensors: bool = False
     one_sum: bool = False
     noise_hides: bool = False
@@ -207,10 +206,8 @@ class ServerHalf(_AtServer, ABC):
         rules: What becomes of buffers, and which tensors stay with clients. Buffers that are not averaged are combined
             by the engine: neither `Round.add` nor `Round.close` sees them.
         apart: Names of the tensors that are sent in a form of the algorithm's own; all others are sent whole.
-        rounds_are_alike: Whether the same client costs the same in every round; if not said, two rounds are counted.
     """
 
-    rounds_are_alike: ClassVar[bool] = False
     rules: BufferRules = NO_RULES
     apart: Names = ()
 
@@ -245,25 +242,17 @@ class ServerHalf(_AtServer, ABC):
         """Open a round: prepare it from the server's weights for the clients that take part."""
 
     def returned(self) -> dict[str, Tensor]:
-        """What clients send back of the tensors that are sent whole, as it is now."""
+        """What clients send back of the tensors that are sent whole, as it is now; `rules` say what is averaged."""
         return returned_tensors(self.server, self.apart, self.rules)
-
-    def averaged(self) -> dict[str, Tensor]:
-        """What of it is averaged: the trainable parameters and the averaged buffers."""
-        return dict(self.rules.averaged(self.returned()))
 
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of every download that do not change between rounds, by name: each client is sent them once.
 
-        The names are the same in every round; a value that does change is sent again. By default, the parameters that
-        need no gradient, and the server's values of tensors that stay with clients, with which these begin.
+        The names are the same in every round; a value that does change is sent again, which `costs_besides` should say.
+        By default, the parameters that need no gradient, and the server's values of tensors that stay with clients,
+        with which these begin.
         """
         return {**frozen_parameters(self.server), **select_tensors(self.server, sorted(self.rules.stays))}
-
-    @property
-    def moving_tensors(self) -> Collection[str]:
-        """Names of the `frozen_tensors` that change, and so are sent, in every round; by default none do."""
-        return ()
 
     @property
     def averages_may_rest(self) -> bool:
@@ -274,9 +263,9 @@ class ServerHalf(_AtServer, ABC):
         return any(name in self.rules.stays for name, _ in self.server.named_buffers())
 
     @property
-    def cost_besides(self) -> Cost:
-        """What each client's work costs besides its model; by default nothing."""
-        return Cost()
+    def costs_besides(self) -> CostsBesides:
+        """What a client costs that cannot be counted on its model; by default nothing."""
+        return CostsBesides()
 
     def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
         """What the user should hear of this algorithm at a moment, perhaps after a round; by default nothing."""
@@ -298,7 +287,6 @@ class Algorithm(_AtServer, ABC):
     default.
 
     Attributes:
-        capacity_name: What clients differ by, if they differ.
         promises: What filters and samplers may rely on; a subclass that does not define it promises nothing.
         steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
             stored of them.
@@ -306,7 +294,6 @@ class Algorithm(_AtServer, ABC):
             during a run.
     """
 
-    capacity_name: ClassVar[str] = "keep ratio"
     promises: ClassVar[Promises | property] = NO_PROMISES
     steps_without_clients: ClassVar[bool] = False
     counts_all_clients: ClassVar[bool] = False
@@ -318,44 +305,9 @@ class Algorithm(_AtServer, ABC):
         return super().__new__(cls)
 
     @property
-    def promised(self) -> Promises:
-        """What this class promises itself: a base may promise what is not true of a class that changes it."""
-        own = self.promises if "promises" in vars(type(self)) else NO_PROMISES
-        assert isinstance(own, Promises), "a property of the class is read from the instance"
-        return own
-
-    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Keep ratio of every client; a pure function of its arguments. By default 1 for all clients."""
-        return assign(1.0, num_clients, seed, "keep ratios")
-
-    def with_capacities(self, capacities: Sequence[float]) -> Mapping[float, tuple["Algorithm", float]]:
-        """For each capacity, the same choice with clients of that capacity, and their keep ratio in it.
-
-        Choices of two capacities differ if all clients of a federation have the same one. By default a capacity is a
-        keep ratio, 1 if `capacities` gives all clients the same.
-
-        Raises:
-            ValueError: If there are no such clients.
-        """
-        ratios = [KEEP_RATIO("capacities", capacity) for capacity in capacities]
-        if not self._has_ratios and {*ratios} != {1.0}:
-            raise ValueError(
-                f"`capacities` must be [1] with {type(self).__name__}, whose clients all train the whole model; got "
-                f"{list(capacities)}."
-            )
-        return {keep_ratio: (self, keep_ratio) for keep_ratio in ratios}
-
-    def all_capacities(self, server: nn.Module) -> Sequence[float]:
-        """All capacities that may differ in cost, from the smallest sub-model to the largest; by default many."""
-        return ratios_of([PARTS]) if self._has_ratios else [1.0]
-
-    @property
-    def _has_ratios(self) -> bool:
-        return type(self).capacities is not Algorithm.capacities
-
-    def planned(self, server: nn.Module) -> "Algorithm":
-        """The same choice with the plan of ``server``, so that no example input is needed; by default without one."""
-        return self
+    def capacities(self) -> Capacities["Algorithm"]:
+        """What its clients differ by; by default nothing, as all of them train the whole model."""
+        return Capacities(self)
 
     def network(
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
@@ -413,21 +365,8 @@ class Algorithm(_AtServer, ABC):
         """
 
 
-def ratios_of(sizes: Collection[float]) -> list[float]:
-    """The keep ratios r that differ where clients hold ceil(r N) of N parts, at most all, for some numbers N.
-
-    Example:
-        >>> ratios_of([2, 3])
-        [0.3333333333333333, 0.5, 0.6666666666666666, 1.0]
-    """
-    return sorted({min(1.0, part / size) for size in {1, *sizes} for part in range(1, math.ceil(size) + 1)})
-
-
-class ByKeepRatio(Algorithm):
-    """An algorithm with a keep ratio: one for all clients, ``{ratio: share of clients}``, or one per client."""
-
-    keep_ratio: PerClient[float]
-
-    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
-        check_num_entries("keep_ratio", self.keep_ratio, num_clients)
-        return assign(self.keep_ratio, num_clients, seed, "keep ratios")
+def promises_of(algorithm: Algorithm) -> Promises:
+    """What an algorithm's class promises itself: a base may promise what is not true of a class that changes it."""
+    own = algorithm.promises if "promises" in vars(type(algorithm)) else NO_PROMISES
+    assert isinstance(own, Promises), "a property of the class is read from the instance"
+    return own

@@ -206,8 +206,8 @@ def largest_that_fits(
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input
     counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None, filters, buffers)
-    candidates = counted.algorithm.all_capacities(module)
-    ends = counted.algorithm.with_capacities([candidates[0], candidates[-1]])
+    candidates = counted.algorithm.capacities.all_of(module)
+    ends = counted.algorithm.capacities.choices([candidates[0], candidates[-1]])
     if not one and len({id(choice) for choice, _ in ends.values()}) > 1:
         raise TypeError(
             f"`{name}` must be one number, since all clients share one {counted.capacity}; give the smallest."
@@ -376,7 +376,7 @@ class _Counted:
                     f"it with torch.optim.{type(optimizer).__name__}(module.parameters())."
                 )
             check_optimizer(optimizer)
-        self.module, self.optimizer, self.capacity = module, optimizer, algorithm.capacity_name
+        self.module, self.optimizer, self.capacity = module, optimizer, algorithm.capacities.name
         devices = {parameter.device.type for parameter in module.parameters()}
         self.has_values = "meta" not in devices
         # Only other devices show what their kernels save, and transformers masks attention differently on fake tensors.
@@ -387,14 +387,14 @@ class _Counted:
             with self._in_place(fakes):
                 if example is not None and example_of(module) is None:
                     module.example_input_array = example
-                return algorithm.planned(module)
+                return algorithm.capacities.planned(module)
 
         self.algorithm = self._counted(planned)
         self._bound: tuple[Algorithm, ServerHalf] | None = None  # the last
 
     def at(self, capacities: Sequence[float], example: Example, beside: Sequence[float] = ()) -> dict[float, Cost]:
         """The costs of some capacities; those of one federation are counted in the same rounds, ``beside`` others."""
-        choices = self.algorithm.with_capacities(list(dict.fromkeys([*beside, *capacities])))
+        choices = self.algorithm.capacities.choices(list(dict.fromkeys([*beside, *capacities])))
         found: dict[float, Cost] = {}
         for choice in {id(choice): choice for choice, _ in choices.values()}.values():
             keep_ratios = {capacity: ratio for capacity, (its, ratio) in choices.items() if its is choice}
@@ -443,10 +443,10 @@ class _Counted:
             example = as_input(self.module, example)
             if fakes is not None:
                 example = tree_map_only(Tensor, fakes.like, example)
-            given: dict[str, Any] = {"beside": beside, "moving": half.moving_tensors, "fakes": fakes}
+            given: dict[str, Any] = {"beside": beside, "moving": half.costs_besides.sent_again, "fakes": fakes}
             given["filters"] = self.filters
             first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
-            if not half.rounds_are_alike:
+            if not half.costs_besides.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
         # number by number, the larger one
         return {ratio: Cost(*map(max, astuple(cost), astuple(second[ratio]))) for ratio, cost in first.items()}
@@ -507,7 +507,7 @@ def turn_costs(
         # forms of its own, so that there is one sub-model at a time
         with fakes or nullcontext(), Forms(half.server, side.take_form, optimizers).client(download.capacity) as client:
             told.load(client, download)
-            cost = half.cost_besides
+            cost = half.costs_besides.cost
             if example is not None:
                 if draw := _widest_step(told, client, download).before_forward:
                     draw()  # weights that are drawn for a step have a gradient only in it

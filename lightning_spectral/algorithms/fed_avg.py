@@ -69,7 +69,7 @@ class DenseRound(Round):
         self.half = half
         self.cohort = cohort
         self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server, half.apart)
-        self.mean = dense_mean(half.server, half.averaged(), cohort)
+        self.mean = dense_mean(half.server, half.rules.averaged(half.returned()), cohort)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         return Download(unit, 1.0, self.tensors), Receipt(unit, 1.0)
@@ -126,7 +126,13 @@ class FedAvg(Algorithm):
     round: ClassVar[type[DenseRound]] = DenseRound
     half: ClassVar[type[DenseHalf]] = DenseHalf
     promises: ClassVar[Promises] = Promises(
-        new_values=True, same_tensors=True, one_sum=True, noise_hides=True, parts_stay=True, any_steps=True
+        new_values=True,
+        values_alone=True,
+        same_tensors=True,
+        one_sum=True,
+        noise_hides=True,
+        parts_stay=True,
+        any_steps=True,
     )
 
     def bind(

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import (
-    ByKeepRatio,
+    Algorithm,
     Decisions,
     Names,
     Promises,
     Round,
     ServerHalf,
     Setting,
-    ratios_of,
 )
+from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
@@ -41,7 +41,7 @@ THRESHOLDED = "_thresholded_weights"  # of a sub-model, in its `__dict__`
 
 
 @dataclass(frozen=True)
-class FIARSE(ByKeepRatio):
+class FIARSE(Algorithm):
     r"""Each client trains the largest weights of the server's model; all others are zero on the client.
 
     A client of keep ratio r gets the ceil(r m) weights of largest magnitude among all m weights of the module. Weights
@@ -69,7 +69,7 @@ class FIARSE(ByKeepRatio):
         ('weight',)
     """
 
-    promises: ClassVar[Promises] = Promises(new_values=True, parts_stay=True, any_steps=True)
+    promises: ClassVar[Promises] = Promises(new_values=True, values_alone=True, parts_stay=True, any_steps=True)
 
     keep_ratio: PerClient[float] = 0.25
     exclude: Sequence[str] = ()
@@ -97,9 +97,14 @@ class FIARSE(ByKeepRatio):
                 f"{type(server).__name__} has none. Exclude fewer, or use FedAvg()."
             )
 
-    def all_capacities(self, server: nn.Module) -> list[float]:
+    @property
+    def capacities(self) -> KeepRatios[FIARSE]:
         """A client of keep ratio r holds ceil(r m) of m weights."""
-        return ratios_of([sum(server.get_parameter(name).numel() for name in self.masked_weights(server))])
+
+        def num_weights(server: nn.Module) -> list[float]:
+            return [sum(server.get_parameter(name).numel() for name in self.masked_weights(server))]
+
+        return KeepRatios(self, self.keep_ratio, num_weights)
 
     def bind(
         self,
@@ -141,7 +146,7 @@ class FIARSERound(Round):
     """
 
     def __init__(self, half: FIARSEHalf, cohort: Cohort) -> None:
-        before = half.averaged()
+        before = dict(half.rules.averaged(half.returned()))
         weights = {name: before.pop(name) for name in half.masked}
         self.server, self.cohort = half.server, cohort
         self.tensors = travelling_tensors(half.server)

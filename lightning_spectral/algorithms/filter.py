@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf, Setting
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf, Setting, promises_of
 from lightning_spectral.client.device import DeviceEnd, Instructions
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Figure, Participation, Sampler
@@ -289,8 +289,9 @@ class Filter:
 WHAT_ALGORITHMS_PROMISE: Mapping[str, str] = MappingProxyType(
     {
         "new_values": "send back new values of the tensors that were sent",
+        "values_alone": "send back nothing but new values of tensors, no losses or figures of their turn",
         "same_tensors": "send back the same tensors in every round, so that a device may send later what it owes",
-        "one_sum": "are needed for one sum of their changes alone",
+        "one_sum": "are needed for nothing but the sum of their changes",
         "noise_hides": "are hidden by noise on its sums",
         "parts_stay": "may keep parameters of their own",
         "any_steps": "may take steps that train what they do not send back",
@@ -310,7 +311,7 @@ def conflict(first: Filter, then: Filter) -> str:
     """
     one, other = type(first).__name__, type(then).__name__
     if first.name == then.name:
-        return f"{one} and {other} are both a {first.name}; give one." if one != other else f"Give {one} once."
+        return f"{one} and {other} do the same; give one." if one != other else f"Give {one} once."
     for reads, hides in ((first, then), (then, first)):
         if reads.reads_single and hides.hides_clients:
             names = type(reads).__name__, type(hides).__name__
@@ -369,7 +370,7 @@ def check_chain(plan: Plan) -> None:
     for first, then in combinations(plan.filters, 2):
         if said := conflict(first, then):
             raise ValueError(said)
-    promised, name = plan.algorithm.promised, type(plan.algorithm).__name__
+    promised, name = promises_of(plan.algorithm), type(plan.algorithm).__name__
     for each in plan.filters:
         for promise in each.needs:
             if not getattr(promised, promise):

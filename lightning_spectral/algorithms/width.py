@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import (
-    ByKeepRatio,
+    Algorithm,
     Decisions,
     Names,
     Promises,
     Round,
     ServerHalf,
     Setting,
-    ratios_of,
 )
+from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
@@ -51,7 +51,7 @@ def as_widths(argument: str, widths: object) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True)
-class WidthSharding(ByKeepRatio):
+class WidthSharding(Algorithm):
     """Each client trains ceil(r N) of the N channels of every layer: a smaller network of the same shape.
 
     Which channels belong together is found in a forward pass of the module's ``example_input_array``
@@ -93,7 +93,7 @@ class WidthSharding(ByKeepRatio):
         {0.5: 0.6, 1.0: 0.4}
     """
 
-    promises: ClassVar[Promises] = Promises(new_values=True)
+    promises: ClassVar[Promises] = Promises(new_values=True, values_alone=True)
 
     channels: ChannelChoice = field(default_factory=PrefixChannels)
     keep_ratio: PerClient[float] = 0.5
@@ -182,11 +182,9 @@ class WidthSharding(ByKeepRatio):
         self.plan.check_module(server)
         return self.plan
 
-    def all_capacities(self, server: nn.Module) -> list[float]:
-        return ratios_of({group.num_units for group in self.plan_for(server).groups})
-
-    def planned(self, server: nn.Module) -> WidthSharding:
-        return replace(self, plan=self.plan_for(server))
+    @property
+    def capacities(self) -> Widths:
+        return Widths(self, self.keep_ratio, lambda server: {each.num_units for each in self.plan_for(server).groups})
 
     def running_averages(self, server: nn.Module, rules: BufferRules | None = None) -> tuple[str, ...]:
         """Names of the running averages of which each width has its own: all, or none.
@@ -292,6 +290,13 @@ def narrow_model(model: Any, width: float) -> Any:
     return small
 
 
+class Widths(KeepRatios[WidthSharding]):
+    """Keep ratios of channels, which are counted with the plan of the whole module."""
+
+    def planned(self, server: nn.Module) -> WidthSharding:
+        return replace(self.choice, plan=self.choice.plan_for(server))
+
+
 class WidthHalf(ServerHalf):
     """Sub-models by width, bound to a module.
 
@@ -336,7 +341,9 @@ class WidthHalf(ServerHalf):
     @property
     def averages_may_rest(self) -> bool:
         """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
-        return bool(self.choice.step_widths and self.averaged().keys() & {*names_of_averages(self.server)})
+        return bool(
+            self.choice.step_widths and self.rules.averaged(self.returned()).keys() & {*names_of_averages(self.server)}
+        )
 
     def open(self, cohort: Cohort) -> WidthRound:
         return WidthRound(self, cohort)
@@ -357,7 +364,7 @@ class WidthRound(Round):
         self.cohort = cohort
         self.tensors: Tensors = travelling_tensors(half.server)
         self.averages: Mapping[float, Tensors] = {} if half.state is None else half.state.widths
-        averaged, own = half.averaged(), by_width(self.averages)
+        averaged, own = half.rules.averaged(half.returned()), by_width(self.averages)
         buffers = {name for name, _ in half.server.named_buffers() if name in averaged} | own.keys()
         before = {**averaged, **own}
         by_index = dict.fromkeys(before)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
@@ -34,7 +35,7 @@ from lightning_spectral.functional.zampling import (
     unpack_bits,
     unpack_levels,
 )
-from lightning_spectral.nn.cost import Cost
+from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.nn.zampling import (
     COMPRESSION,
@@ -106,7 +107,6 @@ class Zampling(Algorithm):
     """
 
     promises: ClassVar[Promises] = Promises()
-    capacity_name: ClassVar[str] = "compression"
 
     compression: float = 32
     degree: int | None = 10
@@ -164,14 +164,9 @@ class Zampling(Algorithm):
         """
         return cls(compression=1, degree=None, link=Sigmoid(straight_through=False), values="sign", smoothing=1.0)
 
-    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
-        factors = each("capacities", capacities, COMPRESSION["compression"])
-        return {factor: (replace(self, compression=factor), 1.0) for factor in factors}
-
-    def all_capacities(self, server: nn.Module) -> Compressions:
-        """The compressions at which there is another probability, from as many as the degree to one for each weight."""
-        weights = replace(self, compression=1.0).scheme().weights_of(server)
-        return Compressions(sum(weight.num_values for weight in weights), self.degree or 1)
+    @property
+    def capacities(self) -> OneCompression:
+        return OneCompression(self)
 
     def scheme(self) -> Compression:
         """How weights are compressed."""
@@ -251,6 +246,22 @@ class Zampling(Algorithm):
         return {"probs": state.probs} if isinstance(state, ZamplingState) else {}
 
 
+@dataclass(frozen=True)
+class OneCompression(Capacities[Zampling]):
+    """All clients of Zampling train the whole model, and share one compression."""
+
+    name: ClassVar[str] = "compression"
+
+    def choices(self, capacities: Sequence[float]) -> dict[float, tuple[Zampling, float]]:
+        factors = each("capacities", capacities, COMPRESSION["compression"])
+        return {factor: (replace(self.choice, compression=factor), 1.0) for factor in factors}
+
+    def all_of(self, server: nn.Module) -> Compressions:
+        """The compressions at which there is another probability, from as many as the degree to one for each weight."""
+        weights = replace(self.choice, compression=1.0).scheme().weights_of(server)
+        return Compressions(sum(weight.num_values for weight in weights), self.choice.degree or 1)
+
+
 class ZamplingHalf(ServerHalf):
     """Zampling bound to a module. In one process the device half shares the rows of Q with the state."""
 
@@ -270,10 +281,10 @@ class ZamplingHalf(ServerHalf):
         return ZamplingSide(state.matrix, state.weights, choice.link, dense, choice.sampled, choice.downlink_bits)
 
     @property
-    def cost_besides(self) -> Cost:
+    def costs_besides(self) -> CostsBesides:
         """The products Qz and Q^T g of a local step, and all of Q; an accelerator keeps its transpose as well."""
         entries = self.state.matrix.num_rows * (self.state.matrix.degree or 1)
-        return Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries)
+        return CostsBesides(Cost(step_macs=2 * entries, held_bytes=BYTES_PER_ENTRY * entries))
 
     def initialize(self, workers: Workers) -> str:
         return (

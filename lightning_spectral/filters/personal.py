@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.base import ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Form, Plan
 from lightning_spectral.arguments import Whole, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn, StepActions
@@ -118,7 +118,7 @@ that stay with each client, such as Personal(["head.*"]).
 
     def check(self, plan: Plan) -> None:
         self.stays(plan.module)
-        if self.epochs and not plan.algorithm.promised.any_steps:
+        if self.epochs and not promises_of(plan.algorithm).any_steps:
             raise ValueError(
                 f"{type(plan.algorithm).__name__} needs every step of a client to train what it sends back; leave out "
                 f"`epochs={self.epochs}` of Personal."

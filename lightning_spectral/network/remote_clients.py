@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import Algorithm
+from lightning_spectral.algorithms.base import Algorithm, promises_of
 from lightning_spectral.algorithms.costs import round_bytes
 from lightning_spectral.algorithms.filter import Filter, conflict
 from lightning_spectral.arguments import Number, Whole, flag
@@ -132,7 +132,7 @@ class RemoteClients(ServerData):
     def filters_beside(self, filters: Sequence[Filter], algorithm: Algorithm) -> Sequence[Filter]:
         """A bound on updates, unless the user's filters have one, or hide what it reads."""
         bound = self.update_bound
-        if bound is None or not algorithm.promised.new_values or any(conflict(bound, each) for each in filters):
+        if bound is None or not promises_of(algorithm).new_values or any(conflict(bound, each) for each in filters):
             return ()
         return [bound]
 

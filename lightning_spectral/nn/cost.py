@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -88,6 +88,21 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class CostsBesides:
+    """What an algorithm costs a client that cannot be counted on the client's model.
+
+    Attributes:
+        cost: What a turn costs besides.
+        sent_again: Names of the frozen tensors that change, and so are sent, in every round.
+        rounds_are_alike: Whether the same client costs the same in every round; otherwise two rounds are counted.
+    """
+
+    cost: Cost = Cost()
+    sent_again: Collection[str] = ()
+    rounds_are_alike: bool = False
 
 
 def required_example(module: nn.Module, example_input: Example) -> Example:

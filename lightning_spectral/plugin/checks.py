@@ -13,6 +13,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
@@ -163,13 +164,13 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
     """Check that the figures a sampler is based on are available from the algorithms of all models, by name."""
     for name, algorithm in algorithms.items():
         of_model = f" of {name!r}" if name else ""
-        if "update" in sampler.figure and not algorithm.promised.new_values:
+        if "update" in sampler.figure and not promises_of(algorithm).new_values:
             raise ValueError(
                 f"{type(sampler).__name__} needs update norms, and {type(algorithm).__name__}{of_model} does not "
                 "promise that clients send back new values of the tensors that they were sent; use "
                 "LossVarianceReduced, or say `promises = Promises(new_values=True)` in the class."
             )
-        if sampler.figure == "stale update" and not algorithm.promised.expected_updates:
+        if sampler.figure == "stale update" and not promises_of(algorithm).expected_updates:
             raise ValueError(
                 f"{type(sampler).__name__} compares updates with earlier ones, which "
                 f"{type(algorithm).__name__}{of_model} does not keep; use algorithm=StaleUpdates(), or "

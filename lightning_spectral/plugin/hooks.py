@@ -153,7 +153,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
         """What is known of one model's clients, with the capacities that an algorithm gives them."""
         data = self.data_of(name)
-        capacities = algorithm.capacities(data.num_clients, self.members[name].seed)
+        capacities = algorithm.capacities.of_clients(data.num_clients, self.members[name].seed)
         return cast(ClientDirectory, data.client_directory(capacities, self.available_for(name)))
 
     # -- weights, under the names that users know
@@ -281,7 +281,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
             for name, owner in self.members.items():
                 data = self.data_of(name)
                 check_member(owner, data, self.participation)
-                capacities = owner.algorithm.capacities(data.num_clients, owner.seed)
+                capacities = owner.algorithm.capacities.of_clients(data.num_clients, owner.seed)
                 warn_of_recompilations(owner.module, len(capacities.values))
                 owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
         self.move_batches()

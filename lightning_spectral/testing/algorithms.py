@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.algorithms.costs import turn_costs
 from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.arguments import first_match
@@ -125,10 +126,10 @@ def check_algorithm(
     check_elsewhere(case, expected)
     _check_stays(case)
     check_other_process(case, expected)
-    if algorithm.promised.new_values:
+    if promises_of(algorithm).new_values:
         _check_norms(case)
     _check_buffers(case)
-    if algorithm.promised.one_sum and find_spec("cryptography"):
+    if promises_of(algorithm).one_sum and find_spec("cryptography"):
         _check_secure_sums(case, expected)
     if torch.device(device).type != "cpu":
         _check_device(replace(case, device=torch.device(device)), expected)

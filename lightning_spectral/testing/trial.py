@@ -213,7 +213,7 @@ class Trial:
             self.half,
             told,
             self.ends,
-            ClientDirectory(torch.tensor(SIZES), case.algorithm.capacities(len(SIZES), SEED)),
+            ClientDirectory(torch.tensor(SIZES), case.algorithm.capacities.of_clients(len(SIZES), SEED)),
             lambda _: self.executor,
             seed=SEED,
             local_epochs=local_epochs,

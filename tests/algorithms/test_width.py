@@ -141,7 +141,7 @@ def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
 def test_excluded_layers_stay_whole() -> None:
     algorithm = ls.WidthSharding(exclude=["net.3"])
     module = LitSmall()
-    assert algorithm.planned(module).plan.groups == ()
+    assert algorithm.capacities.planned(module).plan.groups == ()
     with pytest.warns(ls.SpectralWarning, match=r"cuts no channel of LitSmall: clients train all of it"):
         ls.FederatedModule(module, algorithm=algorithm, clients_per_round=1)
 

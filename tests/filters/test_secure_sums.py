@@ -176,7 +176,7 @@ def test_several_models_each_have_sums_of_their_own(quiet: Any) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sharding": (
         {"algorithm": ls.SpectralSharding()},
-        "SecureSums needs an algorithm whose clients are needed for one sum of their changes alone, which "
+        "SecureSums needs an algorithm whose clients are needed for nothing but the sum of their changes, which "
         r"SpectralSharding does not promise: use another algorithm, such as FedAvg\.",
     ),
     "packed uploads": ({"filters": [ls.TopK(0.1)]}, "TopK packs what SecureSums reads: leave one out"),

@@ -61,7 +61,7 @@ def test_a_failed_fit_leaves_no_round_and_can_be_repeated(lit_mlp: Any, data: An
 
 def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:
     algorithm = ls.FedAvg()
-    clients = data.client_directory(algorithm.capacities(12, 0))
+    clients = data.client_directory(algorithm.capacities.of_clients(12, 0))
     executor: Any = None
     half = algorithm.bind(lit)
     engine = Engine(algorithm, half, instructions(half), {}, clients, executor, seed=0, processes=Processes(0, 2))

@@ -60,7 +60,7 @@ class Chosen:
 
     def clients_of(self, name: str, algorithm: Any) -> Any:
         data = self.data[name]
-        return data.client_directory(algorithm.capacities(data.num_clients, self.seed))
+        return data.client_directory(algorithm.capacities.of_clients(data.num_clients, self.seed))
 
 
 @dataclass

@@ -31,7 +31,7 @@ SLOW, MEDIUM, FAST = (ls.simulation.DeviceProfile(speed, speed, speed) for speed
 
 
 def keep_ratios(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
-    return ls.SpectralSharding(keep_ratio=value).capacities(num_clients, seed)
+    return ls.SpectralSharding(keep_ratio=value).capacities.of_clients(num_clients, seed)
 
 
 def devices(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
@@ -163,7 +163,7 @@ def test_the_error_names_the_argument() -> None:
 
 def test_a_list_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="`keep_ratio` lists 2 values for 3 clients"):
-        ls.SpectralSharding(keep_ratio=[0.1, 0.2]).capacities(3, seed=0)
+        ls.SpectralSharding(keep_ratio=[0.1, 0.2]).capacities.of_clients(3, seed=0)
     with pytest.raises(ValueError, match="`profiles` lists 1 values for 2 clients"):
         ls.VirtualClock([SLOW]).check(2, clients_per_round=1)
     with pytest.raises(ValueError, match="`probability` lists 3 values for 2 clients"):

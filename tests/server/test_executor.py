@@ -114,7 +114,7 @@ def played(
     engine = bare_engine(
         algorithm,
         server,
-        data.client_directory(algorithm.capacities(data.num_clients, 0)),
+        data.client_directory(algorithm.capacities.of_clients(data.num_clients, 0)),
         executor,
         local_epochs=2,
         options=lambda: (options_of(template),),

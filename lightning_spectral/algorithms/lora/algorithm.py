@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
@@ -34,6 +35,7 @@ from lightning_spectral.algorithms.term_draws import places_of_terms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
+from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, returned_tensors, select_tensors, travelling_tensors
@@ -98,8 +100,6 @@ class LoRA(Algorithm):
         2.0
     """
 
-    capacity_name: ClassVar[str] = "rank"
-
     rank: PerClient[int] = 8
     alpha: float | None = None
     aggregation: AdapterAggregation = field(default_factory=SampledTerms)
@@ -130,6 +130,7 @@ class LoRA(Algorithm):
         summed = type(self.aggregation) in SUMMED and not self.is_mixed
         return Promises(
             new_values=True,
+            values_alone=True,
             same_tensors=kept,
             noise_hides=summed,
             remedies={
@@ -164,22 +165,9 @@ class LoRA(Algorithm):
         """Whether a fit changes the base, so that its result is not just an adapter on the weights it started from."""
         return self.merge_every is not None or "base" in self.aggregation.steps(is_mixed=True)
 
-    def capacities(self, num_clients: int, seed: int) -> Assigned[float]:
-        check_num_entries("rank", self.rank, num_clients)
-        ranks = assign(self.rank, num_clients, seed, "ranks")
-        return Assigned(tuple(rank / self.max_rank for rank in ranks.values), ranks.indices)
-
-    def with_capacities(self, capacities: Sequence[float]) -> dict[float, tuple[LoRA, float]]:
-        ranks = each("capacities", capacities, Whole(at_least=1))
-        choice = replace(self, rank=ranks)
-        return {rank: (choice, rank / choice.max_rank) for rank in ranks}
-
-    def all_capacities(self, server: nn.Module) -> range:
-        """The ranks up to the smallest side of an adapted layer."""
-        layers = self.adapted(server)
-        if any(layer.brings_factors for layer in layers):
-            raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
-        return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
+    @property
+    def capacities(self) -> Ranks:
+        return Ranks(self)
 
     def adapted(self, server: nn.Module) -> tuple[AdaptedLayer, ...]:
         """The layers of ``server`` that get an adapter."""
@@ -305,6 +293,31 @@ class LoRA(Algorithm):
         return {name: t for name, t in returned_tensors(server, buffers=rules).items() if name in chosen}
 
 
+@dataclass(frozen=True)
+class Ranks(Capacities[LoRA]):
+    """Clients of LoRA differ by the rank of their adapters."""
+
+    name: ClassVar[str] = "rank"
+
+    def of_clients(self, num_clients: int, seed: int) -> Assigned[float]:
+        lora = self.choice
+        check_num_entries("rank", lora.rank, num_clients)
+        ranks = assign(lora.rank, num_clients, seed, "ranks")
+        return Assigned(tuple(rank / lora.max_rank for rank in ranks.values), ranks.indices)
+
+    def choices(self, capacities: Sequence[float]) -> dict[float, tuple[LoRA, float]]:
+        ranks = each("capacities", capacities, Whole(at_least=1))
+        choice = replace(self.choice, rank=ranks)
+        return {rank: (choice, rank / choice.max_rank) for rank in ranks}
+
+    def all_of(self, server: nn.Module) -> range:
+        """The ranks up to the smallest side of an adapted layer."""
+        layers = self.choice.adapted(server)
+        if any(layer.brings_factors for layer in layers):
+            raise ValueError("The module has adapters of PEFT, whose rank is their `r`; give the plain module.")
+        return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
+
+
 class LoRAHalf(ServerHalf):
     """Federated LoRA, bound to a module; ``dense`` names the parameters and buffers that are trained whole."""
 
@@ -363,9 +376,10 @@ class LoRAHalf(ServerHalf):
         return frozen
 
     @property
-    def moving_tensors(self) -> set[str]:
+    def costs_besides(self) -> CostsBesides:
+        """The weights of adapted layers, where the aggregation adds to them in every round."""
         moves = "base" in self.aggregation.steps(self.is_mixed)
-        return {layer.weight for layer in self.state.layers} if moves else set()
+        return CostsBesides(sent_again=frozenset(layer.weight for layer in self.state.layers) if moves else frozenset())
 
     def open(self, cohort: Cohort) -> LoRARound:
         return LoRARound(self, cohort)

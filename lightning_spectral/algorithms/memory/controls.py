@@ -17,7 +17,7 @@ from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSi
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.nn.cost import Cost
+from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import wide
 from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload
@@ -109,8 +109,8 @@ class ControlHalf(DenseHalf):
         return {**super().device_options, "trained": self.trained}
 
     @property
-    def cost_besides(self) -> Cost:
-        return Cost(held_bytes=sum(self.server.get_parameter(name).nbytes for name in self.trained))
+    def costs_besides(self) -> CostsBesides:
+        return CostsBesides(Cost(held_bytes=sum(self.server.get_parameter(name).nbytes for name in self.trained)))
 
 
 class ControlRound(DenseRound):
@@ -376,7 +376,9 @@ class FedDyn(WithControls):
     side: ClassVar[type[DenseSide]] = FedDynSide
     round: ClassVar[type[DenseRound]] = FedDynRound
     half: ClassVar[type[DenseHalf]] = FedDynHalf
-    promises: ClassVar[Promises] = Promises(new_values=True, same_tensors=True, parts_stay=True, any_steps=True)
+    promises: ClassVar[Promises] = Promises(
+        new_values=True, values_alone=True, same_tensors=True, parts_stay=True, any_steps=True
+    )
 
     alpha: float = 0.01
 

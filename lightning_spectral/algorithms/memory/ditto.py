@@ -14,7 +14,7 @@ from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSi
 from lightning_spectral.algorithms.memory.controls import adding
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.nn.cost import Cost
+from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload, num_bytes
 
@@ -69,9 +69,9 @@ class DittoHalf(DenseHalf):
         return {**super().device_options, "pull": self.algorithm.pull, "own": own}
 
     @property
-    def cost_besides(self) -> Cost:
+    def costs_besides(self) -> CostsBesides:
         """The client's own model as it was before the turn, and as it is while the shared one trains."""
-        return Cost(held_bytes=2 * num_bytes(select_tensors(self.server, self.device_options["own"])))
+        return CostsBesides(Cost(held_bytes=2 * num_bytes(select_tensors(self.server, self.device_options["own"]))))
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Ditto(FedAvg):
     half: ClassVar[type[DenseHalf]] = DittoHalf
     promises: ClassVar[Promises] = Promises(
         new_values=True,
+        values_alone=True,
         same_tensors=True,
         one_sum=True,
         noise_hides=True,

@@ -163,7 +163,7 @@ class StaleUpdates(FedAvg):
 
     round: ClassVar[type[DenseRound]] = StaleRound
     promises: ClassVar[Promises] = Promises(
-        new_values=True, same_tensors=True, parts_stay=True, any_steps=True, expected_updates=True
+        new_values=True, values_alone=True, same_tensors=True, parts_stay=True, any_steps=True, expected_updates=True
     )
     counts_all_clients: ClassVar[bool] = True
     steps_without_clients: ClassVar[bool] = True

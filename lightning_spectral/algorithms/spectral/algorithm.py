@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import (
-    ByKeepRatio,
+    Algorithm,
     Decisions,
     Moment,
     Names,
     Promises,
     ServerHalf,
     Setting,
-    ratios_of,
 )
+from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
@@ -48,6 +48,7 @@ from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, singular_terms
+from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
@@ -134,7 +135,7 @@ class SpectralSide(DenseSide):
 
 
 @dataclass(frozen=True)
-class SpectralSharding(ByKeepRatio):
+class SpectralSharding(Algorithm):
     """Each client trains ceil(r N) sampled singular terms of every affine layer, and the rest of the model whole.
 
     Args:
@@ -268,6 +269,7 @@ class SpectralSharding(ByKeepRatio):
         known = type(self.aggregation) in (type(None), TermMeans, MatrixMeans)
         return Promises(
             new_values=True,
+            values_alone=True,
             noise_hides=same and known,
             parts_stay=True,
             any_steps=True,
@@ -278,8 +280,12 @@ class SpectralSharding(ByKeepRatio):
         """How clients hold every layer of ``server``; all problems are reported in one ``ValueError``."""
         return plan_of(server, self.layers)
 
-    def all_capacities(self, server: nn.Module) -> list[float]:
-        return ratios_of({block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()})
+    @property
+    def capacities(self) -> KeepRatios[SpectralSharding]:
+        def numbers_of_terms(server: nn.Module) -> set[float]:
+            return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
+
+        return KeepRatios(self, self.keep_ratio, numbers_of_terms)
 
     @property
     def _layer_choices(self) -> LayerChoices:
@@ -354,7 +360,7 @@ class SpectralHalf(ServerHalf):
         started: The matrices that the spectral start has changed, perhaps in the run that this one resumes.
     """
 
-    rounds_are_alike: ClassVar[bool] = True
+    costs_besides = CostsBesides(rounds_are_alike=True)
 
     def __init__(
         self,

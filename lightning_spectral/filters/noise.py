@@ -57,7 +57,7 @@ class LocalNoise(Filter):
         LocalNoise(clip=0.5, noise_multiplier=4.0)
     """
 
-    needs: ClassVar[Sequence[str]] = ("new_values",)
+    needs: ClassVar[Sequence[str]] = ("new_values", "values_alone")
 
     clip: float
     noise_multiplier: float
@@ -71,10 +71,14 @@ class LocalNoise(Filter):
                 f"LocalNoise hides the losses of clients, by which {type(plan.participation).__name__} draws them; use "
                 "`clients_per_round`, or Uniform."
             )
+        for callback in plan.callbacks:
+            if getattr(callback, "reads_clients", False):
+                raise ValueError(
+                    f"LocalNoise hides the data of clients, of which {type(callback).__name__} would learn without "
+                    "noise; leave one out."
+                )
 
     def device(self, half: ServerHalf) -> "NoiseEnd":
-        if half.device_half.reads_loss:
-            raise ValueError(f"LocalNoise hides the losses of clients, which {type(half).__name__} reads; use FedAvg.")
         return self.end
 
     def server(self, fit: Fit) -> None:

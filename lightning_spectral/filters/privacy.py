@@ -133,7 +133,7 @@ class ClientPrivacy(Filter):
         """Raise ``ValueError`` if clients do not take part independently, or a callback shows single ones."""
         who = plan.participation
         is_poisson = type(who) is Uniform and who.design is None and not who.normalize
-        if not is_poisson:
+        if who is not None and not is_poisson:
             raise ValueError(
                 "ClientPrivacy needs clients that take part independently of each other and of their data: "
                 f"participation=Uniform(active=10), without `design` and `normalize`; got {who}."

@@ -43,6 +43,7 @@ from lightning_spectral.protocol.codec import read_tensors, write_tensors
 from lightning_spectral.protocol.frozen_base import KeptTensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 
+OWNERS_NOISE = "noise of the owner"  # a filter's name
 SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
@@ -334,7 +335,9 @@ class DeviceService:
                 "This device hides its loss (`local_noise`), and the server asks for it. Choose an algorithm and a "
                 "sampler without losses, such as FedAvg and Uniform."
             )
-        return replace(told, ends={"noise of the owner": noise.end, **told.ends})
+        if OWNERS_NOISE in told.ends:  # which would replace it
+            raise RecordError(f"The server sends a filter named {OWNERS_NOISE!r}, which is this device's own.")
+        return replace(told, ends={OWNERS_NOISE: noise.end, **told.ends})
 
     def _check_model(self, model: str) -> None:
         if model not in self.modules or model not in self.data:

@@ -510,6 +510,11 @@ def _check_models(models: Any) -> None:
                 f"MultiModelModule decides who trains which model, but {name!r} has {model.participation} of its own; "
                 "leave out its `clients_per_round` and `participation`."
             )
+        if alike := [type(each).__name__ for each in model.filters if each.equal_weights]:
+            raise ValueError(
+                f"{alike[0]} needs clients that weigh the same, and clients of {name!r} weigh what the sampling of "
+                "several models makes of them; train it by itself, in a FederatedModule."
+            )
     owner: dict[int, str] = {}
     for name, model in models.items():
         for tensor in {*model.module.parameters(), *model.module.buffers()}:

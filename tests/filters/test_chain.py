@@ -65,7 +65,7 @@ def test_two_that_pack_and_two_of_a_kind_are_refused() -> None:
         build(ls.TopK(0.1), ls.Int8())
     with pytest.raises(ValueError, match="Give TopK once"):
         build(ls.TopK(0.1), ls.TopK(0.2))
-    with pytest.raises(ValueError, match="UsualUpdateNorm and MaxUpdateNorm are both a UpdateBound; give one"):
+    with pytest.raises(ValueError, match="UsualUpdateNorm and MaxUpdateNorm do the same; give one"):
         build(ls.UsualUpdateNorm(), ls.MaxUpdateNorm(1.0))
 
 
@@ -156,6 +156,21 @@ def test_callbacks_and_samplers_that_read_single_clients_are_refused(data: Any, 
         build(ls.SecureSums(), clients_per_round=None, participation=ls.LossVarianceReduced(active=4))
     with pytest.raises(ValueError, match="SecureSums hides single clients, and ClientEvaluation reads"):
         fit(LitMLP(), data, filters=[ls.SecureSums()], callbacks=[ls.ClientEvaluation()])
-    sampler = ls.LossVarianceReduced(active=4)
+    sampler, noise = ls.LossVarianceReduced(active=4), ls.LocalNoise(clip=1.0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="LocalNoise hides the losses of clients, by which LossVarianceReduced"):
-        build(ls.LocalNoise(clip=1.0, noise_multiplier=1.0), clients_per_round=None, participation=sampler)
+        build(noise, clients_per_round=None, participation=sampler)
+    with pytest.raises(ValueError, match="LocalNoise hides the data of clients, of which ClientEvaluation would learn"):
+        fit(LitMLP(), data, filters=[noise], callbacks=[ls.ClientEvaluation()])
+
+
+@pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.QFedAvg()])
+def test_noise_refuses_clients_that_say_more_than_values(algorithm: Any) -> None:
+    said = f"send back nothing but new values .*, which {type(algorithm).__name__} does not promise"
+    with pytest.raises(ValueError, match=said):
+        build(ls.LocalNoise(clip=1.0, noise_multiplier=1.0), algorithm=algorithm)
+
+
+def test_costs_need_not_know_who_takes_part() -> None:
+    """A private federation is checked for its samplers where they are known."""
+    plain = ls.cost_table(LitMLP(), ls.FedAvg(), [1.0], torch.zeros(1, 6))
+    assert ls.cost_table(LitMLP(), ls.FedAvg(), [1.0], torch.zeros(1, 6), filters=[PRIVATE]).at == plain.at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.device import DeviceTurn, Instructions
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError
+from lightning_spectral.filters import Filter
 from lightning_spectral.network import ClientData, LocalNoise
 from lightning_spectral.network.line import Question
 from lightning_spectral.network.messages import record_of
@@ -206,6 +207,24 @@ def test_a_server_that_needs_losses_is_told_that_there_are_none(options: dict[st
         fit(seeded(LitMLP), remote(noisy_line(BARELY)), **{**SETTINGS, **options})
 
 
+@dataclass(frozen=True)
+class Thief(Filter):
+    """A server's filter with the name of the owner's noise, and next to no noise."""
+
+    @property
+    def name(self) -> str:
+        return "noise of the owner"
+
+    def device(self, half: Any) -> Any:
+        return BARELY.end
+
+
+def test_a_server_cannot_replace_the_noise_of_the_owner(fit: Fit) -> None:
+    loud = LocalNoise(clip=1e3, noise_multiplier=1e-3)
+    with pytest.raises(ls.ClientError, match="which is this device's own"):
+        fit(seeded(LitMLP), remote(noisy_line(loud)), filters=[Thief()], **SETTINGS)
+
+
 def test_noise_is_added_before_masks(fit: Fit) -> None:
     pytest.importorskip("cryptography", reason="masks need the extra `secure`")
     theirs = fit(seeded(LitMLP), toy_data(), **SETTINGS)
@@ -232,7 +251,7 @@ def test_a_federation_can_ask_all_its_clients_for_noise(algorithm: Any, fit: Fit
 @pytest.mark.parametrize(
     ("lit", "options", "words"),
     [
-        (LitMLP, {"algorithm": ls.QFedAvg()}, "LocalNoise hides the losses of clients"),
+        (LitMLP, {"algorithm": ls.QFedAvg()}, "send back nothing but new values .* QFedAvg does not promise"),
         (
             LitMLP,
             {"participation": ls.LossVarianceReduced(active=5), "clients_per_round": None},

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import (
-    Algorithm,
-    Decisions,
-    Names,
-    Promises,
-    Round,
-    ServerHalf,
-    Setting,
-)
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, Round, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any

@@ -11,15 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import (
-    Algorithm,
-    Decisions,
-    Names,
-    Promises,
-    Round,
-    ServerHalf,
-    Setting,
-)
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, Round, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag

@@ -33,12 +33,7 @@ from lightning_spectral.plugin.callbacks import (
 )
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
 from lightning_spectral.plugin.checkpoints import FEDERATION, SavedRun, own_checkpoint
-from lightning_spectral.plugin.checks import (
-    check_callbacks,
-    check_member,
-    check_trainer,
-    warn_of_recompilations,
-)
+from lightning_spectral.plugin.checks import check_callbacks, check_member, check_trainer, warn_of_recompilations
 from lightning_spectral.plugin.data import ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch

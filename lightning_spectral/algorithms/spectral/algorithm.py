@@ -14,15 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import (
-    Algorithm,
-    Decisions,
-    Moment,
-    Names,
-    Promises,
-    ServerHalf,
-    Setting,
-)
+from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.spectral.aggregation import (

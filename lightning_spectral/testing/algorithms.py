@@ -110,22 +110,11 @@ def check_algorithm(
     check_choice(algorithm)
     _check_frozen_module(algorithm, module)
     algorithm.check(Plan(copy_module(module), algorithm))
-    expected = uninterrupted(case)
-    assert differing(expected[0], expected[-1]), (
-        f"{algorithm!r}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a module and a "
-        "batch that train."
-    )
-    check_resume(case, expected)
+    expected = check_runs(case, rests)
     if rests:
-        check_rest(case)
         _check_steps(case)
         _check_absolute(case)
-    check_lost(case)
-    check_order(case, expected)
-    check_grouping(case, expected)
-    check_elsewhere(case, expected)
     _check_stays(case)
-    check_other_process(case, expected)
     if promises_of(algorithm).new_values:
         _check_norms(case)
     _check_buffers(case)
@@ -133,6 +122,21 @@ def check_algorithm(
         _check_secure_sums(case, expected)
     if torch.device(device).type != "cpu":
         _check_device(replace(case, device=torch.device(device)), expected)
+
+
+def check_runs(case: Case, rests: bool = True) -> list[dict[str, Tensor]]:
+    """Check that whatever must make no difference makes none, bit for bit; return the server's tensors by round."""
+    expected = uninterrupted(case)
+    assert differing(expected[0], expected[-1]), (
+        f"{case}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a module and a batch that "
+        "train."
+    )
+    if rests:
+        _check_rest(case)
+    _check_lost(case)
+    for check in (_check_resume, _check_order, _check_grouping, _check_elsewhere, _check_other_process):
+        check(case, expected)
+    return expected
 
 
 class _WrongValue:
@@ -180,7 +184,7 @@ def _error_of(do: Callable[[], object]) -> Exception | None:
     return None
 
 
-def check_resume(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+def _check_resume(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
     """Check that a run that is resumed after every round is the uninterrupted one."""
     trial = Trial(case)
     trial.play()
@@ -194,7 +198,7 @@ def check_resume(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
         assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}; {rule}")
 
 
-def check_rest(case: Case) -> None:
+def _check_rest(case: Case) -> None:
     """Check that the server's weights stay as they are if nobody trains."""
     trained = Trial(case)
     trained.play()
@@ -223,7 +227,7 @@ def _check_steps(case: Case) -> None:
         assert_same_bits(trial.parameters(), before, f"{where}; give them a gradient in `Round.close`")
 
 
-def check_lost(case: Case) -> None:
+def _check_lost(case: Case) -> None:
     """One of five clients returns, and with the same weights as if it alone had been asked, it counts alone."""
     where = f"{case}, four of five clients lost after their downloads"
     moved = []
@@ -248,7 +252,7 @@ def check_lost(case: Case) -> None:
     )
 
 
-def check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+def _check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
     """Check that the order in which clients train makes no difference."""
     trial = Trial(case)
     for round_idx in range(ROUNDS):
@@ -257,7 +261,7 @@ def check_order(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
         assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: their order made a difference")
 
 
-def check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+def _check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
     """Check that it makes no difference which of two processes trains which clients."""
     trials = Trial(case), Trial(case)
     if not trials[0].can_share():
@@ -271,7 +275,7 @@ def check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None
             assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: grouping made a difference")
 
 
-def check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
     """Check bits and bytes if a device shares nothing with the server."""
     where = f"{case}, with a device elsewhere"
     try:
@@ -326,7 +330,7 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items() if (tensor != tensor.flatten()[:1]).any()}
 
 
-def check_other_process(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
+def _check_other_process(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
     """Check that another process, in which Python hashes differently, gives the same bits."""
     found = uninterrupted_elsewhere(case)
     if found is None:

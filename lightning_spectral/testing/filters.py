@@ -12,18 +12,8 @@ from lightning_spectral.algorithms.filter import Filter, Plan, check_chain
 from lightning_spectral.errors import check_is
 from lightning_spectral.protocol.exchange import copy_module
 from lightning_spectral.protocol.records import Failure, Upload
-from lightning_spectral.testing.algorithms import (
-    check_choice,
-    check_elsewhere,
-    check_grouping,
-    check_lost,
-    check_order,
-    check_other_process,
-    check_rest,
-    check_resume,
-    differing,
-)
-from lightning_spectral.testing.trial import ROUNDS, Case, Trial, uninterrupted
+from lightning_spectral.testing.algorithms import check_choice, check_runs
+from lightning_spectral.testing.trial import Case, Trial
 
 
 def check_filter(
@@ -79,19 +69,7 @@ def check_filter(
     check_chain(Plan(copy_module(module), case.algorithm, case.filters))
     _check_left_out(case)
     _check_sized(case)
-    expected = uninterrupted(case)
-    assert differing(expected[0], expected[-1]), (
-        f"{case}: after {ROUNDS} rounds nothing has changed, so nothing was checked; give it a module and a batch that "
-        "train."
-    )
-    if rests:
-        check_rest(case)
-    check_resume(case, expected)
-    check_lost(case)
-    check_order(case, expected)
-    check_grouping(case, expected)
-    check_elsewhere(case, expected)
-    check_other_process(case, expected)
+    check_runs(case, rests)
 
 
 def _check_left_out(case: Case) -> None:

@@ -392,7 +392,7 @@ def _check_hidden(hiding: Filter, plan: Plan) -> None:
     if isinstance(plan.participation, Sampler) and plan.participation.figure:
         raise ValueError(
             f"{type(hiding).__name__} hides the losses and updates of single clients, by which "
-            f"{type(plan.participation).__name__} draws them; use `clients_per_round`, or Uniform."
+            f"{type(plan.participation).__name__} draws them; use Uniform."
         )
     for callback in plan.callbacks:
         if getattr(callback, "reads_clients", False):

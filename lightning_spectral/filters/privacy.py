@@ -6,7 +6,7 @@ import math
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -54,7 +54,8 @@ class ClientPrivacy(Filter):
         noise_seed: For tests, a seed that decides the noise; cohorts are then drawn from the run's ``seed``. Whoever
             knows it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
         after: Path of the checkpoint of an earlier private run, in another process, from whose weights this one begins:
-            its rounds count too. ``None`` if there is none, or the module is the one that was trained.
+            its rounds count too. ``None`` if there is none, if the module is the one that was trained, or if the run is
+            resumed.
 
     Note:
         Neighbours are data sets with and without the data of one client, which then contributes nothing; the list of
@@ -82,7 +83,7 @@ class ClientPrivacy(Filter):
     clip_quantile: float | None = None
     clip_rate: float = 0.2
     noise_seed: int | None = None
-    after: str | None = None
+    after: str | None = field(default=None, repr=False, compare=False)  # a checkpoint has what it brought
 
     def __post_init__(self) -> None:
         check_fields(
@@ -377,12 +378,13 @@ class PrivateEnd(ServerEnd):
         self._choice, self._fit = choice, fit
         self._before: list[Rounds] = list(vars(fit.half.server).get(ROUNDS, choice.earlier_rounds()))
         self._clip: float | None = None
+        self._next_round = fit.first_round
 
     @cached_property
     def fit(self) -> PrivateFit:
         """What the choice means for the clients of this fit."""
         who = self._choice, self._fit.active, int(self._fit.sizes().count_nonzero())
-        return PrivateFit(*who, self._clip, self._before, self._fit.first_round)
+        return PrivateFit(*who, self._clip, self._before, self._next_round)
 
     def remarks(self) -> Sequence[str]:
         return [str(self.fit)]
@@ -416,8 +418,8 @@ class PrivateEnd(ServerEnd):
         return ()
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        figures = self.fit.end_round(self._sums, self._round_idx)
-        vars(self._fit.half.server)[ROUNDS] = self.fit.rounds(self._round_idx + 1)
+        figures, self._next_round = self.fit.end_round(self._sums, self._round_idx), self._round_idx + 1
+        vars(self._fit.half.server)[ROUNDS] = self.fit.rounds(self._next_round)
         return figures
 
     def is_spent(self, num_rounds: int) -> bool:
@@ -425,7 +427,9 @@ class PrivateEnd(ServerEnd):
 
     def state_dict(self) -> dict[str, Any]:
         rounds = vars(self._fit.half.server).get(ROUNDS, self._before)
-        return {"rounds": list(rounds), "clip": self.fit.clip} if rounds else {}
+        return {"rounds": list(rounds), "clip": self.fit.clip, "next_round": self._next_round} if rounds else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._before, self._clip = [tuple(rounds) for rounds in state_dict["rounds"]], state_dict["clip"]
+        if self._fit.first_round is None:  # a resumed run counts its own rounds, not those that were before it
+            self._next_round = state_dict["next_round"]

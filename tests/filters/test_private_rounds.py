@@ -55,6 +55,19 @@ def test_weights_of_an_earlier_run_bring_its_rounds(data: Any, fit: Fit, tmp_pat
     assert said(fit(loaded, data)) == epsilon(RATE, 1.0, 3, DELTA)
 
 
+def test_a_resumed_run_needs_no_earlier_checkpoint(data: Any, fit: Fit, tmp_path: Path) -> None:
+    """Its own has their rounds, so the earlier one may be gone."""
+    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
+    lit = seeded(LitMLP)
+    fit(lit, data, max_epochs=2, filters=private(), **OPTIONS).trainer.save_checkpoint(first)
+    begun = LitMLP()
+    begun.load_state_dict(lit.state_dict())
+    fit(begun, data, max_epochs=1, filters=private(after=str(first)), **OPTIONS).trainer.save_checkpoint(second)
+    first.unlink()
+    resumed = fit(LitMLP(), data, max_epochs=2, ckpt_path=second, filters=private(), **OPTIONS)
+    assert said(resumed) == epsilon(RATE, 1.0, 4, DELTA)
+
+
 def test_a_budget_counts_them_too(data: Any, fit: Fit) -> None:
     lit = seeded(LitMLP)
     fit(lit, data, max_epochs=2, filters=private(), **OPTIONS)

@@ -94,7 +94,7 @@ def _plain(value: Any, where: str) -> Any:
         return ("class", _path(value, where))
     if is_dataclass(value) and not isinstance(value, type):
         given = [field.name for field in fields(value) if field.init]
-        parts = {name: _plain(getattr(value, name), f"{where}.{name}") for name in given}
+        parts = {name: _plain(getattr(value, name), f"{type(value).__name__}.{name}") for name in given}
         return ("object", _path(type(value), where), parts)
     raise RecordError(
         f"{where} cannot be sent to devices: it is of type {type(value).__name__}. What is sent is a dataclass of "

@@ -404,7 +404,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "holds a lambda": (variant(side=LambdaSide), "its half cannot be sent there: .*pickle"),
     "holds a function": (
         variant(side=FunctionSide),
-        r"its half cannot be sent there: .*Instructions\.side\.do cannot be sent to devices: it is of type builtin",
+        r"its half cannot be sent there: .*FunctionSide\.do cannot be sent to devices: it is of type builtin",
     ),
     "whispers": (
         variant(side=WhisperSide, round=WhisperRound),

@@ -65,7 +65,7 @@ class BareLoop:
     def __init__(self, model: ls.FederatedModule, steps: int) -> None:
         self.steps = steps
         server = copy.deepcopy(model.module)
-        side = ALGORITHM.bind(server, ALGORITHM.new_state(server, 0)).device_half
+        side = ALGORITHM.bind(server, ALGORITHM.new_state(server, 0)).client_side
         self.clients = [copy.deepcopy(server) for _ in RANKS]
         for client, rank in zip(self.clients, RANKS, strict=True):
             side.take_form(client, rank / max(RANKS))

@@ -96,7 +96,7 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
     template = torch.optim.SGD(server.parameters(), lr=0.01, momentum=0.9)
     names = {id(parameter): name for name, parameter in server.named_parameters()}
     half = SHARDING.bind(server)
-    side, forms = half.device_half, Forms(server, half.device_half.take_form, (template,))
+    side, forms = half.client_side, Forms(server, half.client_side.take_form, (template,))
     with forms.client(0.2):  # builds the form, as the first round does
         pass
     cohort = Cohort(0, round_idx, {0.2: tuple(WorkUnit(c, coefficient=EXAMPLES) for c in range(COHORT))})

@@ -302,6 +302,11 @@ class Sampler(ABC):
         if self.design is not None and self.active != round(self.active):
             raise ValueError(f"`active` must be whole with a design, got {self.active}; round it or drop the design.")
 
+    @property
+    def measure(self) -> Literal["all", "last"] | int:
+        """Whose figures are measured before a round: by default nobody's, so that they are those of the last turn."""
+        return "last"
+
     @abstractmethod
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         """Probabilities with which a round is drawn.

@@ -45,7 +45,7 @@ def run_round(
     algorithm: ls.SpectralSharding, server: nn.Module, ratios: list[float], trained: bool = True
 ) -> list[tuple[Receipt, dict[str, torch.Tensor]]]:
     opened, sent = draw(algorithm, server, ratios)
-    side = algorithm.bind(server).device_half
+    side = algorithm.bind(server).client_side
     forms = Forms(server, side.take_form)
     seen = []
     for c, (download, receipt) in enumerate(sent):

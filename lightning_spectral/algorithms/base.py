@@ -193,7 +193,7 @@ class _AtServer:
         if misplaced := [name for name in DEVICE_METHODS if name in vars(cls)]:
             raise TypeError(
                 f"{cls.__name__} defines {', '.join(misplaced)}, which a device calls: write a ClientSide with it, and "
-                "return that from `ServerHalf.device_half`."
+                "return that from `ServerHalf.client_side`."
             )
 
 
@@ -223,7 +223,7 @@ class ServerHalf(_AtServer, ABC):
 
     @property
     @abstractmethod
-    def device_half(self) -> ClientSide:
+    def client_side(self) -> ClientSide:
         """The other half, which is sent once to each device."""
 
     def initialize(self, workers: Workers) -> str:

@@ -100,7 +100,7 @@ class DenseHalf(ServerHalf):
         return {}
 
     @cached_property
-    def device_half(self) -> ClientSide:
+    def client_side(self) -> ClientSide:
         return self.algorithm.side(tuple(self.returned()), **self.device_options)
 
     def open(self, cohort: Cohort) -> Round:
@@ -118,7 +118,7 @@ class FedAvg(Algorithm):
         McMahan et al. (2017), Algorithm 1.
 
     Example:
-        >>> FedAvg().bind(nn.Linear(3, 2)).device_half.returned
+        >>> FedAvg().bind(nn.Linear(3, 2)).client_side.returned
         ('weight', 'bias')
     """
 

@@ -120,7 +120,7 @@ class FIARSEHalf(ServerHalf):
         self.masked = tuple(masked)
 
     @property
-    def device_half(self) -> FIARSESide:
+    def client_side(self) -> FIARSESide:
         return FIARSESide(tuple(self.returned()))
 
     def open(self, cohort: Cohort) -> FIARSERound:

@@ -405,4 +405,4 @@ def _check_hidden(hiding: Filter, plan: Plan) -> None:
 def instructions(half: ServerHalf, filters: Iterable[Filter] = ()) -> Instructions:
     """What devices are told once in a run."""
     ends = {each.name: end for each in filters if (end := each.device(half)) is not None}
-    return Instructions(half.device_half, ends)
+    return Instructions(half.client_side, ends)

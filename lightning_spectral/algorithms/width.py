@@ -307,7 +307,7 @@ class WidthHalf(ServerHalf):
         self.averages = choice.running_averages(server, self.rules)
 
     @cached_property
-    def device_half(self) -> WidthSide:
+    def client_side(self) -> WidthSide:
         scaled = cut_outputs(self.server, self.plan) if self.choice.scaler else ()
         return WidthSide(tuple(self.returned()), self.plan, scaled, tuple(self.choice.step_widths), self.averages)
 

@@ -275,7 +275,7 @@ class ZamplingHalf(ServerHalf):
         self.apart = frozenset(weight.name for weight in state.weights)
 
     @cached_property
-    def device_half(self) -> ZamplingSide:
+    def client_side(self) -> ZamplingSide:
         choice, state = self.choice, self.state
         dense = tuple(self.returned())
         return ZamplingSide(state.matrix, state.weights, choice.link, dense, choice.sampled, choice.downlink_bits)
@@ -322,7 +322,7 @@ class ZamplingRound(DenseRound):
         if half.choice.downlink_bits is not None:
             generator = derived_generator(cohort.seed, "downlink rounding", cohort.round_idx)
             sent = pack_levels(sent, half.choice.downlink_bits, generator)
-            self.probs = half.device_half.received(sent).to(self.probs)
+            self.probs = half.client_side.received(sent).to(self.probs)
         self.tensors = {PROBS: sent, **self.tensors}
         self.bits = MeanBits(self.probs, sum(map(len, cohort.groups.values())))
 

@@ -75,7 +75,7 @@ class Personal(Filter):
         >>> from lightning_spectral.algorithms.filter import Plan
         >>> line = nn.Linear(3, 2)
         >>> plan = Plan(line, FedAvg(), filters=[Personal(["bias"])])
-        >>> FedAvg().bind(line, rules=plan.rules()).device_half.returned
+        >>> FedAvg().bind(line, rules=plan.rules()).client_side.returned
         ('weight',)
     """
 

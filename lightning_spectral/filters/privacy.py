@@ -404,7 +404,7 @@ class PrivateEnd(ServerEnd):
         self._round_idx = opened.round_idx
         unit, half = next(iter(self._possible_units.values())), self._fit.half
         download, receipt = opened.round.send(unit._replace(coefficient=min(1.0, opened.cohort.total)))
-        download, side = replace(download, round_idx=opened.round_idx), half.device_half
+        download, side = replace(download, round_idx=opened.round_idx), half.client_side
         with Forms(half.server, side.take_form).client(download.capacity) as client:
             side.load(client, download)
             opened.round.add(receipt, side.collect(client, download))

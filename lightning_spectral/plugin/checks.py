@@ -180,7 +180,7 @@ def check_sampler(sampler: Sampler, algorithms: Mapping[str, Algorithm]) -> None
 
 def check_measurable(sampler: Sampler, modules: Mapping[str, pl.LightningModule]) -> None:
     """Raise ``ValueError`` if a sampler would measure losses with a ``training_step`` that itself trains."""
-    if sampler.figure != "loss" or getattr(sampler, "measure", "last") == "last":
+    if sampler.figure != "loss" or sampler.measure == "last":
         return
     for name, module in modules.items():
         if not module.automatic_optimization:

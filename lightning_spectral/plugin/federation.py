@@ -76,7 +76,7 @@ class Federation:
             if own or member.algorithm.steps_without_clients or member.engine.is_private:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
-                    callback.on_round_start(self.runtime.trainer, member, opened.opened)
+                    callback.on_round_start(self.runtime.trainer, member, opened.algorithm_round)
 
     def play(self, share: Share) -> None:
         """Train this process's clients, one model after another."""

@@ -34,7 +34,7 @@ from lightning_spectral.client.user_optimizer import (
 from lightning_spectral.errors import SpectralWarning, refuse_moved
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
-from lightning_spectral.plugin.trainer import Instead, placement_of
+from lightning_spectral.plugin.trainer import Lookalike, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore, with_state
@@ -334,7 +334,7 @@ class Member(pl.LightningModule):
         schedules = self.schedules.schedulers  # for clients to read: the rate is constant within a round
 
         def schedulers() -> Any:  # one function for all turns: `redirect` remembers classes by their functions
-            return only_or_all([Instead(one.scheduler, step=lambda *_, **__: None) for one in schedules])
+            return only_or_all([Lookalike(one.scheduler, step=lambda *_, **__: None) for one in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
@@ -353,9 +353,9 @@ class Member(pl.LightningModule):
         for template in self.templates():  # again, because hooks can replace layers
             check_still_own(template, self.module)
         opened = self.engine.open_round(round_idx, units)
-        self.first_rounds.begin(opened.opened, round_idx)
+        self.first_rounds.begin(opened.algorithm_round, round_idx)
         if round_idx == 0:
-            self._report(opened.opened.advice(Moment.REMARK))
+            self._report(opened.algorithm_round.advice(Moment.REMARK))
         return opened
 
     def apply_round(self) -> RoundSummary:

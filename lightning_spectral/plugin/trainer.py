@@ -67,7 +67,7 @@ class RoundsAsSteps(pl.Callback):
             setattr(to, name, value)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        as_automatic: Any = Instead(pl_module, automatic_optimization=True)
+        as_automatic: Any = Lookalike(pl_module, automatic_optimization=True)
         for callback in trainer.checkpoint_callbacks:
             if getattr(callback, "_train_time_interval", None) is not None:
                 callback.on_train_batch_end(trainer, as_automatic, outputs, batch, batch_idx)
@@ -94,7 +94,7 @@ class RoundsAsSteps(pl.Callback):
         self._own = []
 
 
-class Instead:
+class Lookalike:
     """An object to look at, with some attributes replaced."""
 
     def __init__(self, of: Any, **attributes: Any) -> None:

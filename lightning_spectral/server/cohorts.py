@@ -130,7 +130,7 @@ class SampledCohorts:
         """The units whose figure for one model is to be measured before a round."""
         self._measured.pop(model, None)
         able = (self.population.shares[:, model] > 0).nonzero().squeeze(1)
-        how = getattr(self.sampler, "measure", "last")
+        how = self.sampler.measure
         if how == "last":
             return []
         if how != "all":

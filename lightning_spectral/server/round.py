@@ -294,7 +294,7 @@ class OpenRound:
 
     Attributes:
         num_examples: Number of examples of each, by its key.
-        opened: The round as the algorithm opened it.
+        algorithm_round: The round as the algorithm opened it.
         outcomes: Outcomes of the units that this process has received.
         gathered: One outcome per unit of the cohort, in its order; empty before `gather`.
         failure: A failure in this process that is raised once all processes meet.
@@ -321,10 +321,12 @@ class OpenRound:
         self._options = engine.options()
         with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
             self.cohort = self._cohort()
-            self.opened: Round = engine.half.open(self.cohort)
+            self.algorithm_round: Round = engine.half.open(self.cohort)
             for end in engine.inward:
-                end.begin(Opened(self.opened, self.cohort))
-            tasks = {unit: engine.task_of(self.opened, unit, self.cohort.capacity_of(unit)) for unit in self.units}
+                end.begin(Opened(self.algorithm_round, self.cohort))
+            tasks = {
+                unit: engine.task_of(self.algorithm_round, unit, self.cohort.capacity_of(unit)) for unit in self.units
+            }
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
@@ -340,7 +342,7 @@ class OpenRound:
         """Draw the download of one unit, and pass it through all filters, with the fields that all downloads share."""
         engine = self.engine
         with self.clock.measure("sample"), address(self.round_idx, unit, "sampling"):
-            download, receipt = self.opened.send(unit)
+            download, receipt = self.algorithm_round.send(unit)
         common = replace(
             download,
             round_idx=self.round_idx,
@@ -368,7 +370,7 @@ class OpenRound:
             arrival = end.arrive(arrival)
             if arrival.is_held:
                 return arrival
-        self.opened.add(arrival.receipt, arrival.upload)
+        self.algorithm_round.add(arrival.receipt, arrival.upload)
         return arrival
 
     def agree(self, units: Iterable[WorkUnit]) -> None:
@@ -537,7 +539,7 @@ class OpenRound:
             for arrival in end.gather(processes):
                 self.arrive(arrival, past=end)
         if processes.size > 1 and not self.engine.is_private:  # which has added up with noise
-            add_up(processes, self.opened.sums)  # a round without `sums` is played in a single process
+            add_up(processes, self.algorithm_round.sums)  # a round without `sums` is played in a single process
 
     def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, none is needed, or it is private."""
@@ -549,12 +551,12 @@ class OpenRound:
         engine, outcomes, figures = self.engine, self.gathered, dict[str, float]()
         if self._moves_server():
             with self.clock.measure("apply"):
-                self.opened.close()
+                self.algorithm_round.close()
         for end in engine.inward:
             end.note(outcomes)
             found = end.close(outcomes)
             figures.update(found if end.releases or not engine.is_private else {})
-        diagnostics = {**self.opened.metrics(), **figures}
+        diagnostics = {**self.algorithm_round.metrics(), **figures}
         if engine.is_private:
             return RoundSummary(self.round_idx, (), {}, diagnostics, {}, model=engine.model, is_private=True)
         if engine.conditions.clock is not None:

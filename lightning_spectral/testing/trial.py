@@ -257,7 +257,7 @@ class Trial:
     def can_share(self) -> bool:
         """Whether several processes can train a round's clients."""
         try:
-            return self.engine.open_round(self.round_idx, self.units).opened.sums is not None
+            return self.engine.open_round(self.round_idx, self.units).algorithm_round.sums is not None
         except NotImplementedError:
             return False
         finally:
@@ -335,7 +335,7 @@ def change_norms(trial: Trial) -> dict[int, float]:
         upload, after = device.run(download), observing.seen
         both_ways = upload.tensors.keys() & download.tensors.keys()
         if all(name in after and after[name].shape == upload.tensors[name].shape for name in both_ways):
-            where, rules = opened.opened.positions(receipt), trial.half.rules
+            where, rules = opened.algorithm_round.positions(receipt), trial.half.rules
             sent, returned = ({name: tensors[name] for name in both_ways} for tensors in (before, after))
             norms[unit.client_id] = update_norm(rules.averaged(sent, where), rules.averaged(returned, where))
     trial.engine.abandon_round()

@@ -39,7 +39,7 @@ def way(net: nn.Module, keep_ratio: float, layers: ls.LayerChoices) -> Way:
     sharded = sharding.plan(net).sharded_weights
     weights = Compression(FACTOR).weights_of(net)
     dense = BYTES * sum(tensor.numel() for tensor in travelling_tensors(net, sharded).values())
-    with Forms(net, sharding.bind(net).device_half.take_form).client(keep_ratio) as client:
+    with Forms(net, sharding.bind(net).client_side.take_form).client(keep_ratio) as client:
         own = dict(client.named_parameters())
         factors = sum(parameter.numel() for name, parameter in own.items() if name.rpartition(".")[2] in ("u", "v"))
     compressible = BYTES * sum(weight.num_values for weight in weights if weight.name not in sharded)

@@ -286,8 +286,8 @@ def bound(lit: Any, aggregation: Any = FOLDED, layers: Any = ("*",)) -> LoRAHalf
 def loaded(half: LoRAHalf, unit: WorkUnit, opened: Any) -> tuple[Any, Any, Any]:
     download, receipt = opened.send(unit)
     download = replace(download, round_idx=COHORT.round_idx)
-    client = client_of(half.device_half, half.server, download.capacity)
-    half.device_half.load(client, download)
+    client = client_of(half.client_side, half.server, download.capacity)
+    half.client_side.load(client, download)
     return client, download, receipt
 
 
@@ -312,7 +312,7 @@ def test_every_client_starts_from_the_servers_network_whatever_its_rank(make: An
 
 def test_a_device_that_trains_one_client_after_another_folds_into_the_base_each_time() -> None:
     half = bound(seeded(LitMLP))
-    opened, side = half.open(COHORT), half.device_half
+    opened, side = half.open(COHORT), half.client_side
     download, _ = opened.send(UNITS[1 / 3][0])
     client = client_of(side, half.server, download.capacity)
     side.load(client, download)
@@ -345,7 +345,7 @@ def test_a_step_is_that_of_the_whole_network_in_the_clients_own_terms(aggregatio
         client, download, receipt = loaded(half, unit, opened)
         client.net(x).square().mean().backward()
         torch.optim.SGD([p for p in client.parameters() if p.requires_grad], lr=lr).step()
-        upload = half.device_half.collect(client, download)
+        upload = half.client_side.collect(client, download)
         assert upload.tensors.keys() == {name for layer in before for name in layer.factors.values()}
         opened.add(receipt, upload)
         for layer, factors in stepped_whole(half, opened, x, lr).items():

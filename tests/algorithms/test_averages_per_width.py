@@ -54,7 +54,7 @@ def batches_of(client: int, num_steps: int) -> list[Tensor]:
 def played(round: Round, client: int, num_steps: int) -> Upload:
     """Train a client as a device does."""
     download = replace(round.sent[client][0], round_idx=2, seed=SEED)
-    side = round.half.device_half
+    side = round.half.client_side
     with Forms(round.server, side.take_form).client(download.capacity) as module:
         side.load(module, download)
         actions = side.start(module, download)

@@ -35,7 +35,7 @@ def sub_model(
     half = algorithm.bind(server)
     opened = half.open(Cohort(0, 0, {keep_ratio: (WorkUnit(0),)}))
     download, _ = opened.send(WorkUnit(0))
-    turns = Turns(half.device_half, server, template)
+    turns = Turns(half.client_side, server, template)
     with turns.client(download.capacity) as client:
         turns.side.load(client, download)
         yield client, turns.start(client)

@@ -59,7 +59,7 @@ def train_with(side: ClientSide, download: Download) -> Upload:
 
 def rounds_of(algorithm: Any) -> tuple[DirectRounds, Any]:
     rounds = DirectRounds(algorithm, line(), SHARES)
-    return rounds, partial(train_with, rounds.half.device_half)
+    return rounds, partial(train_with, rounds.half.client_side)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def rounds() -> DirectRounds:
 
 @pytest.fixture
 def train(rounds: DirectRounds) -> Any:
-    return partial(train_with, rounds.half.device_half)
+    return partial(train_with, rounds.half.client_side)
 
 
 def local_steps(client: int, x: Sequence[Tensor], added: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
@@ -152,7 +152,7 @@ def test_at_the_optimum_of_all_data_no_client_drifts(algorithm: Any) -> None:
     optimizer.step(closure)
     optimum = {"weight": weight.detach(), "bias": bias.detach()}
     (rounds, train), averaging = rounds_of(algorithm), DirectRounds(ls.FedAvg(), line(), SHARES)
-    without = partial(train_with, ls.Scaffold().bind(line()).device_half)
+    without = partial(train_with, ls.Scaffold().bind(line()).client_side)
     for _ in range(400):
         rounds.play(SHARES, train)
         averaging.play(SHARES, lambda download: without(uncorrected(download)))
@@ -166,7 +166,7 @@ def uncorrected(download: Download) -> Download:
 
 
 def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds: DirectRounds, train: Any) -> None:
-    side = rounds.half.device_half
+    side = rounds.half.client_side
 
     def idle(download: Download) -> Upload:
         upload = replace(train(download), num_steps=0)
@@ -197,7 +197,7 @@ def test_what_a_device_loses_stays_in_the_servers_sum(algorithm: Any) -> None:
 
 
 def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: DirectRounds) -> None:
-    side = rounds.half.device_half
+    side = rounds.half.client_side
     opened, (unit,) = rounds.open({0: 0.1})
     download = replace(opened.send(unit)[0], client_state={"control:bias": torch.ones(1)})
     download.tensors["control:bias"].fill_(3.0)

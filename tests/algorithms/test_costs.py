@@ -195,7 +195,7 @@ def test_parameters_and_work_are_those_of_a_clients_model(make: Any, algorithm: 
     half = algorithm.bind(server, algorithm.new_state(server, 0))
     for capacity, cost in table.at.items():
         share = {ls.LoRA: capacity / max(capacities), ls.Zampling: 1.0}.get(type(algorithm), capacity)
-        client = client_of(half.device_half, server, share)
+        client = client_of(half.client_side, server, share)
         if isinstance(algorithm, ls.Zampling):
             client._zampling.draw(torch.Generator().manual_seed(0))
             matrix = client._zampling.matrix

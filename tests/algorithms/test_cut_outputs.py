@@ -144,7 +144,7 @@ def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() ->
     algorithm = ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, output_ratio=0.1, clip_weight_lr=0.5)
     half = algorithm.bind(server)
     download, _ = half.open(cohort([0.5])).send(unit(0))
-    side = half.device_half
+    side = half.client_side
     client = client_of(side, server, 0.5)
     side.load(client, download)
     layer = client[1]

@@ -154,7 +154,7 @@ def first_changes(rank: int, max_rank: int, x: Tensor) -> Tensor:
     algorithm = ls.LoRA([rank, max_rank], alpha=3.0, aggregation=ls.PaddedFactors(), layers=["net.0"])
     lit = seeded(LitMLP, momentum=0.0, dropout=0.0)
     state = algorithm.new_state(lit, 0)
-    side = algorithm.bind(lit, state).device_half
+    side = algorithm.bind(lit, state).client_side
     client = client_of(side, lit, rank / max_rank)
     with torch.no_grad():
         client.net[0].lora_A.copy_(state.adapters[0].A[:rank])
@@ -200,7 +200,7 @@ def test_an_adapter_on_a_device_is_the_servers_merged_weight(make: Any, multipli
     algorithm = ls.LoRA([2, 3], layers=["*.c_*" if make is LitTokens else "*"])
     state, before = algorithm.new_state(lit, 0), lit(x)
     half = algorithm.bind(lit, state)
-    client = client_of(half.device_half, lit, 1.0).eval()
+    client = client_of(half.client_side, lit, 1.0).eval()
     for layer, adapter in zip(algorithm.adapted(lit), state.adapters, strict=True):
         nn.init.normal_(adapter.B, std=0.1, generator=torch.Generator().manual_seed(1))
         own = client.get_submodule(layer.name)

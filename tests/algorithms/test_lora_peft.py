@@ -210,7 +210,7 @@ def test_a_client_computes_the_terms_that_it_has_with_the_scale_of_peft(rslora: 
     lit = seeded(nn.ModuleDict, {"net": peft.get_peft_model(gpt2(), config)})
     kept = torch.tensor([0, 3])
     algorithm = ls.LoRA(MIXED)
-    client = client_of(algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half, lit, 0.5)
+    client = client_of(algorithm.bind(lit, algorithm.new_state(lit, 0)).client_side, lit, 0.5)
     for layer in adapted_layers(lit, ["*"], ()):
         a, b = (lit.get_parameter(layer.parts[part]).data for part in "AB")
         nn.init.normal_(b, std=0.1, generator=torch.Generator().manual_seed(1))

@@ -199,13 +199,13 @@ def play(
 ) -> tuple[Any, list[dict[str, Tensor]]]:
     """Play a round. Return it, and how far each client moved each of its own matrices."""
     opened, moved = half.open(cohort(ratios)), []
-    forms = Forms(server, half.device_half.take_form)
+    forms = Forms(server, half.client_side.take_form)
     for c in range(len(ratios)):
         download, receipt = opened.send(unit(c))
         with forms.client(download.capacity) as client:
-            half.device_half.load(client, download)
+            half.client_side.load(client, download)
             train(client, c, size)
-            upload = half.device_half.collect(client, download)
+            upload = half.client_side.collect(client, download)
         opened.add(receipt, upload)
         omega = {name: download.tensors[f"{name}.omega"] for name in SHARDED}
         both = {name: [dense(part.tensors, name, omega[name]) for part in (upload, download)] for name in SHARDED}

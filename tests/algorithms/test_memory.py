@@ -74,7 +74,7 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
         received = replace(decode(*packed, Download), client_state={n: tensor.clone() for n, tensor in kept.items()})
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
         settings = LocalSettings(Placement(moves_batches=False))
-        device = Device(lit, Instructions(half.device_half), [optimizer], lambda _: data, settings)
+        device = Device(lit, Instructions(half.client_side), [optimizer], lambda _: data, settings)
         upload = device.run(received)
         assert upload.num_steps >= 3, upload.failure
         kept.update(upload.client_state)

@@ -66,7 +66,7 @@ def test_aggregated_weight_is_the_slow_sum_over_terms_and_clients() -> None:
 def test_shards_of_all_terms_sum_to_the_weight() -> None:
     server = net()
     _, ((download, _),) = draw(ls.SpectralSharding(ls.Collective()), server, [1.0])
-    side = ls.SpectralSharding().bind(server).device_half
+    side = ls.SpectralSharding().bind(server).client_side
     client = client_of(side, server, 1.0)
     side.load(client, download)
     for name, layer in sharded_layers(client).items():
@@ -143,7 +143,7 @@ def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
 def test_a_sub_model_shares_nothing_with_the_server() -> None:
     server = net()
     theirs = {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
-    with Forms(server, ls.SpectralSharding().bind(server).device_half.take_form).client(0.3) as client:
+    with Forms(server, ls.SpectralSharding().bind(server).client_side.take_form).client(0.3) as client:
         assert theirs.isdisjoint(tensor.data_ptr() for tensor in client.state_dict().values())
         assert sharded_layers(client)["4"].num_terms == 3
     assert theirs == {tensor.data_ptr() for tensor in server.state_dict().values() if tensor.numel()}
@@ -156,7 +156,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
     with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.05 of SGD.*added to their Frobenius decay of 0.01"):
         algorithm.check(Setting(server, optimizers=[template]))
     _, ((download, _),) = draw(algorithm, server, [0.5])
-    turns, first = Turns(algorithm.bind(server).device_half, server, template), server[0].weight.detach().clone()
+    turns, first = Turns(algorithm.bind(server).client_side, server, template), server[0].weight.detach().clone()
     with turns.client(0.5) as client:
         turns.side.load(client, download)
         weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
@@ -178,7 +178,7 @@ def test_clipping_acts_through_the_local_optimizer() -> None:
     algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0)
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    turns = Turns(algorithm.bind(server).device_half, server, template)
+    turns = Turns(algorithm.bind(server).client_side, server, template)
     with turns.client(0.5) as client:
         layer = sharded_layers(client)["4"]
         layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
@@ -192,7 +192,7 @@ def test_decay_of_adamw_is_decoupled_as_its_own_is() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=1.0, frobenius_decay=0.0), net()
     template = torch.optim.AdamW(server.parameters(), lr=0.01, weight_decay=0.1)
     _, ((download, _),) = draw(algorithm, server, [1.0])
-    turns = Turns(algorithm.bind(server).device_half, server, template)
+    turns = Turns(algorithm.bind(server).client_side, server, template)
     with turns.client(1.0) as client:
         turns.side.load(client, download)
         for parameter in client.parameters():
@@ -210,7 +210,7 @@ def test_decay_is_added_before_clipping(clip_weight_lr: float) -> None:
     )
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=1.0)
-    turns, generator = Turns(algorithm.bind(server).device_half, server, template), torch.Generator().manual_seed(0)
+    turns, generator = Turns(algorithm.bind(server).client_side, server, template), torch.Generator().manual_seed(0)
     u, v = torch.randn(10, 5, generator=generator), torch.randn(5, 32, generator=generator)
     omega = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0])
     with turns.client(0.5) as client:
@@ -237,7 +237,7 @@ def test_weight_that_is_not_finite_is_refused_with_the_layers_name() -> None:
 def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     algorithm, server = ls.SpectralSharding(keep_ratio=0.5), net()
     _, ((download, _),) = draw(algorithm, server, [0.5])
-    side = algorithm.bind(server).device_half
+    side = algorithm.bind(server).client_side
     client = client_of(side, server, 0.5)
     dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
     factors = 4 * (8 + 54) + 5 * (10 + 32)
@@ -275,7 +275,7 @@ def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     """A schedule may change it: the gradient that decay adds is proportional to the round's coefficient."""
     server = net()
     template = torch.optim.SGD(server.parameters(), lr=0.1, weight_decay=0.1)
-    side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).bind(server).device_half
+    side = ls.SpectralSharding.published(frobenius_decay=0.0, clip_tau=math.inf).bind(server).client_side
     turns, added = Turns(side, server, template), []
     for decay in (0.1, 0.3, 0.0):
         template.param_groups[0]["weight_decay"] = decay

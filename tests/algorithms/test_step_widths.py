@@ -39,7 +39,7 @@ class LitShapes(LitSmall):
 
 def narrowing(lit: Any, capacity: float, widths: Any = (*WIDTHS, 1.0)) -> tuple[Any, Any, ls.nn.WidthPlan]:
     half: Any = ls.WidthSharding(keep_ratio=capacity, step_widths=widths).bind(lit)
-    return half.device_half, client_of(half.device_half, lit, capacity), half.plan
+    return half.client_side, client_of(half.client_side, lit, capacity), half.plan
 
 
 def narrow_copy(lit: Any, plan: ls.nn.WidthPlan, keep_ratio: float) -> Any:

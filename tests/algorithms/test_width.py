@@ -112,8 +112,8 @@ def test_a_scaler_before_averages_of_batch_norm_is_warned_of(data: Any, fit: Fit
 
 def test_the_scaler_divides_what_cut_layers_give_while_they_train() -> None:
     lit = seeded(LitSmall).eval()
-    whole = ls.WidthSharding(keep_ratio=0.5).bind(lit).device_half
-    divided = ls.WidthSharding(keep_ratio=0.5, scaler=True).bind(lit).device_half
+    whole = ls.WidthSharding(keep_ratio=0.5).bind(lit).client_side
+    divided = ls.WidthSharding(keep_ratio=0.5, scaler=True).bind(lit).client_side
     plain, scaled = client_of(whole, lit, 0.5), client_of(divided, lit, 0.5)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     assert torch.equal(scaled.eval()(x), plain.eval()(x))

@@ -110,7 +110,7 @@ def test_what_travels_is_a_float_down_and_a_bit_up_for_each_probability(data: An
 def test_the_papers_network_sends_a_thousandth_of_its_weights_up() -> None:
     mnistfc = nn.Sequential(nn.Linear(784, 300), nn.Linear(300, 100), nn.Linear(100, 10))
     algorithm = ls.Zampling(32)
-    side = algorithm.bind(mnistfc, algorithm.new_state(mnistfc, 0)).device_half
+    side = algorithm.bind(mnistfc, algorithm.new_state(mnistfc, 0)).client_side
     client = client_of(side, mnistfc, 1.0)
     n = math.ceil(266_610 / 32)
     side.load(client, Download(WorkUnit(0), 1.0, {"zampling.probs": torch.rand(n)}))
@@ -123,7 +123,7 @@ def test_one_process_draws_one_matrix_and_pickles_none_of_it() -> None:
     server = nn.Linear(40, 30)
     state = SMALL.new_state(server, seed=0)
     half = SMALL.bind(server, state)
-    side, size = half.device_half, len(pickle.dumps(half.device_half))
+    side, size = half.client_side, len(pickle.dumps(half.client_side))
     client = client_of(side, server, 1.0)
     half.settle()  # draws all rows
     assert client._zampling.matrix is state.matrix
@@ -176,7 +176,7 @@ def test_a_client_says_how_far_training_moved_its_probabilities() -> None:
     rounds.state.probs.data = torch.tensor([0.0, 0.9, 0.5, 0.25])
     opened, (unit,) = rounds.open({0: 1.0})
     download, _ = opened.send(unit)
-    side = rounds.half.device_half
+    side = rounds.half.client_side
     client = client_of(side, rounds.server, 1.0)
     side.load(client, download)
     client.get_parameter(SCORES).data += torch.tensor([-1.0, 0.3, 0.1, 0.0])

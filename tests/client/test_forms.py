@@ -75,7 +75,7 @@ class Case:
         self.server: Any = seeded(Net)
         change(self.server)
         half = algorithm.bind(self.server, algorithm.new_state(self.server, 0))
-        self.side: ClientSide = half.device_half
+        self.side: ClientSide = half.client_side
         units = {capacity: WorkUnit(i) for i, capacity in enumerate(self.capacities)}
         opened = half.open(Cohort(0, 0, {capacity: (unit,) for capacity, unit in units.items()}))
         self.downloads = {capacity: copy.deepcopy(opened.send(unit)[0]) for capacity, unit in units.items()}

@@ -140,7 +140,7 @@ SAYS: dict[str, Callable[[Any], bool]] = {
 def test_a_field_of_an_upload_is_within_bounds_or_refused(field: str) -> None:
     seeded_mlp = seeded(LitMLP)
     half = ls.FedAvg().bind(seeded_mlp)
-    gate, weights = UploadGate(seeded_mlp, Instructions(half.device_half)), dict(seeded_mlp.state_dict())
+    gate, weights = UploadGate(seeded_mlp, Instructions(half.client_side)), dict(seeded_mlp.state_dict())
     download = Download(WorkUnit(3), 1.0, weights)
     honest = record_parts(Upload(WorkUnit(3), weights, 5, 0.5, {"acc": LoggedValue(0.5, True, True)}))
     assert gate.read(download, Answer("a ticket", honest)).num_steps == 5

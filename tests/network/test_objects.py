@@ -55,7 +55,7 @@ PLAN = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
 )
 def test_a_device_half_gives_a_module_the_same_form(algorithm: Any) -> None:
     lit = LitMLP()
-    side = algorithm.bind(lit, algorithm.new_state(lit, 0)).device_half
+    side = algorithm.bind(lit, algorithm.new_state(lit, 0)).client_side
     read = read_object(write_object(Start("", Instructions(side), (ProximalTerm(0.5),))), Start)
     assert read.local_hooks == (ProximalTerm(0.5),)
     shapes = []

@@ -131,7 +131,7 @@ def numbers_of_terms(module: nn.Module) -> dict[str, int]:
 
 def client(algorithm: ls.Algorithm, keep_ratio: float) -> nn.Module:
     module = net()
-    algorithm.bind(module).device_half.take_form(module, keep_ratio)
+    algorithm.bind(module).client_side.take_form(module, keep_ratio)
     return module
 
 

@@ -320,7 +320,7 @@ class WhisperSide(DenseSide):
 
 class WhisperRound(DenseRound):
     def send(self, unit: Any) -> Any:
-        self.half.device_half.factor[0] = 0.5
+        self.half.client_side.factor[0] = 0.5
         return super().send(unit)
 
 

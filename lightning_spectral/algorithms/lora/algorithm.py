@@ -330,7 +330,7 @@ class LoRAHalf(ServerHalf):
         self.dense = tuple(choice.whole_of(server, state.layers, self.rules))
 
     @cached_property
-    def device_half(self) -> LoRASide:
+    def client_side(self) -> LoRASide:
         return LoRASide(
             returned=self.dense,
             layers=self.state.layers,

@@ -125,8 +125,8 @@ class ControlRound(DenseRound):
     def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         assert isinstance(half.state, ClientSum), "made by `new_state`"
-        assert isinstance(half.device_half, ControlSide)
-        self.side, self.total = half.device_half, half.state
+        assert isinstance(half.client_side, ControlSide)
+        self.side, self.total = half.client_side, half.state
         self.change = self.total.change(self.side.trained, cohort)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:

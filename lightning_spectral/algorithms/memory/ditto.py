@@ -99,7 +99,7 @@ class Ditto(FedAvg):
         Li et al. (2021), Ditto: fair and robust federated learning through personalization, Algorithm 1.
 
     Example:
-        >>> Ditto(pull=0.5).bind(nn.BatchNorm1d(2)).device_half.own
+        >>> Ditto(pull=0.5).bind(nn.BatchNorm1d(2)).client_side.own
         ('weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked')
     """
 

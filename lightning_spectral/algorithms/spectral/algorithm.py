@@ -377,7 +377,7 @@ class SpectralHalf(ServerHalf):
         return self.leading(super().returned())
 
     @cached_property
-    def device_half(self) -> SpectralSide:
+    def client_side(self) -> SpectralSide:
         """Sends back factors and all that is dense, but no multipliers."""
         choice, factors = self.choice, (f"{name}.{factor}" for name in self.plan.blocks for factor in "uv")
         return choice.side(

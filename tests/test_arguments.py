@@ -248,11 +248,6 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
         {"update_bound": 1},
         r"FederatedModule has no argument `update_bound`: write filters=\[UsualUpdateNorm",
     ),
-    (
-        ls.LayerChoices,
-        {"buffers": {}},
-        r"LayerChoices has no argument `buffers`: write FederatedModule\(",
-    ),
     (federated, {"personal": ["*"]}, r"FederatedModule has no argument `personal`: write filters=\[Personal\("),
     (federated, {"compression": None}, r"FederatedModule has no argument `compression`: write filters=\[TopK\("),
     (ls.FedAvg, {"personal": ["*"]}, r"FedAvg has no argument `personal`: write FederatedModule\(.*filters=\[Personal"),

@@ -144,7 +144,7 @@ class FederatedModule(FederatedHooks, Member):
         self.log_suffix = ""  # what Lightning would append to names, for the model's several evaluation sets
         self._create_federation({"": self})
         self.save_hyperparameters({"federation": self.settings(), "user_module": shown_hparams(module)})
-        self._fix({*signature(FederatedModule).parameters, "buffer_rules"} - {"buffers"})
+        self._fix({*signature(FederatedModule).parameters, "buffer_rules"})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the server's parameters, and of those of the algorithm's state."""

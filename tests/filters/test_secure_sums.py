@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "packing after masks": ({"filters": [SECURE, ls.TopK(0.1)]}, "SecureSums masks what TopK reads: leave one out"),
     "SCAFFOLD": (
         {"algorithm": ls.Scaffold()},
-        "one sum of their changes alone, which Scaffold does not promise: use another",
+        "nothing but the sum of their changes, which Scaffold does not promise: use another",
     ),
     "a store": ({"algorithm": ls.StaleUpdates()}, "which StaleUpdates does not promise"),
     "FIARSE": ({"algorithm": ls.FIARSE()}, "which FIARSE does not promise"),

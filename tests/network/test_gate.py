@@ -161,7 +161,7 @@ def test_a_field_of_an_upload_is_within_bounds_or_refused(field: str) -> None:
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "a failure in a stage of the server": (
         {"failure": Failure("aggregation", "?"), "left_out": "error"},
-        "a stage that",
+        "reports an unknown stage",
     ),
     "a failure to load": ({"failure": Failure("loading", "disk"), "left_out": "error"}, "failed in loading: disk"),
     "a failure without being left out": ({"failure": Failure("loading", "disk")}, "cannot be left out as None"),

@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from lightning_spectral.arguments import Number, Rule, Whole, as_patterns, check_fields, first_match, flag, matches_any
-from lightning_spectral.errors import refuse_moved
 from lightning_spectral.functional.spectra import GRANULARITY
 from lightning_spectral.nn.layers.terms import WeightBlock, as_rows, by_parameter, join
 from lightning_spectral.nn.plan.layer_types import ONE, ZERO, ShardedType
@@ -72,11 +71,6 @@ class LayerChoices:
     term_granularity: int = 1
     output_ratio: float = 1.0
     spatial_convolutions: bool = False
-
-    def __new__(cls, *args: Any, **options: Any) -> LayerChoices:
-        """Say where rules of buffers are, which have nothing to do with layers."""
-        refuse_moved(cls.__name__, options, {"buffers": 'FederatedModule(..., buffers={"*.queue": "server"})'})
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Known
 from lightning_spectral.algorithms.filter import Fit, Plan, instructions
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.server.cohorts import ClientDirectory
@@ -27,7 +28,10 @@ def bare_engine(
     **options: Any,
 ) -> Engine:
     """An engine of an algorithm without state, and of filters; further options are those of `Engine`."""
-    half, processes = algorithm.bind(server, rules=Plan(server, algorithm, filters).rules()), processes or Processes()
+    half, processes = (
+        algorithm.bind(server, known=Known(Plan(server, algorithm, filters).rules())),
+        processes or Processes(),
+    )
     told, store = instructions(half, filters), ClientStore()
     ends = chain(filters, Fit(half, processes, lambda: clients.sizes, active=active), store, told.keeps_state)
     return Engine(

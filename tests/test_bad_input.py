@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Known
 from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.checks import check_trainer
@@ -623,7 +624,7 @@ def bind(algorithm: Any, buffers: Any = MappingProxyType({})) -> None:
     """Do what is done before the first round."""
     plan = Plan(server := seeded(LitSmall), algorithm, buffers=buffers)
     algorithm.check(plan)
-    algorithm.bind(server, algorithm.new_state(server, 0), rules=plan.rules())
+    algorithm.bind(server, algorithm.new_state(server, 0), Known(plan.rules()))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

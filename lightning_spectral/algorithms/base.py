@@ -90,12 +90,30 @@ class Setting:
         return frozenset()
 
 
-MOVED: Mapping[str, str] = MappingProxyType(  # what any algorithm can have
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What is known when an algorithm is bound to a module, besides the module.
+
+    Attributes:
+        rules: What becomes of buffers, and which tensors stay with clients; ``None`` for what a federation does whose
+            user says nothing about either.
+        untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must stay as
+            they are.
+        decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
+    """
+
+    rules: BufferRules | None = None
+    untrained: Names = ()
+    decisions: Decisions = None
+
+
+UNKNOWN = Known()
+PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that have moved, in a `FederatedModule`
     {
-        "buffers": 'FederatedModule(..., buffers={"*.queue": "server"})',
-        "personal": 'FederatedModule(..., filters=[Personal(["head.*"])])',
-        "personal_epochs": 'FederatedModule(..., filters=[Personal(["head.*"], epochs=1)])',
-        "compression": "FederatedModule(..., filters=[TopK(0.1)])",
+        "buffers": 'buffers={"*.queue": "server"}',
+        "personal": 'filters=[Personal(["head.*"])]',
+        "personal_epochs": 'filters=[Personal(["head.*"], epochs=1)]',
+        "compression": "filters=[TopK(0.1)]",
     }
 )
 
@@ -301,7 +319,8 @@ class Algorithm(_AtServer, ABC):
     def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
         """Say where an argument is that acts on updates, whatever the algorithm."""
         own = getattr(cls, "__dataclass_fields__", {})
-        refuse_moved(cls.__name__, options, {name: place for name, place in MOVED.items() if name not in own})
+        moved = {name: f"FederatedModule(..., {place})" for name, place in PLACES.items() if name not in own}
+        refuse_moved(cls.__name__, options, moved)
         return super().__new__(cls)
 
     @property
@@ -343,25 +362,13 @@ class Algorithm(_AtServer, ABC):
         return None
 
     @abstractmethod
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> ServerHalf:
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ServerHalf:
         """Decide everything that depends on the server's module, once, when a fit starts.
 
         Args:
             server: The server's module.
             state: What `new_state` returned, perhaps with the values of a checkpoint.
-            rules: What becomes of buffers, and which tensors stay with clients; ``None`` for what a federation does
-                whose user says nothing about either.
-            untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must
-                stay as they are.
-            decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
+            known: What else is known when the fit starts.
         """
 
 

@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_spectral.algorithms.base import Algorithm, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Known, ServerHalf
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.algorithms.filter import Filter, Plan, check_chain, instructions
 from lightning_spectral.arguments import Number, each
@@ -467,8 +467,7 @@ class _Counted:
                 state.to(parameter.device)  # where a Trainer would move it
         with self._in_place(None if self.has_values else fakes):
             untrained = () if self.optimizer is None else untrained_parameters([self.optimizer], module)
-            rules = Plan(module, choice, self.filters, buffers=self.buffers).rules()
-            self._bound = choice, choice.bind(module, state, rules=rules, untrained=untrained)
+            self._bound = choice, choice.bind(module, state, Known(plan.rules(), untrained))
         return self._bound[1]
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, Round, ServerHalf
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf
 from lightning_spectral.client.device import ClientSide
 from lightning_spectral.protocol.buffer_rules import BufferRules, averaged_parameters
 from lightning_spectral.protocol.cohort import Cohort
@@ -135,13 +135,5 @@ class FedAvg(Algorithm):
         any_steps=True,
     )
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> ServerHalf:
-        return self.half(self, server, state, rules)
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ServerHalf:
+        return self.half(self, server, state, known.rules)

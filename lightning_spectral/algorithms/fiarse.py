@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, Round, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
@@ -98,17 +98,10 @@ class FIARSE(Algorithm):
 
         return KeepRatios(self, self.keep_ratio, num_weights)
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> FIARSEHalf:
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> FIARSEHalf:
         """Decide which weights are cut; what is untrained, or stays with clients, is sent whole."""
-        whole = {*untrained} if rules is None else {*untrained, *rules.stays}
+        rules = known.rules
+        whole = {*known.untrained} if rules is None else {*known.untrained, *rules.stays}
         return FIARSEHalf(server, [name for name in self.masked_weights(server) if name not in whole], rules)
 
 

@@ -116,6 +116,14 @@ class Fit:
     active: float = float("nan")
     first_round: int | None = 0
 
+    def refuse_limits(self, cannot: str) -> None:
+        """Raise ``ValueError`` if buffers follow clients' smallest or largest values, with what a filter cannot do."""
+        if limits := sorted(self.half.rules.limits):
+            raise ValueError(
+                f"{cannot} smallest and largest values, which {', '.join(limits)} would follow; give "
+                'them another rule: FederatedModule(..., buffers={...: "server"}).'
+            )
+
 
 class ServerEnd:
     """The end of a filter that acts at the server, in one fit. By default nothing happens.
@@ -229,6 +237,10 @@ class Plan(Setting):
     def stays(self) -> frozenset[str]:
         """Names of the parameters and buffers that stay with clients."""
         return frozenset(name for each in self.filters for name in each.stays(self.module))
+
+    def callback_that(self, flag: str) -> str:
+        """The name of the first callback with a flag of `RoundCallback`; empty if none has it."""
+        return next((type(each).__name__ for each in self.callbacks if getattr(each, flag, False)), "")
 
     def rules(self, decisions: Decisions = None) -> BufferRules:
         """What becomes of buffers, and which tensors stay with clients; errors as for `buffer_rules`."""
@@ -394,12 +406,11 @@ def _check_hidden(hiding: Filter, plan: Plan) -> None:
             f"{type(hiding).__name__} hides the losses and updates of single clients, by which "
             f"{type(plan.participation).__name__} draws them; use Uniform."
         )
-    for callback in plan.callbacks:
-        if getattr(callback, "reads_clients", False):
-            raise ValueError(
-                f"{type(hiding).__name__} hides single clients, and {type(callback).__name__} reads their data, "
-                "figures or updates; leave one out."
-            )
+    if callback := plan.callback_that("reads_clients"):
+        raise ValueError(
+            f"{type(hiding).__name__} hides single clients, and {callback} reads their data, figures or updates; leave "
+            "one out."
+        )
 
 
 def instructions(half: ServerHalf, filters: Iterable[Filter] = ()) -> Instructions:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, Round, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
@@ -206,16 +206,8 @@ class WidthSharding(Algorithm):
         names, widths = self.running_averages(server), [width for width in self.step_widths if width < self.widest]
         return WidthAverages(server, self.plan_for(server), names, widths) if names and widths else None
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> ServerHalf:
-        return WidthHalf(self, server, state, rules)
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ServerHalf:
+        return WidthHalf(self, server, state, known.rules)
 
 
 def narrow_model(model: Any, width: float) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Moment, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
@@ -214,25 +214,17 @@ class Zampling(Algorithm):
             first = self.link.probs(torch.randn(len(first), generator=generator, dtype=torch.float32))
         return ZamplingState(first, weights, how.matrix(weights, seed))
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> ZamplingHalf:
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
         weights = self.weights_of(server)
-        if lost := [weight.name for weight in weights if weight.name in untrained]:
+        if lost := [weight.name for weight in weights if weight.name in known.untrained]:
             raise ValueError(
                 f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and "
                 "would not train; give it all parameters of the module, or list the layers in `exclude` to leave them "
                 "as they are."
             )
         state.check_unchanged(weights)
-        return ZamplingHalf(self, server, state, rules)
+        return ZamplingHalf(self, server, state, known.rules)
 
     def network(
         self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None

@@ -428,12 +428,7 @@ class Device:
         clock = StageClock(self._profile)
         try:
             try:
-                try:
-                    download, upload = self._turn(download, clock)
-                except _Failed as failed:
-                    upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
-                with clock.measure("train") if self.instructions.ends else nullcontext():
-                    upload = self._leave(download, upload)
+                upload = self._answer(download, clock)
             finally:
                 self.forms.give_back()
         finally:
@@ -441,6 +436,15 @@ class Device:
         if self.instructions.says_nothing:
             return upload.without_figures()
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
+
+    def _answer(self, download: Download, clock: StageClock) -> Upload:
+        """What leaves the device once the client has trained, or failed."""
+        try:
+            download, upload = self._turn(download, clock)
+        except _Failed as failed:
+            upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
+        with clock.measure("train") if self.instructions.ends else nullcontext():
+            return self._leave(download, upload)
 
     def _leave(self, download: Download, upload: Upload) -> Upload:
         """What leaves the device in place of an upload, with what the device keeps."""

@@ -71,12 +71,10 @@ class LocalNoise(Filter):
                 f"LocalNoise hides the losses of clients, by which {type(plan.participation).__name__} draws them; use "
                 "`clients_per_round`, or Uniform."
             )
-        for callback in plan.callbacks:
-            if getattr(callback, "reads_clients", False):
-                raise ValueError(
-                    f"LocalNoise hides the data of clients, of which {type(callback).__name__} would learn without "
-                    "noise; leave one out."
-                )
+        if callback := plan.callback_that("reads_clients"):
+            raise ValueError(
+                f"LocalNoise hides the data of clients, of which {callback} would learn without noise; leave one out."
+            )
 
     def device(self, half: ServerHalf) -> "NoiseEnd":
         return self.end

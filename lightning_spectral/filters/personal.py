@@ -72,10 +72,11 @@ class Personal(Filter):
 
     Example:
         >>> from lightning_spectral.algorithms import FedAvg
+        >>> from lightning_spectral.algorithms.base import Known
         >>> from lightning_spectral.algorithms.filter import Plan
         >>> line = nn.Linear(3, 2)
         >>> plan = Plan(line, FedAvg(), filters=[Personal(["bias"])])
-        >>> FedAvg().bind(line, rules=plan.rules()).client_side.returned
+        >>> FedAvg().bind(line, known=Known(plan.rules())).client_side.returned
         ('weight',)
     """
 

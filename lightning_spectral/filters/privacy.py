@@ -139,12 +139,10 @@ class ClientPrivacy(Filter):
                 "ClientPrivacy needs clients that take part independently of each other and of their data: "
                 f"participation=Uniform(active=10), without `design` and `normalize`; got {who}."
             )
-        for callback in plan.callbacks:
-            if getattr(callback, "shows_clients", False):
-                raise ValueError(
-                    f"{type(callback).__name__} shows clients' data without noise; leave it out where there is "
-                    "ClientPrivacy."
-                )
+        if callback := plan.callback_that("shows_clients"):
+            raise ValueError(
+                f"{callback} shows clients' data without noise; leave it out where there is ClientPrivacy."
+            )
 
     def server(self, fit: Fit) -> "PrivateEnd":
         self.check_buffers(fit.half.rules)

@@ -62,11 +62,7 @@ class Robust(Filter):
             )
 
     def server(self, fit: Fit) -> "RobustEnd":
-        if limits := sorted(fit.half.rules.limits):
-            raise ValueError(
-                f"Robust does not protect smallest and largest values, which {', '.join(limits)} would follow; give "
-                'them another rule: FederatedModule(..., buffers={...: "server"}).'
-            )
+        fit.refuse_limits("Robust does not protect")
         return RobustEnd(self.rule)
 
 

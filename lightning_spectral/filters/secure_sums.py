@@ -21,7 +21,6 @@ from lightning_spectral.protocol.records import (
     EXPLANATIONS,
     Download,
     ExclusionReason,
-    Failure,
     Handshake,
     Key,
     Masking,
@@ -92,11 +91,7 @@ class SecureSums(Filter):
         return MaskEnd()
 
     def server(self, fit: Fit) -> "SecureEnd":
-        if limits := sorted(fit.half.rules.limits):
-            raise ValueError(
-                f"SecureSums cannot hide smallest and largest values, which {', '.join(limits)} would follow; give "
-                'them another rule: FederatedModule(..., buffers={...: "server"}).'
-            )
+        fit.refuse_limits("SecureSums cannot hide")
         return SecureEnd(self)
 
     def least(self, num_clients: int) -> int:
@@ -147,9 +142,8 @@ class SecureEnd(ServerEnd):
     def send(self, download: Download) -> Download:
         if self._sum is None:
             return download
-        if (fallen := self._sum.fallen.get(download.unit.key)) is not None:
-            message = "" if fallen.failure is None else fallen.failure.message
-            raise Unusable(fallen.left_out or "dropped_out", message)
+        if (why := self._sum.fallen.get(download.unit.key)) is not None:
+            raise why
         return self._sum.masked(download)
 
     def arrive(self, arrival: Arrival) -> Arrival:
@@ -190,7 +184,7 @@ class MaskedSum:
         self.ask, self.round_idx, self.total, self.mean = ask, round_idx, total, mean
         self.units = {unit.client_id: unit for unit in units}
         self.threshold = choice.least(len(units))
-        self.fallen: dict[Key, Upload] = {}
+        self.fallen: dict[Key, Unusable] = {}
         self._keys: dict[int, bytes] = {}  # of clients whose shares the others get
         self._sealed: dict[int, Said] = {}  # by sender and receiver
         self._arrived: set[int] = set()
@@ -257,23 +251,24 @@ class MaskedSum:
         for answer in self.ask(asked):
             client = answer.unit.client_id
             if isinstance(answer, Upload):
-                self.fallen[answer.unit.key] = answer
+                message = "" if answer.failure is None else answer.failure.message
+                self.fallen[answer.unit.key] = Unusable(answer.left_out or "dropped_out", message)
             elif answer.said.keys() == set(expected[client]) and {*map(len, answer.said.values())} <= {SIZES[step]}:
                 found[client] = answer.said
             elif not answer.said:  # it was restarted since
-                self.fallen[answer.unit.key] = Upload(answer.unit, {}, left_out="dropped_out")
+                self.fallen[answer.unit.key] = Unusable("dropped_out")
             else:
-                failure = Failure("network", f"The device's {step} for secure sums are not what was asked for.")
-                self.fallen[answer.unit.key] = Upload(answer.unit, {}, left_out="error", failure=failure)
+                message = f"The device's {step} for secure sums are not what was asked for."
+                self.fallen[answer.unit.key] = Unusable("error", message)
         did = {"keys": "sent keys", "shares": "sent shares", "reveal": "revealed shares"}[step]
-        self._check(len(found), did, [upload.left_out for upload in self.fallen.values() if upload.left_out])
+        self._check(len(found), did, [why.reason for why in self.fallen.values()])
         return found
 
     def _check(self, count: int, did: str, left_out: Iterable[ExclusionReason]) -> None:
         if count >= self.threshold:
             return
         why = ", ".join(f"{number} {EXPLANATIONS[reason]}" for reason, number in Counter(left_out).items())
-        said = next((f" {upload.failure.message}" for upload in self.fallen.values() if upload.failure), "")
+        said = next((f" {fallen}" for fallen in self.fallen.values() if str(fallen)), "")
         raise RoundError(
             f"Round {self.round_idx}: {count} of {len(self.units)} clients have {did}, and secure sums need "
             f"{self.threshold}{f' ({why})' if why else ''}; the server's weights are unchanged.{said} Ask more "

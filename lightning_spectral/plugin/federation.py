@@ -21,7 +21,7 @@ from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
 from lightning_spectral.plugin.logs import log_round
-from lightning_spectral.plugin.member import Member
+from lightning_spectral.plugin.member import ADVICE, Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
 from lightning_spectral.plugin.trainer import STAGE, unscaled
 from lightning_spectral.plugin.user_hooks import Share
@@ -29,11 +29,12 @@ from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.cohorts import SampledCohorts
 from lightning_spectral.server.lasting import Lasting
+from lightning_spectral.server.own_filters import FROZEN
 from lightning_spectral.server.processes import Processes, predicted_work, shares
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
-OF_A_FIT = ("schedules", "advice", "frozen tensors")  # parts that go on only from a checkpoint
+OF_A_FIT = ("schedules", ADVICE, FROZEN)  # parts that go on only from a checkpoint
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
 
 
@@ -155,7 +156,8 @@ class Federation:
         """
         models = state_dict.get("models", {})
         try:
-            saved, own = ({n for n, s in kept.items() if "algorithm" in s} for kept in (models, self._with_states()))
+            saved = {name for name, kept in models.items() if "algorithm" in kept}
+            own = {name for name, member in self.members.items() if member.state is not None}
             if saved != own:
                 raise RuntimeError(f"It is of {sorted(saved)}, not of {sorted(own)}.")
             for name, member in self.members.items():
@@ -166,9 +168,6 @@ class Federation:
                 "The checkpoint has state of another algorithm, or lacks that of this one: pass the one of the run, "
                 f"load_from_checkpoint(path, algorithm=...), or load your own module alone: {ALONE}. {error}"
             ) from error
-
-    def _with_states(self) -> dict[str, dict[str, Any]]:
-        return {n: {} if m.state is None else {"algorithm": m.state} for n, m in self.members.items()}
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import Moment, ServerHalf
+from lightning_spectral.algorithms.base import PLACES, Known, Moment, ServerHalf
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import Device
@@ -45,25 +45,21 @@ from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.lasting import Kept, Lasting
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.own_filters import DeviceStates, Stored, chain
+from lightning_spectral.server.own_filters import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.simulation import Conditions
 
 DECISIONS, BELONGS, ADVICE = "decisions", "belongs to", "advice"  # parts of what lasts, beside those of filters
-STATES, STORED = "client states", "stored clients"
 KEPT = {  # what is said of parts that are dropped
     STATES: "what their devices kept, such as personal parameters and residuals",
     STORED: "their stored updates",
     "algorithm": "the algorithm's sums over all clients",
 }
-
-
 MOVED = {  # arguments of a federation that filters are now
     "update_bound": "filters=[UsualUpdateNorm()]",
     "secure_sums": "filters=[SecureSums()]",
     "privacy": "filters=[ClientPrivacy(...)]",
-    "personal": 'filters=[Personal(["head.*"])]',
-    "compression": "filters=[TopK(0.1)]",
+    **{name: PLACES[name] for name in ("personal", "compression")},
 }
 
 
@@ -142,7 +138,7 @@ class Member(pl.LightningModule):
         if self.engine_or_none is not None:
             return self.engine_or_none.instructions.own_model(download.client_state)
         decided = self._decisions.values
-        half = self.algorithm.bind(self.module, self.state, rules=self.plan().rules(decided), decisions=decided)
+        half = self.algorithm.bind(self.module, self.state, Known(self.plan().rules(decided), decisions=decided))
         return instructions(half, self.filters).own_model(download.client_state)
 
     @property
@@ -203,8 +199,8 @@ class Member(pl.LightningModule):
         if not resumed:
             self._drop_what_belongs_elsewhere()
         decided = self._decisions.values if resumed else None
-        rules = self.plan().rules(decided)
-        half = self.algorithm.bind(self.module, self.state, rules=rules, untrained=untrained, decisions=decided)
+        known = Known(self.plan().rules(decided), untrained, decided)
+        half = self.algorithm.bind(self.module, self.state, known)
         if not resumed:
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
@@ -277,7 +273,8 @@ class Member(pl.LightningModule):
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
         rules = Plan(server, algorithm, self.filters, buffers=self.buffer_rules).rules()
-        half = algorithm.bind(server, rules=rules, untrained=untrained_parameters(self.templates(), self.module))
+        known = Known(rules, untrained_parameters(self.templates(), self.module))
+        half = algorithm.bind(server, known=known)
         return self._build(algorithm, half, (), Conditions(), 0)
 
     def _build(

@@ -14,13 +14,14 @@ from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, S
 from lightning_spectral.participation import Figure
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.client_store import ClientStore, note_state, with_state
-from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors, wide
 from lightning_spectral.protocol.frozen_base import FrozenBase
 from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors, WorkUnit
 from lightning_spectral.sums import Extremes
 from lightning_spectral.sums.exact_mean import Peers
 
 NORM = "update_norm"  # a figure of arrivals
+STATES, STORED, FROZEN = "client states", "stored clients", "frozen tensors"  # names of ends whose state lasts
 
 
 def chain(filters: Sequence[Filter], fit: Fit, store: ClientStore, keeps_state: bool) -> dict[str, ServerEnd]:
@@ -45,9 +46,9 @@ def chain(filters: Sequence[Filter], fit: Fit, store: ClientStore, keeps_state: 
         "limits": Limits(rules, fit.half.server) if rules.limits else None,
     }
     known: dict[str, ServerEnd | None] = {
-        "client states": DeviceStates() if keeps_state else None,
-        "stored clients": Stored(store, "store_bytes"),
-        "frozen tensors": Frozen(fit),
+        STATES: DeviceStates() if keeps_state else None,
+        STORED: Stored(store, "store_bytes"),
+        FROZEN: Frozen(fit),
     }
     inner, outer = ({name: made[name] for name in part} for part in (names[:place], names[place:]))
     return {name: end for name, end in {**inner, **own, **outer, **known}.items() if end is not None}
@@ -203,14 +204,9 @@ def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = Non
         (5.0, 4.0)
     """
     return norm_of(
-        single(returned[name]) - single(before) - (expected or {}).get(name, 0.0)
+        wide(returned[name]) - wide(before) - (expected or {}).get(name, 0.0)
         for name, before in both_ways(sent, returned)
     )
-
-
-def single(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a precision in which differences of half-precision numbers do not overflow."""
-    return tensor.float() if tensor.element_size() < 4 else tensor
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:

@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 from torch.utils.data import TensorDataset
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import Known
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import ClientSide, Device, Instructions
@@ -40,7 +41,7 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.lasting import Kept, Lasting
-from lightning_spectral.server.own_filters import Stored, chain, update_norm
+from lightning_spectral.server.own_filters import STATES, Stored, chain, update_norm
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import Engine
 from lightning_spectral.sums.exact_mean import Peers
@@ -193,7 +194,7 @@ class Trial:
             self.round_idx = saved["round_idx"]
         decided = None if saved is None else self.decisions.values
         rules = Plan(self.server, case.algorithm, case.filters, buffers=case.buffers).rules(decided)
-        self.half = case.algorithm.bind(self.server, self.state, rules=rules, decisions=decided)
+        self.half = case.algorithm.bind(self.server, self.state, Known(rules, decisions=decided))
         if saved is None:
             self.half.initialize(Workers())
             self.half.settle()
@@ -288,7 +289,7 @@ class Trial:
     def everything(self) -> dict[str, Tensor]:
         """Copies of all that lasts from round to round: the server's tensors, the state's, and each client's."""
         stored = {
-            f"{'device of client' if part == 'client states' else 'client'} {key[0]}: {name}": tensor.clone()
+            f"{'device of client' if part == STATES else 'client'} {key[0]}: {name}": tensor.clone()
             for part, end in self.ends.items()
             if isinstance(end, Stored)
             for key in end.store

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.base import Known
 from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.protocol.records import WorkUnit
 
@@ -161,7 +162,10 @@ def test_dittos_own_model_has_its_own_running_averages_and_the_shared_one_does_n
 def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: Fit) -> None:
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
     lit, filters = seeded(LitMLP), [ls.Personal(HEAD)]
-    assert list(algorithm.bind(lit, rules=Plan(lit, algorithm, filters).rules()).plan.sharded) == ["net.0", "net.2"]
+    assert list(algorithm.bind(lit, known=Known(Plan(lit, algorithm, filters).rules())).plan.sharded) == [
+        "net.0",
+        "net.2",
+    ]
     before = seeded(LitMLP).state_dict()
     fitted = fit(lit, toy_data(), algorithm=algorithm, filters=filters, max_epochs=2, seed=3)
     assert torch.equal(fitted.state["net.5.weight"], before["net.5.weight"])

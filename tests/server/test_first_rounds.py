@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.base import Moment
+from lightning_spectral.algorithms.base import Known, Moment
 from lightning_spectral.protocol.buffer_rules import buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, WorkUnit
@@ -279,7 +279,7 @@ def test_averages_that_nobody_sets_are_named(options: dict[str, Any], data: Any,
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
     assert STEP_WIDTHS.bind(seeded(LitNorm)).averages_may_rest
     kept = buffer_rules(seeded(LitNorm), KEPT)
-    assert not STEP_WIDTHS.bind(seeded(LitNorm), rules=kept).averages_may_rest
+    assert not STEP_WIDTHS.bind(seeded(LitNorm), known=Known(kept)).averages_may_rest
     assert not ls.WidthSharding().bind(seeded(LitNorm)).averages_may_rest
 
 

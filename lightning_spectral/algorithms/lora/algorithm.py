@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.lora.aggregation import (
@@ -263,18 +263,10 @@ class LoRA(Algorithm):
             adapters.append(adapter)
         return LoRAState(layers, adapters, seed)
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> ServerHalf:
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ServerHalf:
         """Decide what is trained whole; `check` has refused optimizers that leave anything of it out."""
         assert isinstance(state, LoRAState), "made by `new_state`"
-        return LoRAHalf(self, server, state, buffer_rules(server) if rules is None else rules)
+        return LoRAHalf(self, server, state, buffer_rules(server) if known.rules is None else known.rules)
 
     def _trained_buffers(self, server: nn.Module, rules: BufferRules) -> BufferRules:
         """The rules of the buffers that are trained, or about which somebody has said something."""

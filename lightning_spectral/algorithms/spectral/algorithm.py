@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
-from lightning_spectral.algorithms.base import Algorithm, Decisions, Moment, Names, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.base import (
+    UNKNOWN,
+    Algorithm,
+    Decisions,
+    Known,
+    Moment,
+    Promises,
+    ServerHalf,
+    Setting,
+)
 from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
 from lightning_spectral.algorithms.spectral.aggregation import (
@@ -329,19 +338,11 @@ class SpectralSharding(Algorithm):
                 stacklevel=2,
             )
 
-    def bind(
-        self,
-        server: nn.Module,
-        state: nn.Module | None = None,
-        *,
-        rules: BufferRules | None = None,
-        untrained: Names = (),
-        decisions: Decisions = None,
-    ) -> SpectralHalf:
+    def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
-        missing_rank = None if decisions is None else decisions.get("missing_rank", {})
-        plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(untrained, "in no optimizer")
-        return SpectralHalf(self, server, plan, rules, decisions)
+        missing_rank = None if known.decisions is None else known.decisions.get("missing_rank", {})
+        plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(known.untrained, "in no optimizer")
+        return SpectralHalf(self, server, plan, known.rules, known.decisions)
 
 
 class SpectralHalf(ServerHalf):

@@ -14,9 +14,9 @@ import torch
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, ServerEnd
 from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.filters.own import NORM, both_ways, norm_of, update_norm
 from lightning_spectral.protocol.exchange import wide
 from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors, Upload
-from lightning_spectral.server.own_filters import NORM, both_ways, norm_of, update_norm
 
 BOUNDED = "bounded"  # a figure of arrivals: 1 if the update was shortened
 

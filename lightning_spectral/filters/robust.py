@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
 from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.filters.own import both_ways
+from lightning_spectral.filters.robust_rules import Changes, RobustRule
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.records import ClientOutcome, Key
-from lightning_spectral.server.own_filters import both_ways
-from lightning_spectral.server.robust_rules import Changes, RobustRule
 from lightning_spectral.sums.exact_mean import Peers
 
 Told = tuple[dict[str, Tensor], dict[str, Tensor]]  # what a client has changed, and where

@@ -32,6 +32,7 @@ from lightning_spectral.client.user_optimizer import (
     untrained_parameters,
 )
 from lightning_spectral.errors import SpectralWarning, refuse_moved
+from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
 from lightning_spectral.plugin.trainer import Lookalike, placement_of
@@ -45,7 +46,6 @@ from lightning_spectral.server.fault_policy import Faults
 from lightning_spectral.server.lasting import Kept, Lasting
 from lightning_spectral.server.metrics import logged_by_clients, round_metrics
 from lightning_spectral.server.optimizers import AVERAGING
-from lightning_spectral.server.own_filters import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.server.round import Engine, OpenRound
 from lightning_spectral.simulation import Conditions
 

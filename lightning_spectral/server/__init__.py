@@ -1,8 +1,8 @@
 """The server half of a run: rounds, clients' turns, averages and the server's step."""
 
+from lightning_spectral.filters.robust_rules import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
 from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
 from lightning_spectral.server.optimizers import BoundedMomentum, FedAdagrad, FedAdam, FedAvgM, FedYogi
-from lightning_spectral.server.robust_rules import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
 
 __all__ = [
     "BoundedMomentum",

@@ -18,6 +18,7 @@ from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unu
 from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.filters.own import NORM
 from lightning_spectral.participation import Figure
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
@@ -42,7 +43,6 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults, clients_by_reason
 from lightning_spectral.server.metrics import round_means
-from lightning_spectral.server.own_filters import NORM
 from lightning_spectral.server.processes import Processes, raise_everywhere
 from lightning_spectral.simulation import Conditions, SimulatedTask, Simulation
 from lightning_spectral.sums import SummandError, add_up

@@ -32,6 +32,7 @@ from lightning_spectral.client.device import ClientSide, Device, Instructions
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.client.user_optimizer import options_of
+from lightning_spectral.filters.own import STATES, Stored, chain, update_norm
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Workers
@@ -41,7 +42,6 @@ from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
 from lightning_spectral.server.lasting import Kept, Lasting
-from lightning_spectral.server.own_filters import STATES, Stored, chain, update_norm
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import Engine
 from lightning_spectral.sums.exact_mean import Peers

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import compress, restore
 from lightning_spectral.algorithms.memory.stale_updates import SEEN
+from lightning_spectral.filters.own import update_norm
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.server.own_filters import update_norm
 
 SHARES = {0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}
 PROBS = {0: 0.3, 1: 0.9, 2: 0.5, 3: 0.7}

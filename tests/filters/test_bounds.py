@@ -15,8 +15,8 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.filters.bounds import BOUNDED
+from lightning_spectral.filters.own import update_norm
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
-from lightning_spectral.server.own_filters import update_norm
 
 UNIT = WorkUnit(0)
 

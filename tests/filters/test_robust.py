@@ -21,8 +21,8 @@ from toy_models import LitNet
 import lightning_spectral as ls
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.filters import DeviceEnd, Filter, Robust
+from lightning_spectral.filters.robust_rules import Changes
 from lightning_spectral.server import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
-from lightning_spectral.server.robust_rules import Changes
 from lightning_spectral.testing import check_filter
 
 RULES: list[Any] = [Median(), TrimmedMean(0.25), GeometricMedian(), Krum(3), MultiKrum(3)]

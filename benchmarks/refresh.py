@@ -113,7 +113,7 @@ def play(server: nn.Module, round_idx: int, steps: int, took: dict[str, list[flo
         with forms.client(0.2, download.tensors.keys()) as client:
             side.load(client, download)
             loaded = time.perf_counter()
-            LocalOptimizer(template, names, client, side.origin, side.overrides).start_client(options_of(template))
+            LocalOptimizer(template, names, client, side.stand_ins(client)).start_client(options_of(template))
             took["step"] += local_steps(client, template, side.start(client, download), steps)
             trained = time.perf_counter()
             upload = side.collect(client, download)

@@ -42,7 +42,7 @@ class Turns:
     def start(self, client: nn.Module) -> Callable[[], None]:
         """Begin local training with the values that the client holds; return what takes a step along its gradients."""
         options = options_of(self.optimizer)
-        LocalOptimizer(self.optimizer, self._names, client, self.side.origin, self.side.overrides).start_client(options)
+        LocalOptimizer(self.optimizer, self._names, client, self.side.stand_ins(client)).start_client(options)
         actions = self.side.start(client, Download(WorkUnit(0), 1.0, {}))
 
         def step() -> None:

@@ -9,7 +9,6 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,13 +19,13 @@ from lightning_spectral.errors import refuse_moved
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules, Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import returned_tensors, select_tensors
+from lightning_spectral.protocol.exchange import select_tensors
 from lightning_spectral.protocol.frozen_base import frozen_parameters
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 
 # Methods of `ClientSide`, which a choice or a server half would define in vain.
-DEVICE_METHODS = ("take_form", "load", "origin", "overrides", "collect", "keep", "own_model", "watched")
+DEVICE_METHODS = ("take_form", "load", "stand_ins", "collect", "keep", "own_model")
 
 Names: TypeAlias = Collection[str]
 Decisions: TypeAlias = Mapping[str, Any] | None  # of the half of a run that is resumed, `ServerHalf.decisions`
@@ -34,7 +33,7 @@ Decisions: TypeAlias = Mapping[str, Any] | None  # of the half of a run that is 
 
 @dataclass(frozen=True)
 class Promises:
-    """What filters and samplers may rely on, of one class and not of its subclasses: these say it themselves.
+    """What the rest of a federation may rely on, of one class and not of its subclasses: these say it themselves.
 
     Attributes:
         new_values: What devices send back are new values of the tensors that they were sent.
@@ -48,7 +47,12 @@ class Promises:
             whoever else takes part.
         parts_stay: Any parameters and buffers may stay with clients.
         any_steps: A client's steps may train what is not sent back.
+        clients_may_join: Its state and its weights do not depend on which clients there are, so that others can join
+            during a run.
         expected_updates: Its rounds define `Round.expected_update`.
+        steps_without_clients: The server takes a step even in a round without clients, from what it keeps of them.
+        draws_networks: The server's weights are the mean of random ones: ``state.network(generator)`` returns by name
+            those that a generator draws.
         remedies: For promises that another choice of the class could keep, how to write it, without a full stop.
     """
 
@@ -59,7 +63,10 @@ class Promises:
     noise_hides: bool = False
     parts_stay: bool = False
     any_steps: bool = False
+    clients_may_join: bool = False
     expected_updates: bool = False
+    steps_without_clients: bool = False
+    draws_networks: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -119,16 +126,16 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that have moved, i
 
 
 class Moment(Enum):
-    """When an algorithm may have something to say to the user: asked of a round, or of a server half.
+    """When a server half may have something to say to the user.
 
     Attributes:
-        REMARK: A round, before the first one: remarks, which are not warnings.
-        BEFORE_TRAINING: A round, before the first one: warnings, each with its remedy.
-        AFTER_TRAINING: A half, after the first round, if clients trained in it: warnings, each with its remedy.
-        LARGE_UPDATES: A half, about rounds that move the weights too far: a remedy, in the imperative, without a full
-            stop.
-        FLAT_LOSSES: A half, about losses that do not fall: such a remedy, if its sub-models may be the cause.
-        UNUSED_LAYERS: A half, about layers that no client trains: such a remedy.
+        REMARK: When the first round has opened: remarks, which are not warnings.
+        BEFORE_TRAINING: When the first round has opened: warnings, each with its remedy.
+        AFTER_TRAINING: After the first round, if clients trained in it: warnings, each with its remedy.
+        LARGE_UPDATES: About rounds that move the weights too far: a remedy, in the imperative, without a full stop.
+        FLAT_LOSSES: About losses that do not fall: such a remedy, if its sub-models may be the cause.
+        UNUSED_LAYERS: About layers that no client trains: such a remedy.
+        RESTING_AVERAGES: About BatchNorm's running averages that clients leave as they are: why that is no mistake.
     """
 
     REMARK = auto()
@@ -137,6 +144,27 @@ class Moment(Enum):
     LARGE_UPDATES = auto()
     FLAT_LOSSES = auto()
     UNUSED_LAYERS = auto()
+    RESTING_AVERAGES = auto()
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """What there is to log and to show of a round.
+
+    Attributes:
+        figures: Figures to log, by name.
+        term_draws: How clients draw the singular terms of each sharded matrix, by its dotted name.
+        visited_terms: Which terms of each of these some client held, among those added so far: shape ``(N,)``, bool.
+        histograms: Other tensors whose distribution is worth seeing, by their names in dashboards.
+    """
+
+    figures: Mapping[str, float] = field(default_factory=dict)
+    term_draws: Mapping[str, TermDraws] = field(default_factory=dict)
+    visited_terms: Mapping[str, Tensor] = field(default_factory=dict)
+    histograms: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+NOTHING = Observed()
 
 
 class Round(ABC):
@@ -181,25 +209,12 @@ class Round(ABC):
         """
         return {}
 
-    def metrics(self) -> Mapping[str, float]:
-        """Figures to log for the round, by name. By default none."""
-        return {}
-
-    def advice(self, moment: Moment) -> Sequence[str]:
-        """What the user should know of the first round at a moment; by default nothing."""
-        return ()
+    def observed(self) -> Observed:
+        """What there is to log and to show of the round, which may still be open; by default nothing."""
+        return NOTHING
 
     def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
         """The change of the server's tensors, by name, that is expected of a unit before it trains; by default none."""
-        return {}
-
-    @property
-    def term_draws(self) -> Mapping[str, TermDraws]:
-        """How clients draw the singular terms of each sharded matrix, by its dotted name; by default none are."""
-        return {}
-
-    def visited_terms(self) -> Mapping[str, Tensor]:
-        """Which terms of each of these matrices some client held, among those added so far: shape ``(N,)``, bool."""
         return {}
 
 
@@ -220,18 +235,14 @@ class ServerHalf(_AtServer, ABC):
 
     Attributes:
         server: The server's module.
-        state: What `Algorithm.new_state` made, as it is now.
         rules: What becomes of buffers, and which tensors stay with clients. Buffers that are not averaged are combined
             by the engine: neither `Round.add` nor `Round.close` sees them.
-        apart: Names of the tensors that are sent in a form of the algorithm's own; all others are sent whole.
     """
 
     rules: BufferRules = NO_RULES
-    apart: Names = ()
 
-    def __init__(self, server: nn.Module, state: nn.Module | None = None, rules: BufferRules | None = None) -> None:
+    def __init__(self, server: nn.Module, rules: BufferRules | None = None) -> None:
         self.server = server
-        self.state = state
         self.rules = buffer_rules(server) if rules is None else rules
 
     @property
@@ -259,10 +270,6 @@ class ServerHalf(_AtServer, ABC):
     def open(self, cohort: Cohort) -> Round:
         """Open a round: prepare it from the server's weights for the clients that take part."""
 
-    def returned(self) -> dict[str, Tensor]:
-        """What clients send back of the tensors that are sent whole, as it is now; `rules` say what is averaged."""
-        return returned_tensors(self.server, self.apart, self.rules)
-
     def frozen_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of every download that do not change between rounds, by name: each client is sent them once.
 
@@ -273,21 +280,20 @@ class ServerHalf(_AtServer, ABC):
         return {**frozen_parameters(self.server), **select_tensors(self.server, sorted(self.rules.stays))}
 
     @property
-    def averages_may_rest(self) -> bool:
-        """Whether clients may leave BatchNorm's running averages as they are, without a warning.
-
-        By default only if they keep buffers of their own, which rest at the server.
-        """
-        return any(name in self.rules.stays for name, _ in self.server.named_buffers())
-
-    @property
     def costs_besides(self) -> CostsBesides:
         """What a client costs that cannot be counted on its model; by default nothing."""
         return CostsBesides()
 
-    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
-        """What the user should hear of this algorithm at a moment, perhaps after a round; by default nothing."""
-        return ()
+    def advice(self, moment: Moment, opened: Round | None = None, summary: RoundSummary | None = None) -> Sequence[str]:
+        """What the user should hear at a moment; by default that clients keep buffers, which rest at the server.
+
+        Args:
+            moment: When, or about what.
+            opened: The first round, once it has opened; ``None`` at other moments.
+            summary: The first round, once it has closed; ``None`` at other moments.
+        """
+        kept = any(name in self.rules.stays for name, _ in self.server.named_buffers())
+        return ["clients keep buffers of their own"] if moment is Moment.RESTING_AVERAGES and kept else ()
 
     def settle(self) -> None:
         """Update the server's module from the state, before the first round and after each server step.
@@ -305,16 +311,10 @@ class Algorithm(_AtServer, ABC):
     default.
 
     Attributes:
-        promises: What filters and samplers may rely on; a subclass that does not define it promises nothing.
-        steps_without_clients: Whether the server takes a step even in a round without clients, e.g. from what it has
-            stored of them.
-        counts_all_clients: Whether a client's weight is its share of all clients' examples, so that no client can join
-            during a run.
+        promises: What filters, samplers and callbacks may rely on; a subclass that does not define it promises nothing.
     """
 
     promises: ClassVar[Promises | property] = NO_PROMISES
-    steps_without_clients: ClassVar[bool] = False
-    counts_all_clients: ClassVar[bool] = False
 
     def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
         """Say where an argument is that acts on updates, whatever the algorithm."""
@@ -327,19 +327,6 @@ class Algorithm(_AtServer, ABC):
     def capacities(self) -> Capacities["Algorithm"]:
         """What its clients differ by; by default nothing, as all of them train the whole model."""
         return Capacities(self)
-
-    def network(
-        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
-    ) -> Mapping[str, Tensor]:
-        """The weights of a network that ``generator`` draws, by name, if the server's is the mean of random ones.
-
-        Without a generator, those of the mean. By default nothing is random, and they are the server's own.
-        """
-        return {name: parameter.detach() for name, parameter in server.named_parameters()}
-
-    def histograms(self, state: nn.Module | None) -> Mapping[str, Tensor]:
-        """Tensors of the state whose distribution is worth seeing, by their names in dashboards; by default none."""
-        return {}
 
     def check(self, plan: Setting) -> None:
         """Raise ``ValueError`` if this algorithm cannot be part of a federation; warn if it trains worse in it.

@@ -519,7 +519,7 @@ def turn_costs(
             )
             if optimizer is not None:  # last, because it changes the client
                 options = options_of(optimizer)
-                LocalOptimizer(optimizer, names, client, side.origin, side.overrides).start_client(options)
+                LocalOptimizer(optimizer, names, client, side.stand_ins(client)).start_client(options)
                 cost += _step_memory(told, client, download, optimizer, example)
         costs[keep_ratio] = cost
     return costs

@@ -10,11 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Names, Promises, Round, ServerHalf
 from lightning_spectral.client.device import ClientSide
 from lightning_spectral.protocol.buffer_rules import BufferRules, averaged_parameters
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
+from lightning_spectral.protocol.exchange import (
+    apply_mean_change,
+    load_tensors,
+    returned_tensors,
+    select_tensors,
+    travelling_tensors,
+)
 from lightning_spectral.protocol.records import Download, Receipt, Upload, WorkUnit
 from lightning_spectral.sums import MeanChange, RunningMean
 
@@ -65,7 +71,7 @@ class DenseRound(Round):
         mean: Running mean of the clients' changes.
     """
 
-    def __init__(self, half: ServerHalf, cohort: Cohort) -> None:
+    def __init__(self, half: "DenseHalf", cohort: Cohort) -> None:
         self.half = half
         self.cohort = cohort
         self.tensors: Mapping[str, Tensor] = travelling_tensors(half.server, half.apart)
@@ -86,13 +92,27 @@ class DenseRound(Round):
 
 
 class DenseHalf(ServerHalf):
-    """Federated averaging, or a subclass of it, bound to a module."""
+    """An algorithm that sends tensors whole, all or some of them, bound to a module.
+
+    Attributes:
+        apart: Names of the tensors that are sent in a form of the algorithm's own; all others are sent whole.
+    """
+
+    apart: Names = ()
+
+    def returned(self) -> dict[str, Tensor]:
+        """What clients send back of the tensors that are sent whole, as it is now; `rules` say what is averaged."""
+        return returned_tensors(self.server, self.apart, self.rules)
+
+
+class FedAvgHalf(DenseHalf):
+    """Federated averaging, or a subclass of it, bound to a module; ``state`` is what `Algorithm.new_state` made."""
 
     def __init__(
         self, algorithm: "FedAvg", server: nn.Module, state: nn.Module | None = None, rules: BufferRules | None = None
     ) -> None:
-        super().__init__(server, state, rules)
-        self.algorithm = algorithm
+        super().__init__(server, rules)
+        self.algorithm, self.state = algorithm, state
 
     @property
     def device_options(self) -> Mapping[str, Any]:
@@ -124,7 +144,7 @@ class FedAvg(Algorithm):
 
     side: ClassVar[type[DenseSide]] = DenseSide
     round: ClassVar[type[DenseRound]] = DenseRound
-    half: ClassVar[type[DenseHalf]] = DenseHalf
+    half: ClassVar[type[FedAvgHalf]] = FedAvgHalf
     promises: ClassVar[Promises] = Promises(
         new_values=True,
         values_alone=True,
@@ -133,6 +153,7 @@ class FedAvg(Algorithm):
         noise_hides=True,
         parts_stay=True,
         any_steps=True,
+        clients_may_join=True,
     )
 
     def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ServerHalf:

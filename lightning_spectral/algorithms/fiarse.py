@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, Setting
 from lightning_spectral.algorithms.capacities import KeepRatios
-from lightning_spectral.algorithms.fed_avg import DenseSide, dense_mean
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.functional.checks import has_values
@@ -61,7 +61,9 @@ class FIARSE(Algorithm):
         ('weight',)
     """
 
-    promises: ClassVar[Promises] = Promises(new_values=True, values_alone=True, parts_stay=True, any_steps=True)
+    promises: ClassVar[Promises] = Promises(
+        new_values=True, values_alone=True, parts_stay=True, any_steps=True, clients_may_join=True
+    )
 
     keep_ratio: PerClient[float] = 0.25
     exclude: Sequence[str] = ()
@@ -105,11 +107,11 @@ class FIARSE(Algorithm):
         return FIARSEHalf(server, [name for name in self.masked_weights(server) if name not in whole], rules)
 
 
-class FIARSEHalf(ServerHalf):
+class FIARSEHalf(DenseHalf):
     """FIARSE bound to a module; ``masked`` names the parameters of which clients hold only the largest entries."""
 
     def __init__(self, server: nn.Module, masked: Sequence[str], rules: BufferRules | None = None) -> None:
-        super().__init__(server, rules=rules)
+        super().__init__(server, rules)
         self.masked = tuple(masked)
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.base import Promises
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg, dense_mean
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf, dense_mean
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
@@ -40,7 +40,7 @@ class QFedAvgRound(DenseRound):
         steps: Running mean of what the round's clients would subtract from them, and of its divisor.
     """
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         assert isinstance(half.algorithm, QFedAvg)
         self.choice, before = half.algorithm, self.mean.before
@@ -133,7 +133,9 @@ class QFedAvg(FedAvg):
 
     side: ClassVar[type[DenseSide]] = QFedAvgSide
     round: ClassVar[type[DenseRound]] = QFedAvgRound
-    promises: ClassVar[Promises] = Promises(new_values=True, same_tensors=True, parts_stay=True, any_steps=True)
+    promises: ClassVar[Promises] = Promises(
+        new_values=True, same_tensors=True, parts_stay=True, any_steps=True, clients_may_join=True
+    )
 
     q: float = 1.0
     lipschitz: float = 10.0

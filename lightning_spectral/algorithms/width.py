@@ -11,9 +11,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, ServerHalf, Setting
+from lightning_spectral.algorithms.base import (
+    UNKNOWN,
+    Algorithm,
+    Known,
+    Moment,
+    Observed,
+    Promises,
+    Round,
+    ServerHalf,
+    Setting,
+)
 from lightning_spectral.algorithms.capacities import KeepRatios
-from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
@@ -24,7 +34,7 @@ from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change, copy_module, load_tensors, travelling_tensors
 from lightning_spectral.protocol.per_client import PerClient, check_per_client, entries_of
-from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Tensors, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import ChannelChoice, PrefixChannels
 from lightning_spectral.sums import MeanChange, RunningMean
@@ -85,7 +95,7 @@ class WidthSharding(Algorithm):
         {0.5: 0.6, 1.0: 0.4}
     """
 
-    promises: ClassVar[Promises] = Promises(new_values=True, values_alone=True)
+    promises: ClassVar[Promises] = Promises(new_values=True, values_alone=True, clients_may_join=True)
 
     channels: ChannelChoice = field(default_factory=PrefixChannels)
     keep_ratio: PerClient[float] = 0.5
@@ -281,7 +291,7 @@ class Widths(KeepRatios[WidthSharding]):
         return replace(self.choice, plan=self.choice.plan_for(server))
 
 
-class WidthHalf(ServerHalf):
+class WidthHalf(DenseHalf):
     """Sub-models by width, bound to a module.
 
     Attributes:
@@ -289,13 +299,12 @@ class WidthHalf(ServerHalf):
         averages: Names of the running averages of which each step width has its own.
     """
 
-    state: WidthAverages | None
-
     def __init__(
         self, choice: WidthSharding, server: nn.Module, state: nn.Module | None, rules: BufferRules | None
     ) -> None:
-        super().__init__(server, state if isinstance(state, WidthAverages) else None, rules)
+        super().__init__(server, rules)
         self.choice, self.plan = choice, choice.plan_for(server)
+        self.state = state if isinstance(state, WidthAverages) else None
         self.averages = choice.running_averages(server, self.rules)
 
     @cached_property
@@ -322,12 +331,11 @@ class WidthHalf(ServerHalf):
         """The parameters that need no gradient and are never cut; of cut ones a client may get a new part each time."""
         return {name: t for name, t in super().frozen_tensors().items() if name not in self.plan.labels}
 
-    @property
-    def averages_may_rest(self) -> bool:
-        """Whether clients send averages back, and may take narrower steps only, which leave these alone."""
-        return bool(
-            self.choice.step_widths and self.rules.averaged(self.returned()).keys() & {*names_of_averages(self.server)}
-        )
+    def advice(self, moment: Moment, opened: Round | None = None, summary: RoundSummary | None = None) -> Sequence[str]:
+        if moment is Moment.RESTING_AVERAGES and self.choice.step_widths:
+            sent = self.rules.averaged(self.returned()).keys() & {*names_of_averages(self.server)}
+            return ["a client may take narrower steps only, which leave averages alone"] if sent else ()
+        return super().advice(moment, opened, summary)
 
     def open(self, cohort: Cohort) -> WidthRound:
         return WidthRound(self, cohort)
@@ -394,9 +402,9 @@ class WidthRound(Round):
         changes, state = self.mean.finish(), self.half.state
         apply_mean_change(self.half.server, changes if state is None else state.add(changes))
 
-    def metrics(self) -> Mapping[str, float]:
+    def observed(self) -> Observed:
         """The share of all entries that at least one client of the round held."""
-        return {"entries_held": self.mean.share_held}
+        return Observed({"entries_held": self.mean.share_held})
 
 
 @dataclass(frozen=True)

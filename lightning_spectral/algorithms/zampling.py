@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Moment, Promises, ServerHalf, Setting
+from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Moment, Observed, Promises, Round, Setting
 from lightning_spectral.algorithms.capacities import Capacities
-from lightning_spectral.algorithms.fed_avg import DenseRound
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
+from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.zampling import (
@@ -51,7 +52,7 @@ from lightning_spectral.nn.zampling import (
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
-from lightning_spectral.protocol.records import Download, LoggedValue, Options, Receipt, RoundSummary, Upload, WorkUnit
+from lightning_spectral.protocol.records import Download, LoggedValue, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sums import MeanBits, RunningMean
 
@@ -106,7 +107,7 @@ class Zampling(Algorithm):
         torch.Size([39])
     """
 
-    promises: ClassVar[Promises] = Promises()
+    promises: ClassVar[Promises] = Promises(clients_may_join=True, draws_networks=True)
 
     compression: float = 32
     degree: int | None = 10
@@ -226,17 +227,6 @@ class Zampling(Algorithm):
         state.check_unchanged(weights)
         return ZamplingHalf(self, server, state, known.rules)
 
-    def network(
-        self, server: nn.Module, state: nn.Module | None, generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """The compressed weights Qz for bits z that ``generator`` draws, by name; without one Qp, the expected ones."""
-        assert isinstance(state, ZamplingState)
-        state.check_unchanged(self.weights_of(server))
-        return state.network(generator)
-
-    def histograms(self, state: nn.Module | None) -> dict[str, Tensor]:
-        return {"probs": state.probs} if isinstance(state, ZamplingState) else {}
-
 
 @dataclass(frozen=True)
 class OneCompression(Capacities[Zampling]):
@@ -254,16 +244,14 @@ class OneCompression(Capacities[Zampling]):
         return Compressions(sum(weight.num_values for weight in weights), self.choice.degree or 1)
 
 
-class ZamplingHalf(ServerHalf):
+class ZamplingHalf(DenseHalf):
     """Zampling bound to a module. In one process the device half shares the rows of Q with the state."""
-
-    state: ZamplingState
 
     def __init__(
         self, choice: Zampling, server: nn.Module, state: ZamplingState, rules: BufferRules | None = None
     ) -> None:
-        super().__init__(server, state, rules)
-        self.choice = choice
+        super().__init__(server, rules)
+        self.state, self.choice = state, choice
         self.apart = frozenset(weight.name for weight in state.weights)
 
     @cached_property
@@ -293,9 +281,10 @@ class ZamplingHalf(ServerHalf):
         self.state.probs.copy_(on_grid(self.state.probs))
         load_tensors(self.server, self.state.network())
 
-    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
-        moved = summary.logged.get(MOVED) if summary and moment is Moment.AFTER_TRAINING else None
-        return hardly_moved(moved.value, len(summary.averaged)) if summary and moved else ()
+    def advice(self, moment: Moment, opened: Round | None = None, summary: RoundSummary | None = None) -> Sequence[str]:
+        if summary is not None and (moved := summary.logged.get(MOVED)) is not None:
+            return hardly_moved(moved.value, len(summary.averaged))
+        return super().advice(moment, opened, summary)
 
 
 class ZamplingRound(DenseRound):
@@ -339,19 +328,20 @@ class ZamplingRound(DenseRound):
         probs.grad = probs.detach() - on_grid(self.bits.finish(self.half.choice.smoothing)).to(probs)
         super().close()
 
-    def metrics(self) -> Mapping[str, float]:
+    def observed(self) -> Observed:
         """Entropy of the mean of the bits, share on which all agree, how far two clients differ, share of p settled."""
-        count = self.bits.weights.num_terms
+        histograms, count = {"probs": self.half.state.probs}, self.bits.weights.num_terms
         if count == 0:
-            return {}
+            return Observed(histograms=histograms)
         mean = self.bits.finish()
         pairs = 2 * mean * (1 - mean) * (count / (count - 1) if count > 1 else 1.0)
-        return {
+        figures = {
             "bit_entropy": float(bit_entropy(mean).mean()),
             "bits_agreed": float(((mean == 0) | (mean == 1)).double().mean()),
             "bit_disagreement": float(pairs.mean()),
             "probs_settled": float(((self.probs <= 0) | (self.probs >= 1)).double().mean()),
         }
+        return Observed(figures, histograms=histograms)
 
 
 def hardly_moved(moved: float, num_clients: int) -> Sequence[str]:
@@ -443,11 +433,8 @@ class ZamplingSide(ClientSide):
         tensors.pop(PLACE, None)
         load_tensors(client, tensors)
 
-    def origin(self, name: str) -> str:
-        return self.weights[0].name if name == SCORES else name
-
-    def overrides(self, name: str, options: Options) -> Options:
-        return {"weight_decay": 0.0} if name == SCORES else {}
+    def stand_ins(self, client: nn.Module) -> dict[str, StandIn]:
+        return {SCORES: StandIn(self.weights[0].name, lambda _: {"weight_decay": 0.0}, "the compressed weights")}
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         weights = sampled_weights(client)
@@ -477,9 +464,6 @@ class ZamplingSide(ClientSide):
             drawn = draw_bits(trained, own)
         bits = pack_bits(drawn)
         return Upload(download.unit, {BITS: bits, **select_tensors(client, self.dense)}, logged=logged)
-
-    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        return {"the compressed weights": sampled_weights(client).scores}
 
     def received(self, sent: Tensor) -> Tensor:
         """Probabilities as they arrive, from what was sent of them."""

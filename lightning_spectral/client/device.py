@@ -29,12 +29,12 @@ from lightning_spectral.client.local_loop import (
     log_to,
 )
 from lightning_spectral.client.masking import Parties
-from lightning_spectral.client.user_optimizer import LocalOptimizer, check_still_own, trainable_parameters
+from lightning_spectral.client.user_optimizer import LocalOptimizer, StandIn, check_still_own, trainable_parameters
 from lightning_spectral.errors import DeviceError, RecordError
 from lightning_spectral.functional.checks import shapes_of
 from lightning_spectral.protocol.exchange import check_same_buffers
 from lightning_spectral.protocol.frozen_base import KeptTensors
-from lightning_spectral.protocol.records import Download, Failure, Options, Profile, StageClock, Tensors, Upload
+from lightning_spectral.protocol.records import Download, Failure, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
 
@@ -142,15 +142,8 @@ class ClientSide(ABC):
     def load(self, client: nn.Module, download: Download) -> None:
         """Overwrite a client's values with the downloaded ones."""
 
-    def origin(self, name: str) -> str:
-        """The server's parameter that a client's parameter replaces in the user's optimizer.
-
-        By default itself; empty for a parameter that is not trained.
-        """
-        return name
-
-    def overrides(self, name: str, options: Options) -> Options:
-        """The options with which a parameter is stepped that differ from those of its group. By default none."""
+    def stand_ins(self, client: nn.Module) -> Mapping[str, StandIn]:
+        """What those of a client's parameters stand for, by name, that are not the server's; by default all are."""
         return {}
 
     def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
@@ -164,11 +157,6 @@ class ClientSide(ABC):
     @abstractmethod
     def collect(self, client: nn.Module, download: Download) -> Upload:
         """Return the unit and the tensors that a trained client sends back."""
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether devices `keep` something; by default, whether a subclass defines that."""
-        return type(self).keep is not ClientSide.keep
 
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         """Return what the device keeps for the client's next turn, ``Download.client_state``; by default nothing.
@@ -185,10 +173,6 @@ class ClientSide(ABC):
 
     def own_model(self, client_state: Tensors) -> Tensors:
         """The values of the client's own model that differ from the server's, given its state; by default none."""
-        return {}
-
-    def watched(self, client: nn.Module) -> Mapping[str, nn.Parameter]:
-        """One parameter of each layer that some client should train, by the layer's name. By default none."""
         return {}
 
 
@@ -274,9 +258,14 @@ class Instructions:
     ends: Mapping[str, DeviceEnd] = field(default_factory=dict)
 
     @property
+    def side_keeps_state(self) -> bool:
+        """Whether the algorithm's half keeps something from turn to turn: whether its class defines that."""
+        return type(self.side).keep is not ClientSide.keep
+
+    @property
     def keeps_state(self) -> bool:
         """Whether devices keep something from turn to turn."""
-        return self.side.keeps_state or any(end.keeps for end in self.ends.values())
+        return self.side_keeps_state or any(end.keeps for end in self.ends.values())
 
     @property
     def says_nothing(self) -> bool:
@@ -315,11 +304,11 @@ class Instructions:
             if own and not end.keeps:
                 raise TypeError(f"{type(end).__name__} keeps {', '.join(own)} for the next turn; set `keeps = True`.")
             kept |= {_kept_name(name, key): tensor for key, tensor in own.items()}
-            if self.side.keeps_state and not end.hides_values and upload.left_out is None:
+            if self.side_keeps_state and not end.hides_values and upload.left_out is None:
                 seen = end.unpack(download, upload)
         if upload.left_out is not None:
             return upload, {}
-        if self.side.keeps_state:
+        if self.side_keeps_state:
             kept |= self.side.keep(client, _of_algorithm(download, self.ends), seen)
         return upload, kept
 
@@ -469,7 +458,7 @@ class Device:
         side = self.instructions.side
         assert kept is not None, "the module is a client"
         is_watched = download.round_idx < WATCHED_ROUNDS
-        watched = side.watched(module) if is_watched else {}
+        watched = layers_of(module, side.stand_ins(module)) if is_watched else {}
         stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
         with watching(watched) as unreached, clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
@@ -539,8 +528,8 @@ class Device:
         known, local_optimizers = self._local_optimizers.get(download.capacity, (None, ()))
         if known is not form:
             names = {id(tensor): name for name, tensor in form.server.items()}
-            follow = self.instructions.side.origin, self.instructions.side.overrides
-            local_optimizers = tuple(LocalOptimizer(one, names, self.module, *follow) for one in self.optimizers)
+            stand_ins = self.instructions.side.stand_ins(self.module)
+            local_optimizers = tuple(LocalOptimizer(one, names, self.module, stand_ins) for one in self.optimizers)
             self._local_optimizers[download.capacity] = form, local_optimizers
         for local, options in zip(local_optimizers, download.options, strict=True):
             local.start_client(options)
@@ -599,6 +588,15 @@ def _during(
             batch = f" in a batch of {shapes()}" if remedy in OF_BATCHES.values() and shapes() else ""
             message = f"{message.rstrip(' .')}{batch}. {remedy}"
         raise _Failed(Failure(stage, message, error, remedy)) from error
+
+
+def layers_of(client: nn.Module, stand_ins: Mapping[str, StandIn]) -> dict[str, nn.Parameter]:
+    """The first parameter that trains of each layer that some client should train, by the layer's name."""
+    own, found = dict(client.named_parameters()), dict[str, nn.Parameter]()
+    for name, stand_in in stand_ins.items():
+        if stand_in.layer and own[name].requires_grad:
+            found.setdefault(stand_in.layer, own[name])
+    return found
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +17,21 @@ from lightning_spectral.protocol.records import Options
 
 LISTED = 3  # further parameters are counted
 NO_OPTIONS = frozenset({"params", "param_names"})  # entries of a parameter group that say what is in it
-Origin = Callable[[str], str]
-Overrides = Callable[[str, Options], Options]
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a client's parameter stands for, where the server has others.
+
+    Attributes:
+        origin: The server's parameter in whose place the user's optimizer steps it; empty if none does.
+        options: Given the options of its group, those with which it is stepped instead.
+        layer: The layer that a client trains if this parameter gets a gradient; empty for none.
+    """
+
+    origin: str
+    options: Callable[[Options], Options] = lambda options: {}
+    layer: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +42,13 @@ class Group:
         index: Index of the user's group.
         names: Names of the parameters; differing options follow from the first.
         parameters: The parameters.
+        options: Given the options of the user's group, those that differ.
     """
 
     index: int
     names: list[str]
     parameters: list[nn.Parameter]
+    options: Callable[[Options], Options]
 
 
 class LocalOptimizer:
@@ -45,8 +61,7 @@ class LocalOptimizer:
         optimizer: The optimizer, with the server's groups.
         server: The names of the server's parameters, by identity.
         client: The module as a client.
-        origin: Maps the name of a client's parameter to that of the server's parameter that it stands for.
-        overrides: Maps the name of a client's parameter, and the options of its group, to those that differ.
+        stand_ins: What the client's parameters stand for, by name; those without an entry are the server's own.
 
     Raises:
         ValueError: If the optimizer makes its state, or keeps parameters, in ways that cannot follow.
@@ -66,11 +81,9 @@ class LocalOptimizer:
         optimizer: Optimizer,
         server: Mapping[int, str],
         client: nn.Module,
-        origin: Origin = lambda name: name,
-        overrides: Overrides = lambda name, options: {},
+        stand_ins: Mapping[str, StandIn] = MappingProxyType({}),
     ) -> None:
         self.optimizer = optimizer
-        self._overrides = overrides
         self._groups: list[tuple[Optimizer, list[Group]]] = []
         self._initial_state: dict[Tensor, Any] = {}
         named = dict(client.named_parameters())
@@ -79,7 +92,7 @@ class LocalOptimizer:
             if id(one.param_groups) in lists:
                 continue  # an optimizer that shares the groups of the one that it wraps
             lists.add(id(one.param_groups))
-            groups = _groups_of(one, server, named, origin, overrides)
+            groups = _groups_of(one, server, named, stand_ins)
             own = [{id(p) for p in group["params"]} for group in one.param_groups]
             if [{id(p) for p in group.parameters} for group in groups] != own:
                 self._groups.append((one, groups))
@@ -103,7 +116,7 @@ class LocalOptimizer:
                 if key not in made:
                     kept = {name: value for name, value in whole.items() if name not in NO_OPTIONS}
                     names = {"param_names": part.names} if "param_names" in whole else {}
-                    made[key] = {"params": part.parameters, **names, **kept, **self._overrides(part.names[0], kept)}
+                    made[key] = {"params": part.parameters, **names, **kept, **part.options(kept)}
                 one.param_groups.append(made[key])
         for parameter, state in self._initial_state.items():
             tensors = {id(tensor): tensor.clone() for tensor in _tensors_in(state)}
@@ -183,8 +196,7 @@ def _groups_of(
     optimizer: Optimizer,
     server: Mapping[int, str],
     named: Mapping[str, nn.Parameter],
-    origin: Origin,
-    overrides: Overrides,
+    stand_ins: Mapping[str, StandIn],
 ) -> list[Group]:
     """A client's groups in the user's order; parameters with options of their own form another."""
     index_of = {
@@ -196,10 +208,11 @@ def _groups_of(
     found: dict[tuple[int, tuple[tuple[str, Any], ...]], Group] = {}
     options = options_of(optimizer)
     for name, parameter in named.items():
-        if (index := index_of.get(origin(name))) is None:
+        stand_in = stand_ins.get(name) or StandIn(name)
+        if (index := index_of.get(stand_in.origin)) is None:
             continue  # not in the user's optimizer, so it is not trained
-        key = index, tuple(overrides(name, options[index]).items())
-        group = found.setdefault(key, Group(index, [], []))
+        key = index, tuple(stand_in.options(options[index]).items())
+        group = found.setdefault(key, Group(index, [], [], stand_in.options))
         group.names.append(name)
         group.parameters.append(parameter)
     return sorted(found.values(), key=lambda group: group.index)

@@ -193,8 +193,8 @@ class RemoteClients(ServerData):
         if self._begun == round_idx:
             return
         self._begun = round_idx
-        self.roster.is_closed = self._is_sampled or any(
-            member.algorithm.counts_all_clients for member in self._module.federation.members.values()
+        self.roster.is_closed = self._is_sampled or not all(
+            promises_of(member.algorithm).clients_may_join for member in self._module.federation.members.values()
         )
         self.roster.wait_for(math.ceil(min(self._usual_size(), self.roster.num_expected())), f"Round {round_idx}")
 

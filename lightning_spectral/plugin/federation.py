@@ -15,6 +15,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
+from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.filters.own import FROZEN
 from lightning_spectral.participation import Sampler, UniformParticipation
@@ -74,7 +75,7 @@ class Federation:
         units = self.cohorts.units(round_idx)
         for member in self.members.values():
             own = [unit for unit in units if unit.model == member.key]
-            if own or member.algorithm.steps_without_clients or member.engine.is_private:
+            if own or promises_of(member.algorithm).steps_without_clients or member.engine.is_private:
                 opened = member.open_round(round_idx, own)
                 for callback in self.runtime.round_callbacks():
                     callback.on_round_start(self.runtime.trainer, member, opened.algorithm_round)

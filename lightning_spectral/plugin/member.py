@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import PLACES, Known, Moment, ServerHalf
+from lightning_spectral.algorithms.base import PLACES, Known, Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import Device
@@ -207,7 +207,7 @@ class Member(pl.LightningModule):
             half.settle()
             self._report(done.splitlines())
         self._decisions.values = half.decisions
-        may_rest = half.averages_may_rest or runtime.averages_are_set
+        may_rest = bool(half.advice(Moment.RESTING_AVERAGES)) or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)
         self.lasting.attach(ADVICE, self.first_rounds)
         self._report(self._remarks())
@@ -242,7 +242,7 @@ class Member(pl.LightningModule):
             return
         dropped = self.lasting.drop([STATES, STORED])
         self.lasting.attach(STATES, DeviceStates())
-        if self.algorithm.counts_all_clients and self.state is not None:
+        if not promises_of(self.algorithm).clients_may_join and self.state is not None:
             dropped += self.lasting.drop(["algorithm"])
             self.state = cast(nn.Module, self.algorithm.new_state(self.module, self.seed)).to(self.device)
             self.lasting.attach("algorithm", self.state)
@@ -350,9 +350,9 @@ class Member(pl.LightningModule):
         for template in self.templates():  # again, because hooks can replace layers
             check_still_own(template, self.module)
         opened = self.engine.open_round(round_idx, units)
-        self.first_rounds.begin(opened.algorithm_round, round_idx)
+        self.first_rounds.begin(self.engine.half, opened.algorithm_round, round_idx)
         if round_idx == 0:
-            self._report(opened.algorithm_round.advice(Moment.REMARK))
+            self._report(self.engine.half.advice(Moment.REMARK, opened.algorithm_round))
         return opened
 
     def apply_round(self) -> RoundSummary:

@@ -57,10 +57,10 @@ class FirstRounds:
         """Restore them, in a resumed run."""
         self._unreached = sorted(state_dict["unreached"])
 
-    def begin(self, opened: Round, round_idx: int) -> None:
+    def begin(self, half: ServerHalf, opened: Round, round_idx: int) -> None:
         """Pass on what the algorithm finds wrong with its first round, before any client trains."""
         if self._warns and round_idx == 0:
-            for message in opened.advice(Moment.BEFORE_TRAINING):
+            for message in half.advice(Moment.BEFORE_TRAINING, opened):
                 _warn(round_idx, message)
 
     def end(self, half: ServerHalf, summary: RoundSummary, outcomes: Sequence[ClientOutcome] = ()) -> None:
@@ -88,7 +88,7 @@ class FirstRounds:
         round_idx, server = summary.round_idx, half.server
         trained = [client for client in clients if not client.left_out and (client.num_steps or summary.is_private)]
         if round_idx == 0 and trained and not summary.is_private:
-            for message in half.advice(Moment.AFTER_TRAINING, summary):
+            for message in half.advice(Moment.AFTER_TRAINING, summary=summary):
                 _warn(round_idx, message)
         if round_idx < ROUNDS_OF_UPDATES and "update" not in self._done:
             ratio, name = max(relative_updates(server), default=(0.0, ""))

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from torch import nn
 
-from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf
+from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unusable
 from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
@@ -543,7 +543,7 @@ class OpenRound:
 
     def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, none is needed, or it is private."""
-        needs_none = self.engine.is_private or self.engine.algorithm.steps_without_clients
+        needs_none = self.engine.is_private or promises_of(self.engine.algorithm).steps_without_clients
         return needs_none or not all(outcome.left_out for outcome in self.gathered)
 
     def apply(self) -> RoundSummary:
@@ -556,7 +556,7 @@ class OpenRound:
             end.note(outcomes)
             found = end.close(outcomes)
             figures.update(found if end.releases or not engine.is_private else {})
-        diagnostics = {**self.algorithm_round.metrics(), **figures}
+        diagnostics = {**self.algorithm_round.observed().figures, **figures}
         if engine.is_private:
             return RoundSummary(self.round_idx, (), {}, diagnostics, {}, model=engine.model, is_private=True)
         if engine.conditions.clock is not None:

@@ -203,7 +203,7 @@ def _check_rest(case: Case) -> None:
     trained = Trial(case)
     trained.play()
     starts = {"the start": None, "a round of training": trained.save()}
-    if case.algorithm.steps_without_clients:  # what it has stored moves the server
+    if promises_of(case.algorithm).steps_without_clients:  # what it has stored moves the server
         del starts["a round of training"]
     for start, saved in starts.items():
         trial = Trial(case, saved, local_epochs=0)

@@ -298,7 +298,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
         before = {name: matrix(server, name).clone() for name in SHARDED}
         opened, moved = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))
-        seen.append((opened, opened.metrics() | spectral_figures(opened)))
+        seen.append((opened, opened.observed().figures | spectral_figures(opened)))
         for name, draws in opened.term_draws.items():
             change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
             u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)
@@ -307,7 +307,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
     (whole_round, figures), (first_round, others) = seen
     for c in range(len(ratios)):
         assert same_state(whole_round.send(unit(c))[1].drawn, first_round.send(unit(c))[1].drawn)
-    assert same_state(whole_round.visited_terms(), first_round.visited_terms())
+    assert same_state(whole_round.observed().visited_terms, first_round.observed().visited_terms)
     for figure in ("fl/entropy_rank", "fl/participation_rank"):  # no less than if the unknown terms were equal
         assert others.pop(figure) >= figures.pop(figure) * (1 - 1e-5)
     assert others == pytest.approx(figures, rel=1e-5)

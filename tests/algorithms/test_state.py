@@ -11,7 +11,7 @@ from federation import Fit, same_state, seeded
 from torch import nn
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, dense_mean
+from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvgHalf, dense_mean
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import returned_tensors
 from lightning_spectral.protocol.records import WorkUnit
@@ -63,7 +63,7 @@ class MasterRound(DenseRound):
             own.grad, master.grad = None, own.grad
 
 
-class MasterHalf(DenseHalf):
+class MasterHalf(FedAvgHalf):
     def settle(self) -> None:
         with torch.no_grad():
             for own, master in zip(self.server.parameters(), self.state.parameters(), strict=True):

@@ -162,7 +162,7 @@ def test_the_figures_of_a_round_are_those_of_its_bits_and_of_what_was_sent() -> 
     for unit, bits in zip(units, ([False, True, True, False], [False, True, True, True]), strict=True):
         _, receipt = opened.send(unit)
         opened.add(receipt, Upload(unit, {BITS: pack_bits(torch.tensor(bits))}))
-    assert opened.metrics() == {
+    assert opened.observed().figures == {
         "bit_entropy": 0.25,
         "bits_agreed": 0.75,
         "bit_disagreement": 0.25,

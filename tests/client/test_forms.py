@@ -111,7 +111,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 def trained(
     side: ClientSide, client: nn.Module, download: Download, optimizer: torch.optim.Optimizer, names: Any
 ) -> dict[str, Tensor]:
-    local = LocalOptimizer(optimizer, names, client, side.origin, side.overrides)
+    local = LocalOptimizer(optimizer, names, client, side.stand_ins(client))
     local.start_client(options_of(optimizer))
     actions = side.start(client, download) or StepActions()
     for x, y in batches():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.client.user_optimizer import LocalOptimizer, check_optimizer, options_of
+from lightning_spectral.client.user_optimizer import LocalOptimizer, StandIn, check_optimizer, options_of
 
 OPTIMIZERS: list[Any] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -112,11 +112,9 @@ def test_options_that_differ_are_those_of_a_group_of_their_own() -> None:
     server = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(server.parameters(), lr=0.5, weight_decay=0.1)
 
-    def half(name: str, options: Any) -> Any:
-        return {"weight_decay": options["weight_decay"] / 2} if name == "1.weight" else {}
-
+    half = StandIn("1.weight", lambda options: {"weight_decay": options["weight_decay"] / 2})
     groups = optimizer.param_groups
-    with client_of(optimizer, server, overrides=half) as client:
+    with client_of(optimizer, server, stand_ins={"1.weight": half}) as client:
         own = dict(client.named_parameters())
         assert [(g["lr"], g["weight_decay"]) for g in groups] == [(0.5, 0.1), (0.5, 0.05)]
         assert [id(p) for p in groups[0]["params"]] == [id(own[name]) for name in ("0.weight", "0.bias", "1.bias")]
@@ -132,9 +130,9 @@ def test_a_parameter_is_stepped_with_the_group_of_the_one_that_it_stands_for() -
         del module[1].weight
         module[1].u, module[1].v, module[1].untrained = (nn.Parameter(torch.ones(2)) for _ in range(3))
 
-    origins = {"0.weight": "0.weight", "1.u": "1.weight", "1.v": "1.weight", "1.untrained": ""}
+    stand_ins = {"1.u": StandIn("1.weight"), "1.v": StandIn("1.weight"), "1.untrained": StandIn("")}
     groups = optimizer.param_groups
-    with client_of(optimizer, server, take_form, origin=origins.__getitem__) as client:
+    with client_of(optimizer, server, take_form, stand_ins=stand_ins) as client:
         assert [[id(p) for p in group["params"]] for group in groups] == [
             [id(client[0].weight)],
             [id(client[1].u), id(client[1].v)],

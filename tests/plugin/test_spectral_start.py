@@ -17,7 +17,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import SpectralStart
-from lightning_spectral.algorithms.fed_avg import DenseHalf
+from lightning_spectral.algorithms.fed_avg import FedAvgHalf
 
 
 def started(module: nn.Module, keep_ratio: float, **options: Any) -> dict[str, Tensor]:
@@ -89,7 +89,7 @@ class TestInAFit:
         assert "Layer 'net.2' cannot be factorised" in str(raised.value.__cause__)
 
 
-class DoublingHalf(DenseHalf):
+class DoublingHalf(FedAvgHalf):
     def initialize(self, workers: Any) -> str:
         with torch.no_grad():
             for parameter in self.server.parameters():

@@ -196,10 +196,11 @@ class TestSubModels:
     def test_the_worst_keep_ratio_is_named(self) -> None:
         algorithm, server = random_start(), seeded(LitWide)
         cohort = Cohort(0, 0, {ratio: (WorkUnit(2 * i), WorkUnit(2 * i + 1)) for i, ratio in enumerate((0.5, 0.1))})
-        opened: Any = algorithm.bind(server).open(cohort)
+        half = algorithm.bind(server)
+        opened: Any = half.open(cohort)
         errors = opened.term_draws["net.2"].client_errors()
         assert errors[0.1] > 1 > errors[0.5]
-        (told,) = opened.advice(Moment.BEFORE_TRAINING)
+        (told,) = half.advice(Moment.BEFORE_TRAINING, opened)
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
         assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
 
@@ -277,10 +278,18 @@ def test_averages_that_nobody_sets_are_named(options: dict[str, Any], data: Any,
 
 
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
-    assert STEP_WIDTHS.bind(seeded(LitNorm)).averages_may_rest
-    kept = buffer_rules(seeded(LitNorm), KEPT)
-    assert not STEP_WIDTHS.bind(seeded(LitNorm), known=Known(kept)).averages_may_rest
-    assert not ls.WidthSharding().bind(seeded(LitNorm)).averages_may_rest
+    kept = Known(buffer_rules(seeded(LitNorm), KEPT))
+    narrow, at_server, whole = (
+        half.advice(Moment.RESTING_AVERAGES)
+        for half in (
+            STEP_WIDTHS.bind(seeded(LitNorm)),
+            STEP_WIDTHS.bind(seeded(LitNorm), known=kept),
+            ls.WidthSharding().bind(seeded(LitNorm)),
+        )
+    )
+    assert narrow
+    assert not at_server
+    assert not whole
 
 
 def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:

@@ -16,6 +16,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms import Promises
 from lightning_spectral.algorithms.base import Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
+from lightning_spectral.client.device import ClientSide
 from lightning_spectral.protocol.exchange import apply_mean_change
 from lightning_spectral.protocol.records import Upload
 from lightning_spectral.testing import check_algorithm
@@ -473,7 +474,7 @@ class ResidualSide(DenseSide):
 class TravellingSide(ResidualSide):
     """Sends it to the server, which sends it back."""
 
-    keeps_state = False
+    keep = ClientSide.keep  # nothing
 
     def load(self, client: Any, download: Any) -> None:
         super().load(client, replace(download, tensors={n: t for n, t in download.tensors.items() if ":" not in n}))
@@ -492,7 +493,7 @@ class RememberingSide(ResidualSide):
     """Remembers it itself."""
 
     residuals: dict[int, Any] = field(default_factory=dict)
-    keeps_state = False
+    keep = ClientSide.keep  # nothing
 
     def left(self, download: Any) -> Any:
         return self.residuals.get(download.unit.client_id, {})

@@ -18,7 +18,7 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, ServerHalf, Setting
 from lightning_spectral.algorithms.capacities import Capacities
-from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide
 from lightning_spectral.algorithms.lora.aggregation import (
     Adapter,
     AdapterAggregation,
@@ -33,6 +33,7 @@ from lightning_spectral.algorithms.lora.aggregation import (
 )
 from lightning_spectral.algorithms.term_draws import places_of_terms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
+from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.nn.cost import CostsBesides
@@ -131,6 +132,7 @@ class LoRA(Algorithm):
         return Promises(
             new_values=True,
             values_alone=True,
+            clients_may_join=True,
             same_tensors=kept,
             noise_hides=summed,
             remedies={
@@ -310,14 +312,12 @@ class Ranks(Capacities[LoRA]):
         return range(1, min(min(layer.in_features, layer.out_features) for layer in layers) + 1)
 
 
-class LoRAHalf(ServerHalf):
+class LoRAHalf(DenseHalf):
     """Federated LoRA, bound to a module; ``dense`` names the parameters and buffers that are trained whole."""
 
-    state: LoRAState
-
     def __init__(self, choice: LoRA, server: nn.Module, state: LoRAState, rules: BufferRules) -> None:
-        super().__init__(server, state, choice._trained_buffers(server, rules))
-        self.choice, self.aggregation = choice, choice.aggregation
+        super().__init__(server, choice._trained_buffers(server, rules))
+        self.state, self.choice, self.aggregation = state, choice, choice.aggregation
         self.is_mixed, self.max_rank = choice.is_mixed, choice.max_rank
         self.dense = tuple(choice.whole_of(server, state.layers, self.rules))
 
@@ -530,12 +530,6 @@ class LoRASide(DenseSide):
     aggregation: AdapterAggregation
     is_mixed: bool
 
-    @cached_property
-    def _weight_of(self) -> dict[str, str]:
-        """Maps each trained parameter to the server's parameter whose optimizer options it gets."""
-        factors = [layer.origins for layer in self.layers]
-        return {name: origin for part in ({n: n for n in self.returned}, *factors) for name, origin in part.items()}
-
     def take_form(self, module: nn.Module, capacity: float) -> None:
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in self.returned)
@@ -553,18 +547,18 @@ class LoRASide(DenseSide):
             for part, name in layer.factors.items():
                 parameters[name].requires_grad_(part in trained)
 
-    def origin(self, name: str) -> str:
-        return self._weight_of.get(name, "")
+    def stand_ins(self, client: nn.Module) -> dict[str, StandIn]:
+        """Factors stand for the layer's weight, or for the server's factors; what is not sent back is not trained."""
+        found = {name: StandIn("") for name, _ in client.named_parameters() if name not in self.returned}
+        for layer in self.layers:
+            factors = reversed(layer.origins.items())  # B first: it tells of the layer if both train
+            found |= {name: StandIn(origin, layer=layer.name) for name, origin in factors}
+        return found
 
     def collect(self, client: nn.Module, download: Download) -> Upload:
         parts = self.aggregation.trained(download.round_idx)
         names = [*self.returned, *(layer.parts[part] for layer in self.layers for part in parts)]
         return Upload(download.unit, select_tensors(client, names))
-
-    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        own = dict(client.named_parameters())
-        pairs = {layer.name: (layer.factors["B"], layer.factors["A"]) for layer in self.layers}
-        return {layer: next(own[name] for name in pair if own[name].requires_grad) for layer, pair in pairs.items()}
 
 
 PREFIX = "base_model.model."  # of all names in PEFT's files

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from lightning_spectral.algorithms.base import Promises, Setting
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.base import Observed, Promises, Setting
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf
 from lightning_spectral.algorithms.memory.kept import ClientSum
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
@@ -95,7 +95,7 @@ class ControlSide(DenseSide):
         return kept
 
 
-class ControlHalf(DenseHalf):
+class ControlHalf(FedAvgHalf):
     """Whole models whose clients have controls, bound to a module."""
 
     @cached_property
@@ -122,7 +122,7 @@ class ControlRound(DenseRound):
         change: Running sum of its change.
     """
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         assert isinstance(half.state, ClientSum), "made by `new_state`"
         assert isinstance(half.client_side, ControlSide)
@@ -155,16 +155,15 @@ class ControlRound(DenseRound):
         super().close()
         self.total.add(self.change)
 
-    def metrics(self) -> Mapping[str, float]:
-        return {"control_norm": float(self.total.values.norm())}
+    def observed(self) -> Observed:
+        return Observed({"control_norm": float(self.total.values.norm())})
 
 
 @dataclass(frozen=True)
 class WithControls(FedAvg):
     """Federated averaging whose clients have controls."""
 
-    half: ClassVar[type[DenseHalf]] = ControlHalf
-    counts_all_clients: ClassVar[bool] = True
+    half: ClassVar[type[FedAvgHalf]] = ControlHalf
 
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
@@ -211,7 +210,7 @@ def check_one_rate(rates: set[float]) -> None:
 class ScaffoldRound(ControlRound):
     """One open round of SCAFFOLD: all clients are sent the server's control as well."""
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         controls = {n: t.to(self.tensors[n].dtype) for n, t in self.total.pieces().items() if n in self.change.names}
         self.tensors = {**self.tensors, **{f"{CONTROL}{name}": control for name, control in controls.items()}}
@@ -375,7 +374,7 @@ class FedDyn(WithControls):
 
     side: ClassVar[type[DenseSide]] = FedDynSide
     round: ClassVar[type[DenseRound]] = FedDynRound
-    half: ClassVar[type[DenseHalf]] = FedDynHalf
+    half: ClassVar[type[FedAvgHalf]] = FedDynHalf
     promises: ClassVar[Promises] = Promises(
         new_values=True, values_alone=True, same_tensors=True, parts_stay=True, any_steps=True
     )

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Promises
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide, FedAvg
+from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf
 from lightning_spectral.algorithms.memory.controls import adding
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
@@ -57,7 +57,7 @@ class DittoSide(DenseSide):
         return {name: client_state[name] for name in self.own if name in client_state}
 
 
-class DittoHalf(DenseHalf):
+class DittoHalf(FedAvgHalf):
     """Ditto, bound to a module."""
 
     algorithm: "Ditto"
@@ -105,13 +105,14 @@ class Ditto(FedAvg):
 
     side: ClassVar[type[DenseSide]] = DittoSide
     round: ClassVar[type[DenseRound]] = DenseRound
-    half: ClassVar[type[DenseHalf]] = DittoHalf
+    half: ClassVar[type[FedAvgHalf]] = DittoHalf
     promises: ClassVar[Promises] = Promises(
         new_values=True,
         values_alone=True,
         same_tensors=True,
         one_sum=True,
         noise_hides=True,
+        clients_may_join=True,
         remedies={"parts_stay": "use FedAvg, since Ditto's clients keep a whole model of their own"},
     )
 

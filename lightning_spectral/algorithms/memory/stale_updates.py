@@ -11,8 +11,8 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms.base import Promises
-from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, FedAvg, dense_mean, sum_of
+from lightning_spectral.algorithms.base import Observed, Promises
+from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg, FedAvgHalf, dense_mean, sum_of
 from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
@@ -36,7 +36,7 @@ class StaleRound(DenseRound):
         table: Running sum of the changes of H.
     """
 
-    def __init__(self, half: DenseHalf, cohort: Cohort) -> None:
+    def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         assert isinstance(half.state, ClientSum), "made by `new_state`"
         assert isinstance(half.algorithm, StaleUpdates)
@@ -107,11 +107,12 @@ class StaleRound(DenseRound):
         apply_mean_change(self.half.server, corrected())
         self.total.add(self.table)
 
-    def metrics(self) -> Mapping[str, float]:
+    def observed(self) -> Observed:
         """The share of all examples whose clients are in the table, and the norm of the sum over all clients."""
         pieces = self.total.pieces()
         share = float(pieces.pop(SEEN))
-        return {"stale_share": share, "stale_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm())}
+        norm = float(nn.utils.parameters_to_vector(pieces.values()).norm())
+        return Observed({"stale_share": share, "stale_norm": norm})
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,14 @@ class StaleUpdates(FedAvg):
 
     round: ClassVar[type[DenseRound]] = StaleRound
     promises: ClassVar[Promises] = Promises(
-        new_values=True, values_alone=True, same_tensors=True, parts_stay=True, any_steps=True, expected_updates=True
+        new_values=True,
+        values_alone=True,
+        same_tensors=True,
+        parts_stay=True,
+        any_steps=True,
+        expected_updates=True,
+        steps_without_clients=True,
     )
-    counts_all_clients: ClassVar[bool] = True
-    steps_without_clients: ClassVar[bool] = True
 
     beta: float = 1.0
     coefficients: Coefficients = "sampled"

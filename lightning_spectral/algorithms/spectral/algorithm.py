@@ -15,17 +15,19 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import (
+    NOTHING,
     UNKNOWN,
     Algorithm,
     Decisions,
     Known,
     Moment,
+    Observed,
     Promises,
-    ServerHalf,
+    Round,
     Setting,
 )
 from lightning_spectral.algorithms.capacities import KeepRatios
-from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
+from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound, DenseSide
 from lightning_spectral.algorithms.spectral.aggregation import (
     LayerMean,
     MatrixMeans,
@@ -45,6 +47,7 @@ from lightning_spectral.algorithms.spectral.start import (
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
+from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.figures import marginal_entropy
@@ -91,22 +94,18 @@ class SpectralSide(DenseSide):
     clip_weight_lr: float
     frobenius_decay: float
 
-    @cached_property
-    def weight_of(self) -> dict[str, str]:
-        """Maps the name of a factor to that of the dense weight that it stands for."""
-        return {f"{name}.{factor}": block.parameter for name, block in self.plan.blocks.items() for factor in "uv"}
-
     def take_form(self, module: nn.Module, capacity: float) -> None:
         swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
 
-    def origin(self, name: str) -> str:
-        return self.weight_of.get(name, name)
-
-    def overrides(self, name: str, options: Options) -> Options:
+    def stand_ins(self, client: nn.Module) -> dict[str, StandIn]:
         """Factors have Frobenius decay in place of weight decay, which would act on each of them alone."""
-        if name not in self.weight_of:
-            return {}
-        return {"weight_decay": 0.0, DECAY: self.frobenius_decay + options.get("weight_decay", 0.0)}
+
+        def options(of_weight: Options) -> Options:
+            return {"weight_decay": 0.0, DECAY: self.frobenius_decay + of_weight.get("weight_decay", 0.0)}
+
+        weights = {name: self.plan.blocks[name].parameter for name in sharded_layers(client)}
+        u = {f"{name}.u": StandIn(weight, options, layer=name) for name, weight in weights.items()}
+        return u | {f"{name}.v": StandIn(weight, options) for name, weight in weights.items()}
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """Frobenius decay, then clipping, just before each step."""
@@ -130,9 +129,6 @@ class SpectralSide(DenseSide):
                 act()
 
         return StepActions(before_step=before_step)
-
-    def watched(self, client: nn.Module) -> dict[str, nn.Parameter]:
-        return {name: layer.u for name, layer in sharded_layers(client).items()}
 
 
 @dataclass(frozen=True)
@@ -274,6 +270,7 @@ class SpectralSharding(Algorithm):
             noise_hides=same and known,
             parts_stay=True,
             any_steps=True,
+            clients_may_join=True,
             remedies={"noise_hides": "give all clients the same terms, SpectralSharding(TopN(), keep_ratio=0.2)"},
         )
 
@@ -345,7 +342,7 @@ class SpectralSharding(Algorithm):
         return SpectralHalf(self, server, plan, known.rules, known.decisions)
 
 
-class SpectralHalf(ServerHalf):
+class SpectralHalf(DenseHalf):
     """Factorises the sharded matrices of a module in every round.
 
     Attributes:
@@ -363,7 +360,7 @@ class SpectralHalf(ServerHalf):
         rules: BufferRules | None = None,
         decisions: Decisions = None,
     ) -> None:
-        super().__init__(server, rules=rules)
+        super().__init__(server, rules)
         self.choice, self.plan = choice, plan.keeping_dense(self.rules.stays, "personal")
         self.apart, self.started = self.plan.sharded_weights, frozenset((decisions or {}).get("started", ()))
         self.held_entries = self.plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
@@ -439,8 +436,10 @@ class SpectralHalf(ServerHalf):
         layers = {name: LayerRound(draws[name], mean_of(name, u, v)) for name, (_, u, v) in terms.items()}
         return SpectralRound(self, cohort, layers)
 
-    def advice(self, moment: Moment, summary: RoundSummary | None = None) -> Sequence[str]:
+    def advice(self, moment: Moment, opened: Round | None = None, summary: RoundSummary | None = None) -> Sequence[str]:
         """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""
+        if isinstance(opened, SpectralRound):
+            return opened.equal_sub_models() if moment is Moment.REMARK else opened.problems()
         if moment is Moment.UNUSED_LAYERS:
             return ["keep them dense with `SpectralSharding(exclude=[...])`"]
         if moment is Moment.LARGE_UPDATES and self.choice.clip_weight_lr > 1:
@@ -448,7 +447,7 @@ class SpectralHalf(ServerHalf):
         if moment is Moment.FLAT_LOSSES and self.started:
             ask = "see whether `FedAvg()` learns on the same clients"
             return [f"{ask}; if it does, try twice and four times its learning rate, then a larger keep ratio"]
-        return ()
+        return super().advice(moment, opened, summary)
 
 
 @dataclass(frozen=True, eq=False)
@@ -533,32 +532,29 @@ class SpectralRound(DenseRound):
             for weight, lost in assembled(server, plan, lambda name: means[name].truncation()):
                 weight.detach().sub_(lost)
 
-    def metrics(self) -> Mapping[str, float]:
+    def observed(self) -> Observed:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""
         if not self.layers:
-            return {}
-        visited = self.visited_terms().values()
+            return NOTHING
+        visited = {name: layer.mean.visited for name, layer in self.layers.items()}
         plans = [plan for draws in self.term_draws.values() for plan in draws.groups.values()]
         entropies = [float(marginal_entropy(plan.inclusion_probs)) for plan in plans]
-        return {
-            "terms_visited": sum(int(of_matrix.sum()) for of_matrix in visited) / sum(map(len, visited)),
+        num_terms = sum(map(len, visited.values()))
+        figures = {
+            "terms_visited": sum(int(of_matrix.sum()) for of_matrix in visited.values()) / num_terms,
             "inclusion_entropy": sum(entropies) / len(entropies),
             "largest_multiplier": max(float(plan.multipliers[plan.inclusion_probs > 0].max()) for plan in plans),
         }
+        return Observed(figures, self.term_draws, visited)
 
     @property
     def term_draws(self) -> Mapping[str, TermDraws]:
+        """How clients draw the terms of each matrix."""
         return {name: layer.draws for name, layer in self.layers.items()}
 
-    def visited_terms(self) -> Mapping[str, Tensor]:
-        return {name: layer.mean.visited for name, layer in self.layers.items()}
-
-    def advice(self, moment: Moment) -> Sequence[str]:
-        if moment is Moment.REMARK:
-            return self._equal_sub_models()
-        if moment is Moment.BEFORE_TRAINING:
-            return [*self._noisy_sub_models(), *self._empty_terms()]
-        return ()
+    def problems(self) -> Sequence[str]:
+        """What may keep clients from learning, with remedies."""
+        return [*self._noisy_sub_models(), *self._empty_terms()]
 
     def _noisy_sub_models(self) -> Sequence[str]:
         """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only; or nothing.
@@ -604,7 +600,7 @@ class SpectralRound(DenseRound):
             "initialise them differently."
         ]
 
-    def _equal_sub_models(self) -> Sequence[str]:
+    def equal_sub_models(self) -> Sequence[str]:
         """A remark if a strategy that could draw leaves nothing to chance in any layer, as others then would."""
         draws = self.term_draws.values()
         plans = [plan for of_matrix in draws for plan in of_matrix.groups.values()]

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import Round
+from lightning_spectral.algorithms.base import Observed
 from lightning_spectral.algorithms.term_draws import TermDraws
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.partition import report
@@ -136,8 +136,7 @@ class RoundDashboard(RoundCallback):
             self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
-            others = pl_module.algorithm.histograms(pl_module.state)
-            shown = of_algorithm(opened, others, summary.round_idx, figures, self._draws)
+            shown = of_algorithm(opened.observed(), summary.round_idx, figures, self._draws)
             self._shown |= of_model(summary.model, shown)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -267,18 +266,16 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
     )
 
 
-def of_algorithm(
-    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool = False
-) -> Shown:
+def of_algorithm(observed: Observed, round_idx: int, figures: LayerFigures, draws: bool = False) -> Shown:
     """All there is to show of a model's finished round, apart from its clients.
 
     For sharded layers, these are spectra and, for each keep ratio, inclusion probabilities and multipliers of possible
-    terms, and a table with further ``figures`` of each layer; for other algorithms, histograms of ``others``.
+    terms, and a table with further ``figures`` of each layer; for other algorithms, histograms.
     """
-    layers = opened.term_draws
+    layers, visited = observed.term_draws, observed.visited_terms
     if not layers:
-        return {name: histogram(values) for name, values in others.items()}
-    visited, shown, rows = opened.visited_terms(), Shown(), []
+        return {name: histogram(values) for name, values in observed.histograms.items()}
+    shown, rows = Shown(), []
     for name, layer in layers.items():
         shown[f"singular_values/{name}"] = histogram(layer.singular_values)
         for ratio, plan in layer.groups.items():

@@ -61,7 +61,7 @@ class SpectralDiagnostics(RoundCallback):
         return round_idx % self.every_n_rounds == 0
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
-        if opened.term_draws and self.is_due(trainer.current_epoch):
+        if opened.observed().term_draws and self.is_due(trainer.current_epoch):
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -71,7 +71,7 @@ class SpectralDiagnostics(RoundCallback):
 def layer_figures(opened: Round) -> dict[str, dict[str, float]]:
     """The figures of each sharded layer in one open round."""
     found = {}
-    for name, layer in opened.term_draws.items():
+    for name, layer in opened.observed().term_draws.items():
         s, plans = layer.singular_values, layer.groups
         num_singular, squared_norm = len(s), float((s**2).sum())
         errors = sum(error * plans[ratio].num_clients for ratio, error in layer.client_errors().items())
@@ -90,7 +90,7 @@ def spectral_figures(opened: Round, by_layer: Mapping[str, Mapping[str, float]] 
     """The figures of one open round, by the names under which they are logged."""
     by_layer = layer_figures(opened) if by_layer is None else by_layer
     chosen = {}  # the strategy's own figures on its choices for a layer, averaged over keep ratios
-    for name, layer in opened.term_draws.items():
+    for name, layer in opened.observed().term_draws.items():
         figures, s = layer.strategy.figures, layer.singular_values
         chosen[name] = _means(figures(s, plan.num_terms, float(plan.num_clients)) for plan in layer.groups.values())
     means = {**_means(by_layer.values()), **_means(chosen.values())}

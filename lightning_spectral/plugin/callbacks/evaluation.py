@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
@@ -412,7 +413,7 @@ class SampledNetworks(pl.Callback):
         if stage not in ("fit", "validate"):
             return
         algorithm = getattr(pl_module, "algorithm", None)
-        if not isinstance(algorithm, Algorithm) or type(algorithm).network is Algorithm.network:
+        if not isinstance(algorithm, Algorithm) or not promises_of(algorithm).draws_networks:
             trained_by = type(algorithm if isinstance(algorithm, Algorithm) else pl_module).__name__
             raise TypeError(
                 f"SampledNetworks needs the probabilities of bits, which {trained_by} does not train; leave the "
@@ -439,7 +440,7 @@ class SampledNetworks(pl.Callback):
         if not self._networks:  # only now, after the user's hooks have prepared the module for validation
             for k in range(self.num_samples):
                 generator = derived_generator(pl_module.seed, "sampled networks", trainer.current_epoch, k)
-                weights = pl_module.algorithm.network(pl_module.module, pl_module.state, generator)
+                weights = pl_module.state.network(generator)
                 self._networks.append(ValidatedBeside(pl_module.module, weights, trainer))
         seed = derived_seed(
             pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx

@@ -401,7 +401,7 @@ class Device:
         self._profile = profile
         self._train: Train | None = None
         self._measure: Train | None = None
-        self._local_optimizers: dict[float, tuple[Form, tuple[LocalOptimizer, ...]]] = {}
+        self._local_optimizers: dict[float, tuple[Form, Mapping[str, StandIn], tuple[LocalOptimizer, ...]]] = {}
         self._num_compared = 0
 
     def run(self, download: Download) -> Upload:
@@ -458,9 +458,8 @@ class Device:
         side = self.instructions.side
         assert kept is not None, "the module is a client"
         is_watched = download.round_idx < WATCHED_ROUNDS
-        watched = layers_of(module, side.stand_ins(module)) if is_watched else {}
         stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
-        with watching(watched) as unreached, clock.measure("train"), stage:
+        with clock.measure("train"), stage:
             self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
             kept.seed(download.seed, download.ids)
             trains, data = download.local_epochs > 0, self.data(download)
@@ -470,7 +469,9 @@ class Device:
             changed = self._comparison(form, kept) if is_watched and trains else tuple
             if self._train is None:  # only now the module has the hooks of a client
                 self._train = self._local_trainer(module, self.optimizers, self.settings)
-            with ExitStack() as blocks:
+            stand_ins = self._local_optimizers[download.capacity][1]
+            watched = layers_of(module, stand_ins) if is_watched else {}
+            with watching(watched) as unreached, ExitStack() as blocks:
                 for hook in hooks if trains else ():
                     blocks.enter_context(hook.while_training(module, data))
                 result = self._train(task)
@@ -525,12 +526,14 @@ class Device:
 
     def _phases(self, form: Form, download: Download, data: ClientData) -> Iterator[LocalTask]:
         """Prepare the client's tasks, most often one; each begins with the state that the server has."""
-        known, local_optimizers = self._local_optimizers.get(download.capacity, (None, ()))
+        known, _, local_optimizers = self._local_optimizers.get(download.capacity, (None, {}, ()))
         if known is not form:
-            names = {id(tensor): name for name, tensor in form.server.items()}
-            stand_ins = self.instructions.side.stand_ins(self.module)
+            names, stand_ins = (
+                {id(t): name for name, t in form.server.items()},
+                self.instructions.side.stand_ins(self.module),
+            )
             local_optimizers = tuple(LocalOptimizer(one, names, self.module, stand_ins) for one in self.optimizers)
-            self._local_optimizers[download.capacity] = form, local_optimizers
+            self._local_optimizers[download.capacity] = form, stand_ins, local_optimizers
         for local, options in zip(local_optimizers, download.options, strict=True):
             local.start_client(options)
         self._recorder.start_client()

@@ -103,31 +103,34 @@ class FrobeniusDecay:
 
     def register(self, optimizer: Optimizer, module: nn.Module) -> RemovableHandle:
         """Attach the hook for the named sharded layers of ``module``; ``handle.remove()`` detaches it."""
-        act = self.acting(optimizer, module)
+        act = decaying(self.coefficients, self.decoupled, optimizer, module)
         return optimizer.register_step_pre_hook(lambda *_: act())
 
-    def acting(self, optimizer: Optimizer, module: nn.Module) -> Callable[[], None]:
-        """What the hook does before each step."""
-        layers = sharded_layers(module)
-        named = [(name, layers[name]) for name in self.coefficients]
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
 
-        @torch.no_grad()
-        def act() -> None:
-            for name, layer in named:
-                if (decay := self.coefficients[name]) == 0.0:
+def decaying(
+    coefficients: Mapping[str, float], decoupled: bool, optimizer: Optimizer, module: nn.Module
+) -> Callable[[], None]:
+    """What `FrobeniusDecay` does before each step."""
+    layers = sharded_layers(module)
+    named = [(name, layers[name]) for name in coefficients]
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+
+    @torch.no_grad()
+    def act() -> None:
+        for name, layer in named:
+            if (decay := coefficients[name]) == 0.0:
+                continue
+            penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
+            for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
+                group = group_of.get(id(factor))
+                if factor.grad is None or group is None:
                     continue
-                penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
-                for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
-                    group = group_of.get(id(factor))
-                    if factor.grad is None or group is None:
-                        continue
-                    if self.decoupled:
-                        factor.sub_(penalty * (decay * group["lr"]))
-                    else:  # an optimizer that maximises reverses the sign of gradients
-                        factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
+                if decoupled:
+                    factor.sub_(penalty * (decay * group["lr"]))
+                else:  # an optimizer that maximises reverses the sign of gradients
+                    factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
 
-        return act
+    return act
 
 
 class TermRates:

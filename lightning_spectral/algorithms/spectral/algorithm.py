@@ -54,7 +54,7 @@ from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, singular_terms
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.nn.layers.terms import sharded_layers
-from lightning_spectral.nn.optimizer_hooks import FrobeniusDecay, TermRates
+from lightning_spectral.nn.optimizer_hooks import TermRates, decaying
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
 from lightning_spectral.protocol.buffer_rules import BufferRules
@@ -120,7 +120,7 @@ class SpectralSide(DenseSide):
             decays = {name: group_of[u][DECAY] for name, u in held.items() if u in group_of}
             # decoupled weight decay is a step of its own
             decoupled = isinstance(optimizer, AdamW) or any(group.get("decoupled_weight_decay") for group in groups)
-            return FrobeniusDecay(decays, decoupled).acting(optimizer, client), rates.acting(optimizer)
+            return decaying(decays, decoupled, optimizer, client), rates.acting(optimizer)
 
         def before_step(optimizer: Optimizer) -> None:
             if id(optimizer) not in acts:

@@ -183,7 +183,7 @@ class SingularTerms(nn.Module):
             out = F.linear(x, self.scaled_u() @ v, held)
         else:
             out = F.linear(F.linear(x, v), self.scaled_u(), held)
-        return leading_channels(out, self.num_rows, -1)
+        return out if self.has_all_rows else leading_channels(out, self.num_rows, -1)
 
     def _leading(self, x: Tensor, channel_dim: int) -> tuple[Tensor, Tensor]:
         """An input and ``v``, both without the parts that belong to channels known to be zero."""

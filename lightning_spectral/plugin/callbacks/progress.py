@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,8 +19,6 @@ from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.round import Turn
-
-LOGGER = "lightning.pytorch.rounds"  # writes where Lightning's messages go
 
 
 class RoundProgressBar(TQDMProgressBar, RoundCallback):
@@ -76,7 +73,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self._losses, self._bytes, self._start = {}, [0, 0], time.perf_counter()
-        self._describe(trainer)
+        self.train_progress_bar.set_description(round_title(trainer))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._done, self._cohort = 0, len(batch.units)
@@ -115,24 +112,18 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._describe(trainer, ", validating")
+            self.train_progress_bar.set_description(f"{round_title(trainer)}, validating")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._describe(trainer)
+            self.train_progress_bar.set_description(round_title(trainer))
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """The round's figures and the metrics for the bar, without the logger's version number."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        own = self._progress if trainer.state.fn == "fit" else {}
-        return {**own, **metrics}
-
-    def _describe(self, trainer: pl.Trainer, doing: str = "") -> None:
-        total = num_rounds(trainer)
-        of_total = "" if total is None else f"/{total}"
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{of_total}{doing}")
+        return {**self._progress, **metrics} if trainer.state.fn == "fit" else metrics
 
 
 class RoundLines(RoundCallback):
@@ -182,26 +173,24 @@ class RoundLines(RoundCallback):
         self._validated = {name: value for name, value in self._new.take(trainer).items() if name != "fl/round"}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
-        is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_logged)
+        now, done, total = time.perf_counter(), trainer.current_epoch + 1, num_rounds(trainer)
+        is_due = now - self._last >= self.every_n_seconds or (done == total and self._has_logged)
         bar = trainer.progress_bar_callback  # a `RoundProgressBar` needs a terminal or a notebook
         is_drawn = bar is not None and not getattr(bar, "is_disabled", False)
-        if is_due and not is_drawn:
-            line = ", ".join(self._parts(trainer, now - self._start))
-            rank_zero_only(logging.getLogger(LOGGER).info)(line)
-            self._last, self._has_logged, self._validated = now, True, {}
-
-    def _parts(self, trainer: pl.Trainer, elapsed: float) -> Iterator[str]:
-        round_idx, total = trainer.current_epoch, num_rounds(trainer)
+        if not is_due or is_drawn:
+            return
         values = [f"{name} {value:.3g}" for name, value in {**self._losses, **self._validated}.items()]
-        yield f"Round {round_idx + 1}" + ("" if total is None else f"/{total}") + (f": {values[0]}" if values else "")
-        yield from values[1:]
+        parts = [": ".join([round_title(trainer), *values[:1]]), *values[1:]]
         if self._bytes:
-            yield f"{megabytes(self._bytes)} so far"
-        seconds = elapsed / (round_idx + 1 - self._first_round)
-        yield f"{seconds:.3g} s a round"
+            parts.append(f"{megabytes(self._bytes)} so far")
+        seconds = (now - self._start) / (done - self._first_round)
+        parts.append(f"{seconds:.3g} s a round")
         if total is not None:
-            yield f"{duration(seconds * (total - round_idx - 1))} left"
+            left = seconds * (total - done)
+            hours, rest = divmod(round(left), 3600)
+            parts.append(f"{left:.1f} s left" if left < 60 else f"{hours}:{rest // 60:02d}:{rest % 60:02d} left")
+        rank_zero_only(logging.getLogger("lightning.pytorch.rounds").info)(", ".join(parts))
+        self._last, self._has_logged, self._validated = now, True, {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self._bytes}
@@ -210,24 +199,16 @@ class RoundLines(RoundCallback):
         self._bytes = state_dict["bytes"]
 
 
+def round_title(trainer: pl.Trainer) -> str:
+    """The number of the current round, from 1, and that of all if it is known."""
+    total = num_rounds(trainer)
+    return f"Round {trainer.current_epoch + 1}" + ("" if total is None else f"/{total}")
+
+
 def round_bytes(summary: RoundSummary) -> tuple[int, int]:
     """Bytes sent in a model's round, down and up, including those of measuring before it."""
     clients = (*summary.clients, *summary.measured)
     return sum(client.downlink_bytes for client in clients), sum(client.uplink_bytes for client in clients)
-
-
-def duration(seconds: float) -> str:
-    """A duration in hours, minutes and seconds, with tenths if it is short.
-
-    Example:
-        >>> duration(12.34), duration(3725)
-        ('12.3 s', '1:02:05')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 def loss_title(model: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -27,7 +27,7 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import Host
-from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.report.runs import Histogram, Table
 from lightning_spectral.server.metrics import mean_loss
 
@@ -36,7 +36,6 @@ Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]  # red, green and blue, 
 Shown: TypeAlias = dict[str, Histogram | Table | Pixels]  # by name, for any logger
 LayerFigures: TypeAlias = Mapping[str, Mapping[str, float]]
 BYTES = "fl/bytes_total"
-NUM_BINS = 64
 MOST_LAYERS = 42  # that look different
 NO_LOGGER = (
     "RoundDashboard shows clients, spectra and draws in the record of a run, in wandb and in TensorBoard, and the "
@@ -81,7 +80,7 @@ class RoundDashboard(RoundCallback):
     def __init__(self, every_n_rounds: int = 10) -> None:
         self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks the argument
         self.every_n_rounds = every_n_rounds
-        self._history: RoundHistory | None = None
+        self._history = RoundHistory()  # until there is a fit
         self._opened: dict[str, Any] = {}
         self._summaries: list[RoundSummary] = []
         self._shown: Shown = {}
@@ -91,30 +90,31 @@ class RoundDashboard(RoundCallback):
     @property
     def total_bytes(self) -> int:
         """Bytes of all rounds so far and of all models, in both directions."""
-        return 0 if self._history is None else self._history.bytes_sent()
+        return self._history.bytes_sent()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._history = history_of(trainer)
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._history = history_of(trainer) or RoundHistory()
         self._opened, self._summaries, self._shown, self._drawn = {}, [], {}, set()  # left by a fit that failed
-        is_quick = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if trainer.is_global_zero and not (trainer.loggers or is_quick):
+        writes = trainer.is_global_zero and not trainer.fast_dev_run
+        if writes and not trainer.loggers:
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
-        self._shows = trainer.is_global_zero and bool(trainer.loggers) and isinstance(pl_module, Host) and not is_quick
+        self._shows = writes and bool(trainer.loggers) and isinstance(pl_module, Host)
         has_pages = any(isinstance(logger, Pages) for logger in trainer.loggers)
         self._draws = self._shows and has_pages and find_spec("matplotlib") is not None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch > 0 or not self._draws:
             return
         from lightning_spectral.report.printed import printed
 
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
             if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
                 split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
                 with printed(None, 8.0, 3.0) as figure:
                     split.plot(figure.subplots())
-                self._show(trainer, of_model(model, {"pictures/partition": _pixels(figure)}))
+                name = f"{model}/pictures/partition" if model else "pictures/partition"
+                self._show(trainer, {name: _pixels(figure)})
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         if self._diagnostics.is_due(trainer.current_epoch):
@@ -123,52 +123,48 @@ class RoundDashboard(RoundCallback):
             if self._shows:
                 self._opened[pl_module.name] = opened
 
-    def _source(self, trainer: pl.Trainer) -> SpectralDiagnostics:
+    def _source(self, trainer: Any) -> SpectralDiagnostics:
         """The callback that computes the layers' figures in this round: one alone, even if the user has added it."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
+        others = [callback for callback in trainer.callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
-        if summary.model and self._history is not None:
+        if summary.model:
             _log(pl_module, self._history.bytes_sent(summary.model))
-        if self._shows and self._diagnostics.is_due(summary.round_idx):
-            self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
+            self._summaries.append(summary)
             figures = self._source(trainer).by_layer.get(summary.model, {})
             others = pl_module.algorithm.histograms(pl_module.state)
             shown = of_algorithm(opened, others, summary.round_idx, figures, self._draws)
-            self._shown |= of_model(summary.model, shown)
+            self._shown |= {summary.metric(name): one for name, one in shown.items()}
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._history is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if self._history.rows and trainer.state.fn == "fit" and not trainer.sanity_checking:
             _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._history is None or not self._history.rows:
+    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if not self._history.rows:
             return
         _log(pl_module, self.total_bytes)  # the model has been validated
         self._history.take_logged(trainer)
         if self._shows:
-            self._draw_over_bytes(trainer, self._history)
-            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+            self._draw_over_bytes(trainer)
             for summary in self._summaries:
                 if summary.clients:
-                    known = [one.client_columns(summary) for one in callbacks if isinstance(one, RoundCallback)]
-                    tables = {"tables/clients": client_table(summary, known)}
-                    tables["tables/keep_ratios"] = keep_ratio_table(summary)
-                    self._shown |= of_model(summary.model, tables)
+                    known = [one.client_columns(summary) for one in trainer.callbacks if isinstance(one, RoundCallback)]
+                    self._shown[summary.metric("tables/clients")] = client_table(summary, known)
+                    self._shown[summary.metric("tables/keep_ratios")] = keep_ratio_table(summary)
             self._show(trainer, self._shown)
         self._summaries, self._shown = [], {}
 
-    def _draw_over_bytes(self, trainer: pl.Trainer, history: RoundHistory) -> None:
+    def _draw_over_bytes(self, trainer: pl.Trainer) -> None:
         """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step.
 
         In wandb, each curve gets its axis before its first point, and by its name: wandb does not specify which of two
         patterns wins. Its summary gets ``M/min`` and ``M/max`` of every metric M, by which its tables sort runs: names
         of their own, since a summary that wandb computes replaces the metric's last value.
         """
-        row, num_bytes = history.rows[-1], self.total_bytes
+        history, row, num_bytes = self._history, self._history.rows[-1], self.total_bytes
         values = {name: row[name] for name in history.outcomes([row]) if math.isfinite(row[name])}
         curves = {f"over_bytes/{name}": value for name, value in values.items()}
         for logger in trainer.loggers if values else ():
@@ -189,25 +185,20 @@ class RoundDashboard(RoundCallback):
         for logger in trainer.loggers if shown else ():
             if isinstance(logger, Pages):
                 show(logger, trainer.current_epoch, shown)
-        if self._history is not None:
-            tables = {name: one._asdict() for name, one in shown.items() if isinstance(one, Table)}
-            bins = {name: one._asdict() for name, one in shown.items() if isinstance(one, Histogram)}
-            self._history.show(trainer.current_epoch, tables=tables, histograms=bins)
+        tables = {name: one._asdict() for name, one in shown.items() if isinstance(one, Table)}
+        bins = {name: one._asdict() for name, one in shown.items() if isinstance(one, Histogram)}
+        if tables or bins:
+            self._history.append({"round": trainer.current_epoch, "tables": tables, "histograms": bins})
 
 
 def _log(module: Any, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
 
 
-def of_model(model: str, shown: Mapping[str, Any]) -> Shown:
-    """What is shown of one of several models, under names that begin with the model's name."""
-    return {f"{model}/{name}" if model else name: one for name, one in shown.items()}
-
-
 # -- contents
 
 
-def histogram(values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
+def histogram(values: Tensor, *, num_bins: int = 64) -> Histogram:
     """Count the finite ones of some values in bins of equal width between the smallest and the largest."""
     flat = values.detach().flatten().double().cpu()
     counts, edges = torch.histogram(flat[flat.isfinite()], num_bins)
@@ -224,7 +215,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table(columns, tuple(tuple(row.get(column) for column in columns) for row in known))
 
 
-def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]] = ()) -> Table:
+def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]]) -> Table:
     """One row per client of a model's round, in the cohort's order, with ``more`` columns by title and client."""
     titles = {title: values for columns in more for title, values in columns.items()}
     return table(
@@ -248,14 +239,12 @@ def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int,
 
 def keep_ratio_table(summary: RoundSummary) -> Table:
     """One row per keep ratio of a round's clients, ascending."""
-    by_ratio: dict[float, list[ClientOutcome]] = defaultdict(list)
-    for client in summary.clients:
-        by_ratio[client.keep_ratio].append(client)
-    groups = {ratio: replace(summary, clients=tuple(by_ratio[ratio])) for ratio in sorted(by_ratio)}
+    outcomes = sorted(summary.clients, key=lambda client: client.keep_ratio)
+    groups = [replace(summary, clients=tuple(own)) for _, own in groupby(outcomes, lambda client: client.keep_ratio)]
     return table(
         {
             "round": summary.round_idx,
-            "keep_ratio": ratio,
+            "keep_ratio": group.clients[0].keep_ratio,
             "clients": len(group.averaged),
             "clients_left_out": len(group.clients) - len(group.averaged),
             "examples": sum(client.num_examples for client in group.averaged),
@@ -263,12 +252,12 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
             "bytes_down": sum(client.downlink_bytes for client in group.clients),
             "bytes_up": sum(client.uplink_bytes for client in group.clients),
         }
-        for ratio, group in groups.items()
+        for group in groups
     )
 
 
 def of_algorithm(
-    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool = False
+    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool
 ) -> Shown:
     """All there is to show of a model's finished round, apart from its clients.
 
@@ -328,10 +317,7 @@ def prefixed(logger: Pages, name: str) -> str:
 
 
 def show(logger: Pages, round_idx: int, shown: Shown) -> None:
-    """Log histograms, pictures and, in wandb, tables of a round.
-
-    No row has a ``step=``: wandb drops rows whose step goes backwards.
-    """
+    """Log histograms, pictures and, in wandb, tables of a round."""
     if isinstance(logger, WandbLogger):
         import wandb
 

@@ -41,7 +41,7 @@ _LOG = inspect.signature(pl.LightningModule.log)
 _MEANS = ("mean", "avg", torch.mean)
 
 
-class ValidatedBeside:
+class ValidatedBeside(Recorder):
     """Runs ``validation_step`` of the user's module beside its validation, and keeps what it logs to itself.
 
     It does so within blocks of `entered`, after which the module is as it was. Values are averaged over examples as
@@ -55,12 +55,11 @@ class ValidatedBeside:
     """
 
     def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
+        super().__init__(module)
         self.module: Any = module
         self._tensors = tensors
-        self._recorder = Recorder(module)
-        self._states: list[dict[str, Any]] = []  # of the metrics, between blocks
         self._trainer = trainer
-        self._batch: Any = None
+        self._states: list[dict[str, Any]] = []  # of the metrics, between blocks
         self._dataloader_idx: int | None = None
         self._ended: dict[str, float] = {}
 
@@ -71,14 +70,14 @@ class ValidatedBeside:
             own = named_state(self.module)
             for name, tensor in self._tensors.items():
                 own[name].data = tensor
-            redirect(self.module, {"log": self._log, "log_dict": self._log_dict})
-            isolate_metrics(self._recorder.metrics)
+            redirect(self.module, {"log": self.log, "log_dict": self.log_dict})
+            isolate_metrics(self.metrics)
             if not self._states:
                 self.start()
-            for metric, state in zip(self._recorder.metrics, self._states, strict=True):
+            for metric, state in zip(self.metrics, self._states, strict=True):
                 vars(metric).update(state)
             yield
-            self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+            self._states = [vars(metric).copy() for metric in self.metrics]
 
     @contextmanager
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -86,18 +85,16 @@ class ValidatedBeside:
         held = [(own, own.data, tensors[name]) for name, own in named_state(self.module).items() if name in tensors]
         for own, data, other in held:
             own.data = other.to(data).clone()  # a step may change it
-        try:
-            yield
-        finally:
-            for own, data, _ in held:
-                own.data = data
+        yield  # if it raises, `entered` puts back all
+        for own, data, _ in held:
+            own.data = data
 
     def start(self) -> None:
         """Forget what was logged so far, and reset the module's metrics: other data follows."""
-        for metric in self._recorder.metrics:
+        for metric in self.metrics:
             vars(metric).update({name: [] for name, default in metric._defaults.items() if isinstance(default, list)})
-        self._recorder.start_client()
-        self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+        self.start_client()
+        self._states = [vars(metric).copy() for metric in self.metrics]
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
@@ -106,16 +103,17 @@ class ValidatedBeside:
             suffix = f"{SUFFIX}{self._dataloader_idx}"
             self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended
             self._dataloader_idx = dataloader_idx
-        self._batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
+        self.batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
         indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         with self._trainer.precision_plugin.val_step_context():
-            call_with_accepted(self.module.validation_step, self._batch, *indices)
-        self._batch = None
+            call_with_accepted(self.module.validation_step, self.batch, *indices)
+        self.batch = None
 
     def logged(self) -> dict[str, float]:
-        return {**{name: entry.value for name, entry in self._recorder.finish_client().items()}, **self._ended}
+        return {**{name: entry.value for name, entry in self.finish_client().items()}, **self._ended}
 
-    def _log(self, *args: Any, **options: Any) -> None:  # with the arguments of `LightningModule.log`
+    def log(self, *args: Any, **options: Any) -> None:
+        """Record a value, with the arguments of ``LightningModule.log``."""
         call = _LOG.bind(self.module, *args, **options)
         call.apply_defaults()
         name, value, batch_size = (call.arguments[key] for key in ("name", "value", "batch_size"))
@@ -125,12 +123,8 @@ class ValidatedBeside:
         if call.arguments["add_dataloader_idx"] and self._dataloader_idx is not None:
             name = f"{name}{SUFFIX}{self._dataloader_idx}"
         if batch_size is None and not is_metric:
-            batch_size = extract_batch_size(self._batch)
-        self._recorder.log(name, value, batch_size=batch_size)
-
-    def _log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        for name, value in dictionary.items():
-            self._log(name, value, *args, **options)
+            batch_size = extract_batch_size(self.batch)
+        super().log(name, value, batch_size=batch_size)
 
 
 @dataclass(frozen=True)
@@ -197,8 +191,7 @@ class ClientTable(Tabular):
             if not_finite := sum(not math.isfinite(value) for value in whole.values()):
                 found[f"{name}/not_finite"] = float(not_finite)
             values = torch.tensor(list(column.values()), dtype=torch.float64)
-            counts = [row.num_examples for row in self.rows if row.client_id in column]
-            sizes = torch.tensor(counts, dtype=torch.float64)
+            sizes = torch.tensor([row.num_examples for row in self.rows if row.client_id in column]).double()
             lowest, highest = decile_means(values)
             figures = {
                 "mean": float(values.mean()),

@@ -27,8 +27,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     ``Round 3/20:  12%|#2        | [00:31<03:47, clients=4/10, loss=0.52, down=1.2 MB, up=1.1 MB, s/round=12.8]``
 
     ``loss`` is that of the clients so far, then the round's. Bytes and seconds are those of the last finished round.
-    Metrics logged with ``prog_bar=True``, such as an accuracy, are shown as usual. There is no bar if the output is
-    neither a terminal nor a notebook.
+    Metrics logged with ``prog_bar=True`` are shown as usual. Without a terminal or a notebook there is no bar.
 
     Args:
         refresh_rate: Clients between two updates of the bar.
@@ -69,7 +68,10 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def init_validation_tqdm(self) -> Tqdm:
         """No bar within a fit, whose own bar shows that validation is running."""
-        return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
+        if self.trainer.state.fn != "fit":
+            return super().init_validation_tqdm()
+        self.train_progress_bar.set_description(f"{round_title(self.trainer)}, validating")
+        return Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self._losses, self._bytes, self._start = {}, [0, 0], time.perf_counter()
@@ -80,7 +82,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         if turn.upload is not None and turn.upload.num_steps > 0 and not turn.is_masked:
-            name = loss_title(turn.unit.model)
+            name = f"{turn.unit.model} loss".lstrip()  # the name of an only model is empty
             total, size = self._losses.get(name, (0.0, 0))
             total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
             self._losses[name], self._progress[name] = (total, size), total / size
@@ -90,13 +92,13 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes = [so_far + new for so_far, new in zip(self._bytes, round_bytes(summary), strict=True)]
-        name = loss_title(summary.model)
+        name = f"{summary.model} loss".lstrip()
         if summary.has_losses:
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
             self._progress.pop(name, None)  # the clients that trained were left out afterwards
         if not summary.is_private:
-            self._progress.update(zip(("down", "up"), map(megabytes, self._bytes), strict=True))
+            self._progress |= {way: f"{n / 1e6:.3g} MB" for way, n in zip(("down", "up"), self._bytes, strict=True)}
         self._progress["s/round"] = time.perf_counter() - self._start
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -108,11 +110,6 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         counted = {"clients" if trainer.world_size == 1 else "turns": f"{self._done}/{self._cohort}"}
         self._progress = {**counted, **self._progress, **counted}  # first, and up to date
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.train_progress_bar.set_description(f"{round_title(trainer)}, validating")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -137,8 +134,7 @@ class RoundLines(RoundCallback):
     ``"lightning.pytorch.rounds"``. An instance of your own replaces the default one.
 
     Args:
-        every_n_seconds: Minimum number of seconds between two lines; 0 for a line in every round, ``math.inf`` for
-            none.
+        every_n_seconds: Least number of seconds between two lines; 0 for a line in every round, ``math.inf`` for none.
 
     Example:
         >>> lines = RoundLines(every_n_seconds=60)  # Trainer(callbacks=[lines], enable_progress_bar=False)
@@ -146,8 +142,7 @@ class RoundLines(RoundCallback):
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
         self.every_n_seconds: float = Number(at_least=0, finite=False)("every_n_seconds", every_n_seconds)
-        self._bytes = 0
-        self._first_round = 0
+        self._bytes = self._first_round = 0
         self._start = self._last = 0.0
         self._has_logged = False
         self._losses: dict[str, float] = {}
@@ -155,16 +150,13 @@ class RoundLines(RoundCallback):
         self._validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_round, self._has_logged = trainer.current_epoch, False
+        self._first_round, self._has_logged, self._losses = trainer.current_epoch, False, {}
         self._start = self._last = time.perf_counter()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._losses = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes += sum(round_bytes(summary))
         if summary.has_losses:
-            self._losses[loss_title(summary.model)] = mean_loss(summary)
+            self._losses[f"{summary.model} loss".lstrip()] = mean_loss(summary)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._new.mark(trainer)
@@ -173,16 +165,17 @@ class RoundLines(RoundCallback):
         self._validated = {name: value for name, value in self._new.take(trainer).items() if name != "fl/round"}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        losses, self._losses = self._losses, {}
         now, done, total = time.perf_counter(), trainer.current_epoch + 1, num_rounds(trainer)
         is_due = now - self._last >= self.every_n_seconds or (done == total and self._has_logged)
         bar = trainer.progress_bar_callback  # a `RoundProgressBar` needs a terminal or a notebook
         is_drawn = bar is not None and not getattr(bar, "is_disabled", False)
         if not is_due or is_drawn:
             return
-        values = [f"{name} {value:.3g}" for name, value in {**self._losses, **self._validated}.items()]
+        values = [f"{name} {value:.3g}" for name, value in {**losses, **self._validated}.items()]
         parts = [": ".join([round_title(trainer), *values[:1]]), *values[1:]]
         if self._bytes:
-            parts.append(f"{megabytes(self._bytes)} so far")
+            parts.append(f"{self._bytes / 1e6:.3g} MB so far")
         seconds = (now - self._start) / (done - self._first_round)
         parts.append(f"{seconds:.3g} s a round")
         if total is not None:
@@ -209,13 +202,3 @@ def round_bytes(summary: RoundSummary) -> tuple[int, int]:
     """Bytes sent in a model's round, down and up, including those of measuring before it."""
     clients = (*summary.clients, *summary.measured)
     return sum(client.downlink_bytes for client in clients), sum(client.uplink_bytes for client in clients)
-
-
-def loss_title(model: str) -> str:
-    """The title of a model's loss, with its name if there are several models."""
-    return f"{model} loss" if model else "loss"
-
-
-def megabytes(num_bytes: float) -> str:
-    """A number of bytes as text."""
-    return f"{num_bytes / 1e6:.3g} MB"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -34,9 +34,7 @@ from lightning_spectral.server.metrics import mean_loss
 Pages: TypeAlias = TensorBoardLogger | WandbLogger  # loggers that have pages of their own
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]  # red, green and blue, shape ``(height, width, 3)``
 Shown: TypeAlias = dict[str, Histogram | Table | Pixels]  # by name, for any logger
-LayerFigures: TypeAlias = Mapping[str, Mapping[str, float]]
 BYTES = "fl/bytes_total"
-MOST_LAYERS = 42  # that look different
 NO_LOGGER = (
     "RoundDashboard shows clients, spectra and draws in the record of a run, in wandb and in TensorBoard, and the "
     "Trainer has no logger, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
@@ -53,8 +51,7 @@ class RoundDashboard(RoundCallback):
 
     Every ``every_n_rounds`` rounds:
 
-    - ``tables/clients``: one row per client, with the columns that other callbacks add through
-      `RoundCallback.client_columns`.
+    - ``tables/clients``: one row per client, with the `RoundCallback.client_columns` of other callbacks.
     - ``tables/keep_ratios``: one row per keep ratio of the cohort.
     - With `SpectralSharding`, histograms of ``singular_values/<layer>``, ``inclusion_probs/<layer>/<keep ratio>`` and
       ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
@@ -82,8 +79,7 @@ class RoundDashboard(RoundCallback):
         self.every_n_rounds = every_n_rounds
         self._history = RoundHistory()  # until there is a fit
         self._opened: dict[str, Any] = {}
-        self._summaries: list[RoundSummary] = []
-        self._shown: Shown = {}
+        self._finished: list[tuple[RoundSummary, Shown]] = []
         self._drawn: set[str] = set()
         self._shows = self._draws = False
 
@@ -94,7 +90,7 @@ class RoundDashboard(RoundCallback):
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._history = history_of(trainer) or RoundHistory()
-        self._opened, self._summaries, self._shown, self._drawn = {}, [], {}, set()  # left by a fit that failed
+        self._opened, self._finished, self._drawn = {}, [], set()  # left by a fit that failed
         writes = trainer.is_global_zero and not trainer.fast_dev_run
         if writes and not trainer.loggers:
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
@@ -132,11 +128,10 @@ class RoundDashboard(RoundCallback):
         if summary.model:
             _log(pl_module, self._history.bytes_sent(summary.model))
         if (opened := self._opened.pop(summary.model, None)) is not None:
-            self._summaries.append(summary)
             figures = self._source(trainer).by_layer.get(summary.model, {})
             others = pl_module.algorithm.histograms(pl_module.state)
             shown = of_algorithm(opened, others, summary.round_idx, figures, self._draws)
-            self._shown |= {summary.metric(name): one for name, one in shown.items()}
+            self._finished.append((summary, shown))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._history.rows and trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -149,21 +144,18 @@ class RoundDashboard(RoundCallback):
         self._history.take_logged(trainer)
         if self._shows:
             self._draw_over_bytes(trainer)
-            for summary in self._summaries:
+            every: Shown = {}
+            for summary, shown in self._finished:
                 if summary.clients:
                     known = [one.client_columns(summary) for one in trainer.callbacks if isinstance(one, RoundCallback)]
-                    self._shown[summary.metric("tables/clients")] = client_table(summary, known)
-                    self._shown[summary.metric("tables/keep_ratios")] = keep_ratio_table(summary)
-            self._show(trainer, self._shown)
-        self._summaries, self._shown = [], {}
+                    shown["tables/clients"] = client_table(summary, known)
+                    shown["tables/keep_ratios"] = keep_ratio_table(summary)
+                every |= {summary.metric(name): one for name, one in shown.items()}
+            self._show(trainer, every)
+        self._finished = []
 
     def _draw_over_bytes(self, trainer: pl.Trainer) -> None:
-        """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step.
-
-        In wandb, each curve gets its axis before its first point, and by its name: wandb does not specify which of two
-        patterns wins. Its summary gets ``M/min`` and ``M/max`` of every metric M, by which its tables sort runs: names
-        of their own, since a summary that wandb computes replaces the metric's last value.
-        """
+        """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step."""
         history, row, num_bytes = self._history, self._history.rows[-1], self.total_bytes
         values = {name: row[name] for name in history.outcomes([row]) if math.isfinite(row[name])}
         curves = {f"over_bytes/{name}": value for name, value in values.items()}
@@ -172,11 +164,13 @@ class RoundDashboard(RoundCallback):
                 logger.log_metrics(curves, step=num_bytes)
             elif isinstance(logger, WandbLogger):
                 for name in (name for name in values if name not in self._drawn):
+                    # by its name, and before its first point: wandb does not specify which of two patterns wins
                     curve = prefixed(logger, f"over_bytes/{name}")
                     logger.experiment.define_metric(curve, step_metric=prefixed(logger, BYTES))
                 logger.log_metrics({**curves, BYTES: float(num_bytes), "fl/round": float(trainer.current_epoch)})
                 for name in values:
                     column = [value for value in history.column(name) if math.isfinite(value)]
+                    # names of their own: a summary that wandb computes replaces the metric's last value
                     ends = {f"{name}/min": min(column), f"{name}/max": max(column)}
                     logger.experiment.summary.update({prefixed(logger, end): value for end, value in ends.items()})
         self._drawn |= values.keys()
@@ -193,9 +187,6 @@ class RoundDashboard(RoundCallback):
 
 def _log(module: Any, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
-
-
-# -- contents
 
 
 def histogram(values: Tensor, *, num_bins: int = 64) -> Histogram:
@@ -257,12 +248,11 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
 
 
 def of_algorithm(
-    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: LayerFigures, draws: bool
+    opened: Round, others: Mapping[str, Tensor], round_idx: int, figures: Mapping[str, Mapping[str, float]], draws: bool
 ) -> Shown:
     """All there is to show of a model's finished round, apart from its clients.
 
-    For sharded layers, these are spectra and, for each keep ratio, inclusion probabilities and multipliers of possible
-    terms, and a table with further ``figures`` of each layer; for other algorithms, histograms of ``others``.
+    For sharded layers, a table with further ``figures``, and histograms; else histograms of ``others``.
     """
     layers = opened.term_draws
     if not layers:
@@ -291,7 +281,7 @@ def spectra_picture(layers: Mapping[str, TermDraws]) -> Pixels:
 
     with printed(None, 8.0, 4.0) as figure:
         axes = figure.add_subplot(xlabel="share of the terms", ylabel="share of the largest", ylim=(0.0, 1.05))
-        for index, (name, layer) in enumerate(list(layers.items())[:MOST_LAYERS]):
+        for index, (name, layer) in enumerate(islice(layers.items(), 42)):  # so many look different
             values = layer.singular_values.detach().double().cpu().numpy()
             heights = values / values.max() if values.max() > 0 else values
             draw_line(axes, np.arange(1, len(values) + 1) / len(values), heights, look(index), name)
@@ -306,9 +296,6 @@ def _pixels(figure: Any) -> Pixels:
     canvas.draw()
     pixels: Pixels = np.asarray(canvas.buffer_rgba())[..., :3].copy()
     return pixels
-
-
-# -- loggers with pages of their own
 
 
 def prefixed(logger: Pages, name: str) -> str:
@@ -332,12 +319,11 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
         logger.log_metrics(row)
         return
     for name, one in shown.items():
-        own = prefixed(logger, name)
         if isinstance(one, Histogram):
             centres = [(left + right) / 2 for left, right in zip(one.edges, one.edges[1:], strict=False)]
             weighed = list(zip(one.counts, centres, strict=True))
             logger.experiment.add_histogram_raw(  # bins as they are; TensorBoard's own sums are those of their centres
-                own,
+                prefixed(logger, name),
                 min=one.edges[0],
                 max=one.edges[-1],
                 num=sum(one.counts),
@@ -348,16 +334,14 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
                 global_step=round_idx,
             )
         elif isinstance(one, np.ndarray):
-            logger.experiment.add_image(own, one, round_idx, dataformats="HWC")
+            logger.experiment.add_image(prefixed(logger, name), one, round_idx, dataformats="HWC")
 
 
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
 
-    It also adds the version of this package and the numbers of rounds and devices to the run's config. They are not
-    settings, since a resumed run may have others.
-
-    Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
+    Metrics are logged without ``step=``: wandb drops rows whose step goes backwards. The version of this package and
+    the numbers of rounds and devices go to the run's config; a resumed run may have others, so they are no settings.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

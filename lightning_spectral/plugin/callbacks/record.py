@@ -10,7 +10,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,16 +69,14 @@ class LedgerRow(NamedTuple):
     def of(cls, client: ClientOutcome, measured: bool) -> LedgerRow:
         """The row of one client's outcome."""
         seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
-        turn = client.round_idx, client.client_id, client.keep_ratio
-        sent = client.downlink_bytes, client.uplink_bytes
-        return cls(*turn, *sent, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
+        turn = client.round_idx, client.client_id, client.keep_ratio, client.downlink_bytes, client.uplink_bytes
+        return cls(*turn, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
 
 
 class PackedTurns(Mapping[int, list[LedgerRow]]):
     """The turns of each round, in 8 bytes each, or 16 with a virtual clock.
 
-    Turns differ in their clients and times. All else takes few values together, which are kept once. The arguments are
-    what `state_dict` returned.
+    Turns differ in their clients and times. All else takes few values together, which are kept once.
 
     Example:
         >>> turns, row = PackedTurns(), LedgerRow(3, client_id=7, keep_ratio=0.5, downlink_bytes=80, uplink_bytes=40)
@@ -120,14 +118,13 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             assert end == turn, "turns are added round by round"
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
-            kind = *row[2:6], *row[7:]
-            self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
+            self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:]), len(self._kinds)))
             if row.virtual_seconds is not None:
                 self._seconds.extend([math.nan] * (turn - len(self._seconds)))
                 self._seconds.append(row.virtual_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """A few tensors, and the list of what turns have in common."""
+        """The arguments of an equal one: a few tensors, and the list of what turns have in common."""
         counts = array("i", (end - first for first, end in self._spans.values()))
         columns = array("q", self._spans), counts, self._clients, self._kind_of, self._seconds
         return {"kinds": [*self._kinds], **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
@@ -135,8 +132,6 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
 
 class PackedRows:
     """Rows of named numbers, which are final; those with the same names share a list of them.
-
-    The arguments are what `state_dict` returned.
 
     Example:
         >>> rows = PackedRows()
@@ -153,10 +148,9 @@ class PackedRows:
         return len(self._names_of)
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        first, of_kind = 0, list(self._names)
-        for names in map(of_kind.__getitem__, self._names_of):
-            yield dict(zip(names, self._values[first : first + len(names)], strict=True))
-            first += len(names)
+        known, values = [*self._names], iter(self._values)
+        for names in (known[index] for index in self._names_of):
+            yield dict(zip(names, islice(values, len(names)), strict=True))
 
     def add(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Add rows at the end."""
@@ -165,7 +159,7 @@ class PackedRows:
             self._values.extend(row.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Two tensors, and the lists of names."""
+        """The arguments of an equal one: two tensors, and the lists of names."""
         return {"names": list(self._names), "names_of": _tensor(self._names_of), "values": _tensor(self._values)}
 
 
@@ -217,9 +211,8 @@ class RoundHistory(RoundCallback):
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
         last = self.rows[-1] if self.rows else {}
-        is_of_another_model = last.get("fl/round") == own["fl/round"] and own.keys() & last.keys() == {"fl/round"}
-        if not is_of_another_model:
-            self.rows.append({})
+        if last.get("fl/round") != own["fl/round"] or own.keys() & last.keys() != {"fl/round"}:
+            self.rows.append({})  # the last row is not that of another model
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
         if self.keeps_turns:
@@ -341,14 +334,12 @@ class RoundHistory(RoundCallback):
         except ValueError as error:
             raise ValueError(f"{path} was not written by a RoundHistory: {error}.") from error
         history, rows = cls(), defaultdict[int, dict[str, float]](dict)
-        for line in found.lines:
+        for line in sorted(found.lines, key=lambda line: line["round"]):
             trained: dict[str, float] = line.get("trained", {})
             rows[line["round"]].update({**trained, **line.get("evaluated", {})})
             history._from_clients |= trained.keys()
-        history.rows = [rows[index] for index in sorted(rows)]
-        turns = {line["round"]: line["turns"] for line in found.lines if "turns" in line}
-        for index in sorted(turns):
-            history.turns.add(LedgerRow(*turn) for turn in turns[index])
+            history.turns.add(LedgerRow(*turn) for turn in line.get("turns", ()))
+        history.rows = [*rows.values()]
         return history
 
     # -- pictures and notebooks

@@ -44,10 +44,8 @@ class BatchNormEstimation(RoundCallback):
     not uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
 
     A batch on which ``training_step`` fails, or which gives NaN, is left out if the run's `Faults` tolerate clients
-    with that fault, and a `SpectralWarning` counts them.
-
-    Dropout is active, as it is while clients train. The global random generators are left unchanged. With several
-    processes, one estimates and all get the same bits.
+    with that fault, and a `SpectralWarning` counts them. Dropout is active, as it is while clients train. The global
+    random generators are left unchanged. With several processes, one estimates and all get the same bits.
 
     Args:
         every_n_rounds: Estimate after rounds n - 1, 2n - 1, ..., counted from 0, after which
@@ -112,16 +110,10 @@ def averages(layers: Iterable[str]) -> list[str]:
 
 
 def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int | None) -> tuple[Tensor, ...]:
-    """The averages of a model's BatchNorm layers over its training data; the model is only read.
-
-    Raises:
-        RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` do not
-            tolerate that, or not in so many batches.
-    """
+    """The averages of a model's BatchNorm layers over its training data; the model is only read."""
     module: Any = model.module
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
-    seed = derived_seed(model.seed, PURPOSE, round_idx)
-    where = f"Round {round_idx}, {PURPOSE}"
+    where, seed = f"Round {round_idx}, {PURPOSE}", derived_seed(model.seed, PURPOSE, round_idx)
     with trying(module):
         recorder = Recorder(module)
         redirect(module, {"log": recorder.log, "log_dict": recorder.log_dict})
@@ -143,7 +135,7 @@ def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int 
 
 
 def _run_steps(trainer: pl.Trainer, model: Any, layers: list[_BatchNorm], batches: Iterable[Any], where: str) -> None:
-    """Run ``training_step`` on one batch after another, and leave out those with a fault that the run tolerates."""
+    """Run ``training_step`` on all batches; `RoundError` if one has a fault that the run's `Faults` do not tolerate."""
     user, left_out, count = UserStep(model.module, defines), 0, 0
     for count, batch in enumerate(batches, start=1):
         before = [{name: value.clone() for name, value in layer.named_buffers()} for layer in layers]
@@ -164,10 +156,9 @@ def _run_steps(trainer: pl.Trainer, model: Any, layers: list[_BatchNorm], batche
             load_tensors(layer, values)
     if not left_out:
         return
-    faults = model.faults.on_error, model.faults.on_not_finite
-    most = max(answer.max_share for answer in faults if isinstance(answer, LeaveOut))
+    shares = [a.max_share for a in (model.faults.on_error, model.faults.on_not_finite) if isinstance(a, LeaveOut)]
     said = f"{where}: {left_out} of {count} batches are left out, whose examples fail or give averages that are NaN"
-    if left_out == count or left_out / count > most:
+    if left_out == count or left_out / count > max(shares):
         raise RoundError(
             f"{said}, which is more than `Faults` allow. Batches mix the examples of all clients: look for the broken "
             "ones, or make batches smaller, FederatedDataModule(eval_batch_size=...)."

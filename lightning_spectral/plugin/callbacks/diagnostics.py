@@ -39,10 +39,8 @@ class SpectralDiagnostics(RoundCallback):
       Terms that no client could hold, whose values are not computed, count as equal in the first two.
 
     It also logs the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`, as
-    means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers.
-
-    With an algorithm that does not shard layers, it logs nothing. The figures are available as pure functions: see
-    `lightning_spectral.functional`.
+    means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers. Without
+    sharded layers, it logs nothing. `lightning_spectral.functional` has the figures as pure functions.
 
     Args:
         every_n_rounds: Log in rounds 0, n, 2n, ...

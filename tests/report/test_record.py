@@ -234,7 +234,7 @@ def test_turns_are_read_as_they_were_added() -> None:
             expected.setdefault(round_idx, []).extend(rows)
         assert dict(turns) == expected
         kinds = turns.state_dict()["kinds"]
-        turns = PackedTurns.from_state_dict(torch_saved(turns.state_dict()))
+        turns = PackedTurns(**torch_saved(turns.state_dict()))
         assert dict(turns) == expected
     assert len(kinds) == len({(*row[2:6], *row[7:]) for rows in expected.values() for row in rows})
     with pytest.raises(AssertionError, match="round by round"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -23,7 +24,7 @@ from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, as_host, as_
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
-from lightning_spectral.server.fault_policy import Faults, LeaveOut, Raise
+from lightning_spectral.server.fault_policy import LeaveOut
 
 PURPOSE = "BatchNorm estimation"
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -43,10 +44,8 @@ class BatchNormEstimation(RoundCallback):
     not uploaded. The downloaded ones are not used, since training uses the statistics of the batch.
 
     A batch on which ``training_step`` fails, or which gives NaN, is left out if the run's `Faults` tolerate clients
-    with that fault, and a `SpectralWarning` counts them.
-
-    Dropout is active, as it is while clients train. The global random generators are left unchanged. With several
-    processes, one estimates and all get the same bits.
+    with that fault, and a `SpectralWarning` counts them. Dropout is active, as it is while clients train. The global
+    random generators are left unchanged. With several processes, one estimates and all get the same bits.
 
     Args:
         every_n_rounds: Estimate after rounds n - 1, 2n - 1, ..., counted from 0, after which
@@ -93,17 +92,12 @@ class BatchNormEstimation(RoundCallback):
             )
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
-        round_idx = summary.round_idx
-        is_due = (round_idx + 1) % self.every_n_rounds == 0 or round_idx + 1 == num_rounds(trainer)
-        names = averages(_tracked(pl_module.module))
-        if not (is_due and names):
-            return
-
-        def estimate(_: object) -> tuple[Tensor, ...]:
-            return tuple(estimated(trainer, pl_module, round_idx, self.max_batches).values())
-
-        (values,) = processes_of(trainer).share_out([None], estimate, cost=lambda _: 1.0)
-        load_tensors(pl_module.module, dict(zip(names, values, strict=True)))
+        done, names = summary.round_idx + 1, averages(_tracked(pl_module.module))
+        if names and (done % self.every_n_rounds == 0 or done == num_rounds(trainer)):
+            (values,) = processes_of(trainer).share_out(
+                [self.max_batches], partial(estimated, trainer, pl_module, summary.round_idx), cost=lambda _: 1.0
+            )
+            load_tensors(pl_module.module, dict(zip(names, values, strict=True)))
 
 
 def _tracked(module: nn.Module) -> dict[str, _BatchNorm]:
@@ -115,17 +109,11 @@ def averages(layers: Iterable[str]) -> list[str]:
     return [f"{layer}.{buffer}" if layer else buffer for layer in layers for buffer in BUFFERS]
 
 
-def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int | None = None) -> dict[str, Tensor]:
-    """The averages of a model's BatchNorm layers over its training data, by name; the model is only read.
-
-    Raises:
-        RoundError: If ``training_step`` fails, or an average becomes NaN or infinite, and the run's `Faults` do not
-            tolerate that, or not in so many batches.
-    """
+def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int | None) -> tuple[Tensor, ...]:
+    """The averages of a model's BatchNorm layers over its training data; the model is only read."""
     module: Any = model.module
     batches = model.data.shuffled_batches(model.seed, (PURPOSE, round_idx), max_batches)
-    seed = derived_seed(model.seed, PURPOSE, round_idx)
-    where = f"Round {round_idx}, BatchNorm estimation"
+    where, seed = f"Round {round_idx}, {PURPOSE}", derived_seed(model.seed, PURPOSE, round_idx)
     with trying(module):
         recorder = Recorder(module)
         redirect(module, {"log": recorder.log, "log_dict": recorder.log_dict})
@@ -137,49 +125,38 @@ def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int 
             layer.momentum = None  # the mean over all batches
         try:
             with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
-                _run_steps(module, trainer, batches, layers.values(), model.faults, where)
+                _run_steps(trainer, model, [*layers.values()], batches, where)
         except RoundError:
             raise
-        except Exception as error:  # of a data set, for example
+        except Exception as error:
             raise RoundError(f"{where}: {type(error).__name__}: {error}") from error
         learned = select_tensors(module, averages(n for n, layer in layers.items() if layer.num_batches_tracked))
-    return {**select_tensors(module, averages(_tracked(module))), **learned}
+    return tuple({**select_tensors(module, averages(_tracked(module))), **learned}.values())
 
 
-def _run_steps(
-    module: pl.LightningModule,
-    trainer: pl.Trainer,
-    batches: Iterable[Any],
-    layers: Collection[_BatchNorm],
-    faults: Faults,
-    where: str,
-) -> None:
-    """Run ``training_step`` on one batch after another, on the Trainer's device and in its precision.
-
-    A batch with a fault is left out of the averages of all layers if the run continues without clients with that fault.
-    """
-    user, left_out, count = UserStep(module, defines), 0, 0
+def _run_steps(trainer: pl.Trainer, model: Any, layers: list[_BatchNorm], batches: Iterable[Any], where: str) -> None:
+    """Run ``training_step`` on all batches; `RoundError` if one has a fault that the run's `Faults` do not tolerate."""
+    user, left_out, count = UserStep(model.module, defines), 0, 0
     for count, batch in enumerate(batches, start=1):
-        cause: Exception | None = None
         before = [{name: value.clone() for name, value in layer.named_buffers()} for layer in layers]
         try:
-            batch = as_in_a_step(batch, module, trainer)
+            batch = as_in_a_step(batch, model.module, trainer)
             with trainer.precision_plugin.train_step_context(), torch.no_grad():
                 user.training_step(batch, count - 1)
-        except Exception as error:
-            fault, what, cause = faults.answer("error"), f"{type(error).__name__}: {error}", error
+        except Exception:
+            if model.faults.ends_run("error"):
+                raise
         else:
             if all(bool(torch.isfinite(value).all()) for layer in layers for value in layer.buffers()):
                 continue
-            fault, what = faults.answer("not_finite"), "an average becomes NaN or infinite"
+            if model.faults.ends_run("not_finite"):
+                raise RoundError(f"{where}: an average becomes NaN or infinite")
         left_out += 1
-        if isinstance(fault, Raise):
-            raise RoundError(f"{where}: {what}") from cause
         for layer, values in zip(layers, before, strict=True):
             load_tensors(layer, values)
     if not left_out:
         return
-    shares = [answer.max_share for answer in (faults.on_error, faults.on_not_finite) if isinstance(answer, LeaveOut)]
+    shares = [a.max_share for a in (model.faults.on_error, model.faults.on_not_finite) if isinstance(a, LeaveOut)]
     said = f"{where}: {left_out} of {count} batches are left out, whose examples fail or give averages that are NaN"
     if left_out == count or left_out / count > max(shares):
         raise RoundError(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from itertools import groupby, islice
 from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
@@ -27,17 +27,14 @@ from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataModule
 from lightning_spectral.plugin.trainer import num_rounds
 from lightning_spectral.plugin.user_hooks import Host
-from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.report.runs import Histogram, Table
 from lightning_spectral.server.metrics import mean_loss
 
 Pages: TypeAlias = TensorBoardLogger | WandbLogger  # loggers that have pages of their own
 Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]  # red, green and blue, shape ``(height, width, 3)``
 Shown: TypeAlias = dict[str, Histogram | Table | Pixels]  # by name, for any logger
-LayerFigures: TypeAlias = Mapping[str, Mapping[str, float]]
 BYTES = "fl/bytes_total"
-NUM_BINS = 64
-MOST_LAYERS = 42  # that look different
 NO_LOGGER = (
     "RoundDashboard shows clients, spectra and draws in the record of a run, in wandb and in TensorBoard, and the "
     "Trainer has no logger, so it will only count bytes; add one, Trainer(logger=...), or leave the callback out."
@@ -54,8 +51,7 @@ class RoundDashboard(RoundCallback):
 
     Every ``every_n_rounds`` rounds:
 
-    - ``tables/clients``: one row per client, with the columns that other callbacks add through
-      `RoundCallback.client_columns`.
+    - ``tables/clients``: one row per client, with the `RoundCallback.client_columns` of other callbacks.
     - ``tables/keep_ratios``: one row per keep ratio of the cohort.
     - With `SpectralSharding`, histograms of ``singular_values/<layer>``, ``inclusion_probs/<layer>/<keep ratio>`` and
       ``multipliers/<layer>/<keep ratio>``; ``tables/layers`` with discrepancy, coverage and effective ranks of each
@@ -81,40 +77,40 @@ class RoundDashboard(RoundCallback):
     def __init__(self, every_n_rounds: int = 10) -> None:
         self._diagnostics = SpectralDiagnostics(every_n_rounds)  # which checks the argument
         self.every_n_rounds = every_n_rounds
-        self._history: RoundHistory | None = None
+        self._history = RoundHistory()  # until there is a fit
         self._opened: dict[str, Any] = {}
-        self._summaries: list[RoundSummary] = []
-        self._shown: Shown = {}
+        self._finished: list[tuple[RoundSummary, Shown]] = []
         self._drawn: set[str] = set()
         self._shows = self._draws = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all rounds so far and of all models, in both directions."""
-        return 0 if self._history is None else self._history.bytes_sent()
+        return self._history.bytes_sent()
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._history = history_of(trainer)
-        self._opened, self._summaries, self._shown, self._drawn = {}, [], {}, set()  # left by a fit that failed
-        is_quick = bool(trainer.fast_dev_run)  # type: ignore[attr-defined]
-        if trainer.is_global_zero and not (trainer.loggers or is_quick):
+    def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._history = history_of(trainer) or RoundHistory()
+        self._opened, self._finished, self._drawn = {}, [], set()  # left by a fit that failed
+        writes = trainer.is_global_zero and not trainer.fast_dev_run
+        if writes and not trainer.loggers:
             warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
-        self._shows = trainer.is_global_zero and bool(trainer.loggers) and isinstance(pl_module, Host) and not is_quick
+        self._shows = writes and bool(trainer.loggers) and isinstance(pl_module, Host)
         has_pages = any(isinstance(logger, Pages) for logger in trainer.loggers)
         self._draws = self._shows and has_pages and find_spec("matplotlib") is not None
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if trainer.current_epoch > 0 or not self._draws:
             return
         from lightning_spectral.report.printed import printed
 
-        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        data = trainer.datamodule
         for model, one in (data.modules if isinstance(data, MultiModelDataModule) else {"": data}).items():
             if isinstance(one, FederatedDataModule):  # clients on other machines have their examples there
                 split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
                 with printed(None, 8.0, 3.0) as figure:
                     split.plot(figure.subplots())
-                self._show(trainer, of_model(model, {"pictures/partition": _pixels(figure)}))
+                name = f"{model}/pictures/partition" if model else "pictures/partition"
+                self._show(trainer, {name: _pixels(figure)})
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         if self._diagnostics.is_due(trainer.current_epoch):
@@ -123,51 +119,43 @@ class RoundDashboard(RoundCallback):
             if self._shows:
                 self._opened[pl_module.name] = opened
 
-    def _source(self, trainer: pl.Trainer) -> SpectralDiagnostics:
+    def _source(self, trainer: Any) -> SpectralDiagnostics:
         """The callback that computes the layers' figures in this round: one alone, even if the user has added it."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in callbacks if isinstance(callback, SpectralDiagnostics)]
+        others = [callback for callback in trainer.callbacks if isinstance(callback, SpectralDiagnostics)]
         return next((other for other in others if other.is_due(trainer.current_epoch)), self._diagnostics)
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
-        if summary.model and self._history is not None:
+        if summary.model:
             _log(pl_module, self._history.bytes_sent(summary.model))
-        if self._shows and self._diagnostics.is_due(summary.round_idx):
-            self._summaries.append(summary)
         if (opened := self._opened.pop(summary.model, None)) is not None:
             figures = self._source(trainer).by_layer.get(summary.model, {})
             shown = of_algorithm(opened.observed(), summary.round_idx, figures, self._draws)
-            self._shown |= of_model(summary.model, shown)
+            self._finished.append((summary, shown))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._history is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if self._history.rows and trainer.state.fn == "fit" and not trainer.sanity_checking:
             _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._history is None or not self._history.rows:
+    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if not self._history.rows:
             return
         _log(pl_module, self.total_bytes)  # the model has been validated
         self._history.take_logged(trainer)
         if self._shows:
-            self._draw_over_bytes(trainer, self._history)
-            callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-            for summary in self._summaries:
+            self._draw_over_bytes(trainer)
+            every: Shown = {}
+            for summary, shown in self._finished:
                 if summary.clients:
-                    known = [one.client_columns(summary) for one in callbacks if isinstance(one, RoundCallback)]
-                    tables = {"tables/clients": client_table(summary, known)}
-                    tables["tables/keep_ratios"] = keep_ratio_table(summary)
-                    self._shown |= of_model(summary.model, tables)
-            self._show(trainer, self._shown)
-        self._summaries, self._shown = [], {}
+                    known = [one.client_columns(summary) for one in trainer.callbacks if isinstance(one, RoundCallback)]
+                    shown["tables/clients"] = client_table(summary, known)
+                    shown["tables/keep_ratios"] = keep_ratio_table(summary)
+                every |= {summary.metric(name): one for name, one in shown.items()}
+            self._show(trainer, every)
+        self._finished = []
 
-    def _draw_over_bytes(self, trainer: pl.Trainer, history: RoundHistory) -> None:
-        """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step.
-
-        In wandb, each curve gets its axis before its first point, and by its name: wandb does not specify which of two
-        patterns wins. Its summary gets ``M/min`` and ``M/max`` of every metric M, by which its tables sort runs: names
-        of their own, since a summary that wandb computes replaces the metric's last value.
-        """
-        row, num_bytes = history.rows[-1], self.total_bytes
+    def _draw_over_bytes(self, trainer: pl.Trainer) -> None:
+        """Log the round's loss and what validation has found over all bytes sent so far, in TensorBoard as the step."""
+        history, row, num_bytes = self._history, self._history.rows[-1], self.total_bytes
         values = {name: row[name] for name in history.outcomes([row]) if math.isfinite(row[name])}
         curves = {f"over_bytes/{name}": value for name, value in values.items()}
         for logger in trainer.loggers if values else ():
@@ -175,11 +163,13 @@ class RoundDashboard(RoundCallback):
                 logger.log_metrics(curves, step=num_bytes)
             elif isinstance(logger, WandbLogger):
                 for name in (name for name in values if name not in self._drawn):
+                    # by its name, and before its first point: wandb does not specify which of two patterns wins
                     curve = prefixed(logger, f"over_bytes/{name}")
                     logger.experiment.define_metric(curve, step_metric=prefixed(logger, BYTES))
                 logger.log_metrics({**curves, BYTES: float(num_bytes), "fl/round": float(trainer.current_epoch)})
                 for name in values:
                     column = [value for value in history.column(name) if math.isfinite(value)]
+                    # names of their own: a summary that wandb computes replaces the metric's last value
                     ends = {f"{name}/min": min(column), f"{name}/max": max(column)}
                     logger.experiment.summary.update({prefixed(logger, end): value for end, value in ends.items()})
         self._drawn |= values.keys()
@@ -188,25 +178,17 @@ class RoundDashboard(RoundCallback):
         for logger in trainer.loggers if shown else ():
             if isinstance(logger, Pages):
                 show(logger, trainer.current_epoch, shown)
-        if self._history is not None:
-            tables = {name: one._asdict() for name, one in shown.items() if isinstance(one, Table)}
-            bins = {name: one._asdict() for name, one in shown.items() if isinstance(one, Histogram)}
-            self._history.show(trainer.current_epoch, tables=tables, histograms=bins)
+        tables = {name: one._asdict() for name, one in shown.items() if isinstance(one, Table)}
+        bins = {name: one._asdict() for name, one in shown.items() if isinstance(one, Histogram)}
+        if tables or bins:
+            self._history.append({"round": trainer.current_epoch, "tables": tables, "histograms": bins})
 
 
 def _log(module: Any, num_bytes: int) -> None:
     module.log(BYTES, torch.tensor(num_bytes).double(), on_step=False, on_epoch=True, batch_size=1)
 
 
-def of_model(model: str, shown: Mapping[str, Any]) -> Shown:
-    """What is shown of one of several models, under names that begin with the model's name."""
-    return {f"{model}/{name}" if model else name: one for name, one in shown.items()}
-
-
-# -- contents
-
-
-def histogram(values: Tensor, *, num_bins: int = NUM_BINS) -> Histogram:
+def histogram(values: Tensor, *, num_bins: int = 64) -> Histogram:
     """Count the finite ones of some values in bins of equal width between the smallest and the largest."""
     flat = values.detach().flatten().double().cpu()
     counts, edges = torch.histogram(flat[flat.isfinite()], num_bins)
@@ -223,7 +205,7 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table(columns, tuple(tuple(row.get(column) for column in columns) for row in known))
 
 
-def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]] = ()) -> Table:
+def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]]) -> Table:
     """One row per client of a model's round, in the cohort's order, with ``more`` columns by title and client."""
     titles = {title: values for columns in more for title, values in columns.items()}
     return table(
@@ -247,14 +229,12 @@ def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int,
 
 def keep_ratio_table(summary: RoundSummary) -> Table:
     """One row per keep ratio of a round's clients, ascending."""
-    by_ratio: dict[float, list[ClientOutcome]] = defaultdict(list)
-    for client in summary.clients:
-        by_ratio[client.keep_ratio].append(client)
-    groups = {ratio: replace(summary, clients=tuple(by_ratio[ratio])) for ratio in sorted(by_ratio)}
+    outcomes = sorted(summary.clients, key=lambda client: client.keep_ratio)
+    groups = [replace(summary, clients=tuple(own)) for _, own in groupby(outcomes, lambda client: client.keep_ratio)]
     return table(
         {
             "round": summary.round_idx,
-            "keep_ratio": ratio,
+            "keep_ratio": group.clients[0].keep_ratio,
             "clients": len(group.averaged),
             "clients_left_out": len(group.clients) - len(group.averaged),
             "examples": sum(client.num_examples for client in group.averaged),
@@ -262,15 +242,14 @@ def keep_ratio_table(summary: RoundSummary) -> Table:
             "bytes_down": sum(client.downlink_bytes for client in group.clients),
             "bytes_up": sum(client.uplink_bytes for client in group.clients),
         }
-        for ratio, group in groups.items()
+        for group in groups
     )
 
 
-def of_algorithm(observed: Observed, round_idx: int, figures: LayerFigures, draws: bool = False) -> Shown:
+def of_algorithm(observed: Observed, round_idx: int, figures: Mapping[str, Mapping[str, float]], draws: bool) -> Shown:
     """All there is to show of a model's finished round, apart from its clients.
 
-    For sharded layers, these are spectra and, for each keep ratio, inclusion probabilities and multipliers of possible
-    terms, and a table with further ``figures`` of each layer; for other algorithms, histograms.
+    For sharded layers, a table with further ``figures``, and histograms; else the histograms of other tensors.
     """
     layers, visited = observed.term_draws, observed.visited_terms
     if not layers:
@@ -299,7 +278,7 @@ def spectra_picture(layers: Mapping[str, TermDraws]) -> Pixels:
 
     with printed(None, 8.0, 4.0) as figure:
         axes = figure.add_subplot(xlabel="share of the terms", ylabel="share of the largest", ylim=(0.0, 1.05))
-        for index, (name, layer) in enumerate(list(layers.items())[:MOST_LAYERS]):
+        for index, (name, layer) in enumerate(islice(layers.items(), 42)):  # so many look different
             values = layer.singular_values.detach().double().cpu().numpy()
             heights = values / values.max() if values.max() > 0 else values
             draw_line(axes, np.arange(1, len(values) + 1) / len(values), heights, look(index), name)
@@ -316,19 +295,13 @@ def _pixels(figure: Any) -> Pixels:
     return pixels
 
 
-# -- loggers with pages of their own
-
-
 def prefixed(logger: Pages, name: str) -> str:
     """The name of a metric in a logger, which may put a prefix before all names."""
     return f"{logger._prefix}{logger.LOGGER_JOIN_CHAR}{name}" if logger._prefix else name
 
 
 def show(logger: Pages, round_idx: int, shown: Shown) -> None:
-    """Log histograms, pictures and, in wandb, tables of a round.
-
-    No row has a ``step=``: wandb drops rows whose step goes backwards.
-    """
+    """Log histograms, pictures and, in wandb, tables of a round."""
     if isinstance(logger, WandbLogger):
         import wandb
 
@@ -343,12 +316,11 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
         logger.log_metrics(row)
         return
     for name, one in shown.items():
-        own = prefixed(logger, name)
         if isinstance(one, Histogram):
             centres = [(left + right) / 2 for left, right in zip(one.edges, one.edges[1:], strict=False)]
             weighed = list(zip(one.counts, centres, strict=True))
             logger.experiment.add_histogram_raw(  # bins as they are; TensorBoard's own sums are those of their centres
-                own,
+                prefixed(logger, name),
                 min=one.edges[0],
                 max=one.edges[-1],
                 num=sum(one.counts),
@@ -359,16 +331,14 @@ def show(logger: Pages, round_idx: int, shown: Shown) -> None:
                 global_step=round_idx,
             )
         elif isinstance(one, np.ndarray):
-            logger.experiment.add_image(own, one, round_idx, dataformats="HWC")
+            logger.experiment.add_image(prefixed(logger, name), one, round_idx, dataformats="HWC")
 
 
 class WandbRounds(pl.Callback):
     """Makes ``fl/round`` the x axis of every metric of a `WandbLogger`; without one it does nothing.
 
-    It also adds the version of this package and the numbers of rounds and devices to the run's config. They are not
-    settings, since a resumed run may have others.
-
-    Metrics are never logged with ``step=``: wandb drops rows whose step goes backwards.
+    Metrics are logged without ``step=``: wandb drops rows whose step goes backwards. The version of this package and
+    the numbers of rounds and devices go to the run's config; a resumed run may have others, so they are no settings.
     """
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

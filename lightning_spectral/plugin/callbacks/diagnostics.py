@@ -11,14 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.fed_avg import FedAvg
 from lightning_spectral.algorithms.term_draws import GroupPlan
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.functional.figures import (
     cohort_discrepancy,
     coordinated_discrepancy,
@@ -28,7 +26,7 @@ from lightning_spectral.functional.figures import (
     stable_rank,
 )
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
-from lightning_spectral.protocol.records import Options, RoundSummary
+from lightning_spectral.protocol.records import RoundSummary
 
 
 class SpectralDiagnostics(RoundCallback):
@@ -41,10 +39,8 @@ class SpectralDiagnostics(RoundCallback):
       Terms that no client could hold, whose values are not computed, count as equal in the first two.
 
     It also logs the strategy's own `ShardingStrategy.figures`, such as ``fl/effective_cohort`` of `EffectiveCohort`, as
-    means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers.
-
-    With an algorithm that does not shard layers, it logs nothing. The figures are available as pure functions: see
-    `lightning_spectral.functional`.
+    means over keep ratios: for each layer, as ``fl/effective_cohort/<layer>``, and averaged over the layers. Without
+    sharded layers, it logs nothing. `lightning_spectral.functional` has the figures as pure functions.
 
     Args:
         every_n_rounds: Log in rounds 0, n, 2n, ...
@@ -143,12 +139,12 @@ class UpdateAlignment(RoundCallback):
 
     def __init__(self, every_n_rounds: int = 10) -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
-        self._begun: dict[str, tuple[dict[str, Tensor], Sequence[Sequence[Options]]]] = {}  # by the model's name
+        self._begun: dict[str, tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}  # by the model's name
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         self._begun.pop(pl_module.name, None)
         if trainer.current_epoch % self.every_n_rounds == 0:
-            options = [options_of(template) for template in pl_module.templates()]
+            options = [dict(group) for template in pl_module.templates() for group in template.param_groups]
             self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
@@ -156,10 +152,12 @@ class UpdateAlignment(RoundCallback):
         before, options = self._begun.pop(pl_module.name, ({}, []))
         if not before or not units:
             return
-        module, templates = pl_module.module, pl_module.templates()
+        module = pl_module.module
         changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
-        now = [options_of(template) for template in templates]
-        _set_options(templates, options)  # schedules have moved on to the next round
+        groups = [group for template in pl_module.templates() for group in template.param_groups]
+        now = [dict(group) for group in groups]
+        for group, values in zip(groups, options, strict=True):
+            group.update(values)  # schedules have moved on to the next round
         try:
             with Forms(module, lambda module, capacity: None).client(1.0):  # the server again, in other memory
                 module.load_state_dict(before)
@@ -172,12 +170,7 @@ class UpdateAlignment(RoundCallback):
                     engine.abandon_round()  # unless it was closed
                 theirs = -torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
         finally:
-            _set_options(templates, now)
+            for group, values in zip(groups, now, strict=True):
+                group.update(values)
         cosine = torch.nn.functional.cosine_similarity(torch.cat(changes).double(), theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)
-
-
-def _set_options(optimizers: Sequence[Optimizer], options: Sequence[Sequence[Options]]) -> None:
-    for optimizer, groups in zip(optimizers, options, strict=True):
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)

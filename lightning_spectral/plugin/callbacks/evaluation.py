@@ -42,26 +42,19 @@ _LOG = inspect.signature(pl.LightningModule.log)
 _MEANS = ("mean", "avg", torch.mean)
 
 
-class ValidatedBeside:
+class ValidatedBeside(Recorder):
     """Runs ``validation_step`` of the user's module beside its validation, and keeps what it logs to itself.
 
-    It does so within blocks of `entered`, after which the module is as it was. Values are averaged over examples as
-    Lightning does, ``torchmetrics`` objects are computed, and names are those that Lightning uses. Values that are
+    It does so within blocks of `entered`, in which ``tensors`` take the place of the module's weights of these names,
+    and after which the module is as it was. Values are averaged over examples and named as by Lightning; those that are
     logged only for single batches, or are not reduced to their mean, are ignored.
-
-    Args:
-        module: The user's module.
-        tensors: Weights to validate where they differ from the module's, by name.
-        trainer: The Trainer that validates.
     """
 
     def __init__(self, module: pl.LightningModule, tensors: Mapping[str, Tensor], trainer: pl.Trainer) -> None:
+        super().__init__(module)
         self.module: Any = module
-        self._tensors = tensors
-        self._recorder = Recorder(module)
+        self._tensors, self._trainer = tensors, trainer
         self._states: list[dict[str, Any]] = []  # of the metrics, between blocks
-        self._trainer = trainer
-        self._batch: Any = None
         self._dataloader_idx: int | None = None
         self._ended: dict[str, float] = {}
 
@@ -72,14 +65,14 @@ class ValidatedBeside:
             own = named_state(self.module)
             for name, tensor in self._tensors.items():
                 own[name].data = tensor
-            redirect(self.module, {"log": self._log, "log_dict": self._log_dict})
-            isolate_metrics(self._recorder.metrics)
+            redirect(self.module, {"log": self.log, "log_dict": self.log_dict})
+            isolate_metrics(self.metrics)
             if not self._states:
                 self.start()
-            for metric, state in zip(self._recorder.metrics, self._states, strict=True):
+            for metric, state in zip(self.metrics, self._states, strict=True):
                 vars(metric).update(state)
             yield
-            self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+            self._states = [vars(metric).copy() for metric in self.metrics]
 
     @contextmanager
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
@@ -87,18 +80,16 @@ class ValidatedBeside:
         held = [(own, own.data, tensors[name]) for name, own in named_state(self.module).items() if name in tensors]
         for own, data, other in held:
             own.data = other.to(data).clone()  # a step may change it
-        try:
-            yield
-        finally:
-            for own, data, _ in held:
-                own.data = data
+        yield  # if it raises, `entered` puts back all
+        for own, data, _ in held:
+            own.data = data
 
     def start(self) -> None:
         """Forget what was logged so far, and reset the module's metrics: other data follows."""
-        for metric in self._recorder.metrics:
+        for metric in self.metrics:
             vars(metric).update({name: [] for name, default in metric._defaults.items() if isinstance(default, list)})
-        self._recorder.start_client()
-        self._states = [vars(metric).copy() for metric in self._recorder.metrics]
+        self.start_client()
+        self._states = [vars(metric).copy() for metric in self.metrics]
         self._dataloader_idx, self._ended = None, {}
 
     def step(self, batch: Any, batch_idx: int, dataloader_idx: int | None = None) -> None:
@@ -107,16 +98,17 @@ class ValidatedBeside:
             suffix = f"{SUFFIX}{self._dataloader_idx}"
             self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended
             self._dataloader_idx = dataloader_idx
-        self._batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
+        self.batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
         indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
         with self._trainer.precision_plugin.val_step_context():
-            call_with_accepted(self.module.validation_step, self._batch, *indices)
-        self._batch = None
+            call_with_accepted(self.module.validation_step, self.batch, *indices)
+        self.batch = None
 
     def logged(self) -> dict[str, float]:
-        return {**{name: entry.value for name, entry in self._recorder.finish_client().items()}, **self._ended}
+        return {**{name: entry.value for name, entry in self.finish_client().items()}, **self._ended}
 
-    def _log(self, *args: Any, **options: Any) -> None:  # with the arguments of `LightningModule.log`
+    def log(self, *args: Any, **options: Any) -> None:
+        """Record a value, with the arguments of ``LightningModule.log``."""
         call = _LOG.bind(self.module, *args, **options)
         call.apply_defaults()
         name, value, batch_size = (call.arguments[key] for key in ("name", "value", "batch_size"))
@@ -126,12 +118,8 @@ class ValidatedBeside:
         if call.arguments["add_dataloader_idx"] and self._dataloader_idx is not None:
             name = f"{name}{SUFFIX}{self._dataloader_idx}"
         if batch_size is None and not is_metric:
-            batch_size = extract_batch_size(self._batch)
-        self._recorder.log(name, value, batch_size=batch_size)
-
-    def _log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        for name, value in dictionary.items():
-            self._log(name, value, *args, **options)
+            batch_size = extract_batch_size(self.batch)
+        super().log(name, value, batch_size=batch_size)
 
 
 @dataclass(frozen=True)
@@ -188,8 +176,8 @@ class ClientTable(Tabular):
         - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
         - ``lowest_decile``, ``highest_decile``: `decile_means`.
         - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.
-        - ``not_finite``: number of clients whose value is NaN or infinite, and in none of the other figures, unless
-          there is no other; missing if there are none.
+        - ``not_finite``: number of clients whose value is NaN or infinite, and in no other figure unless all are;
+          missing if there are none.
         """
         found: dict[str, float] = {}
         for name in self.metrics:
@@ -198,8 +186,7 @@ class ClientTable(Tabular):
             if not_finite := sum(not math.isfinite(value) for value in whole.values()):
                 found[f"{name}/not_finite"] = float(not_finite)
             values = torch.tensor(list(column.values()), dtype=torch.float64)
-            counts = [row.num_examples for row in self.rows if row.client_id in column]
-            sizes = torch.tensor(counts, dtype=torch.float64)
+            sizes = torch.tensor([row.num_examples for row in self.rows if row.client_id in column]).double()
             lowest, highest = decile_means(values)
             figures = {
                 "mean": float(values.mean()),
@@ -225,22 +212,18 @@ class ClientEvaluation(RoundCallback):
     """Evaluates the server's model on each client's held-out examples, and logs how evenly it serves the clients.
 
     The examples are those held out by ``FederatedDataModule(..., client_val_fraction=0.1)``, on which no client trains.
-    For one client after another, it runs your ``validation_step`` in eval mode on a copy of your module with its
-    metrics reset. No other hooks run, except those that move batches. For each metric M that the step logs, and that
-    Lightning averages over examples or computes, it logs ``fl/clients/M/mean`` and the other figures of
-    `ClientTable.figures`. Where clients have a model of their own, such as one with personal parameters, that is
-    evaluated too, and M is then ``own/M``.
-
-    The global random generators and the run itself are not affected. Several processes share the clients.
+    For one client after another, it runs your ``validation_step``, and no other hook except those that move batches, in
+    eval mode on a copy of your module with its metrics reset. For each metric M that the step logs, and that Lightning
+    averages over examples or computes, it logs ``fl/clients/M/mean`` and the other `ClientTable.figures`. Clients' own
+    models, such as those with personal parameters, are evaluated too, and M is then ``own/M``. The run and the global
+    random generators are not affected. Several processes share the clients.
 
     Args:
         every_n_rounds: Evaluate after rounds 0, n, 2n, ... and after the last.
-        clients: Clients to evaluate: ``"all"``, ``"participants"`` (those in the round's average), or a number of
-            clients, drawn anew each time.
+        clients: ``"all"``, ``"participants"`` (those in the round's average), or a number to draw anew each time.
 
     Attributes:
-        tables: The last `ClientTable` of each model, by name; that of a single model is ``tables[""]``, or `table`.
-            They are part of the checkpoint.
+        tables: The last `ClientTable` of each model, by name, ``""`` for a single one; part of the checkpoint.
 
     Example:
         >>> evaluation = ClientEvaluation(every_n_rounds=10, clients=100)  # Trainer(callbacks=[evaluation])
@@ -251,8 +234,7 @@ class ClientEvaluation(RoundCallback):
     def __init__(self, every_n_rounds: int = 1, clients: Literal["all", "participants"] | int = "all") -> None:
         self.every_n_rounds: int = Whole(at_least=1)("every_n_rounds", every_n_rounds)
         if not (isinstance(clients, str) and clients in ("all", "participants")):
-            hint = 'it is "all", "participants" or a number of clients'
-            clients = Whole(at_least=1, hint=hint)("clients", clients)
+            clients = Whole(at_least=1, hint='it is "all", "participants" or a number of clients')("clients", clients)
         self.clients = clients
         self.tables: dict[str, ClientTable] = {}
 
@@ -279,15 +261,14 @@ class ClientEvaluation(RoundCallback):
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return
-        held_out = pl_module.data.held_out.sizes > 0
+        client_ids = pl_module.data.held_out.sizes.nonzero().flatten().tolist()
         if self.clients == "participants":
-            client_ids = sorted(client.client_id for client in summary.averaged if held_out[client.client_id])
-        else:
-            client_ids = held_out.nonzero().flatten().tolist()
-            if self.clients != "all":
-                generator = derived_generator(pl_module.seed, "client evaluation", round_idx)
-                drawn = torch.randperm(len(client_ids), generator=generator)[: self.clients]
-                client_ids = sorted(client_ids[i] for i in drawn.tolist())
+            averaged = {client.client_id for client in summary.averaged}
+            client_ids = [client_id for client_id in client_ids if client_id in averaged]
+        elif self.clients != "all":
+            generator = derived_generator(pl_module.seed, "client evaluation", round_idx)
+            drawn = torch.randperm(len(client_ids), generator=generator)[: self.clients]
+            client_ids = sorted(client_ids[i] for i in drawn.tolist())
         if not client_ids:
             return
         table = ClientTable(round_idx, evaluate_clients(trainer, pl_module, round_idx, client_ids), summary.model)
@@ -298,8 +279,7 @@ class ClientEvaluation(RoundCallback):
         log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
-        table = self.tables.get(summary.model)
-        if table is None or table.round_idx != summary.round_idx:
+        if (table := self.tables.get(summary.model)) is None or table.round_idx != summary.round_idx:
             return {}
         return {name: table.column(name) for name in table.metrics}
 
@@ -313,22 +293,19 @@ class ClientEvaluation(RoundCallback):
             self.tables[table["model"]] = ClientTable(table["round_idx"], rows, table["model"])
 
 
-def evaluate_clients(
-    trainer: pl.Trainer, model: Any, round_idx: int, client_ids: Sequence[int]
-) -> tuple[ClientRow, ...]:
+def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids: list[int]) -> tuple[ClientRow, ...]:
     """Evaluate the server's model on the held-out examples of some clients, in their order; processes share them.
 
     Where some clients have models of their own, the server's is that of the others: they would begin with it.
     """
     sizes, processes = model.data.held_out.sizes_of(client_ids), processes_of(trainer)
-    module, device = model.module, trainer.strategy.root_device
-    beside = ValidatedBeside(module, {}, trainer)
+    module, beside = model.module, ValidatedBeside(model.module, {}, trainer)
 
     def metrics_of(client_id: int) -> dict[str, float]:
         seed = derived_seed(model.seed, "client evaluation", round_idx, client_id)
         beside.start()
         try:
-            with isolated_rng(seed, [device]):  # a step may draw random numbers
+            with isolated_rng(seed, [trainer.strategy.root_device]):  # a step may draw random numbers
                 for batch_idx, batch in enumerate(model.data.client_val_batches(client_id)):
                     beside.step(as_in_a_step(batch, module, trainer), batch_idx)
         except Exception as error:
@@ -358,8 +335,7 @@ def evaluate_clients(
     if any(name.startswith(OWN) for metrics in found.values() for name in metrics):
         own = {c: {f"{OWN}{n}": x for n, x in metrics.items() if not n.startswith(OWN)} for c, metrics in found.items()}
         found = {client_id: {**own[client_id], **metrics} for client_id, metrics in found.items()}
-    sized = zip(client_ids, sizes, strict=True)
-    return tuple(ClientRow(client_id, size, found[client_id]) for client_id, size in sized if client_id in found)
+    return tuple(ClientRow(c, size, found[c]) for c, size in zip(client_ids, sizes, strict=True) if c in found)
 
 
 def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:
@@ -382,10 +358,9 @@ class SampledNetworks(pl.Callback):
 
     With several dataloaders, which need Lightning 2.5.3, names end in the dataloader's index, as in Lightning's own
     names. A single network has no standard deviation. Each network is a copy of your module with its metrics and
-    buffers. It runs ``validation_step``, and no other hook, on the batches that Lightning validates on. During
-    validation there are thus ``num_samples`` copies in memory. Bits are drawn from the run's seed, the round and the
-    number of the network, and the global random generators are left unchanged: the run is the same with and without
-    this callback.
+    buffers, and ``num_samples`` of them are in memory during validation. They run ``validation_step``, and no other
+    hook, on the batches that Lightning validates on. Bits are drawn from the run's seed, the round and the number of
+    the network; the run and the global random generators are not affected.
 
     It also acts in every ``Trainer.validate``. With ``strategy="client_parallel"``, each process validates all networks
     on all of the data, as it does the server's module.
@@ -405,8 +380,7 @@ class SampledNetworks(pl.Callback):
     def __init__(self, num_samples: int = 10, every_n_validations: int = 1) -> None:
         self.num_samples: int = Whole(at_least=1)("num_samples", num_samples)
         self.every_n_validations: int = Whole(at_least=1)("every_n_validations", every_n_validations)
-        self._num_validations = 0
-        self._is_due = False
+        self._num_validations, self._is_due = 0, False
         self._networks: list[ValidatedBeside] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -426,9 +400,8 @@ class SampledNetworks(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._networks = []
-        self._is_due = not trainer.sanity_checking
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        self._networks, self._is_due = [], not trainer.sanity_checking
+        if trainer.state.fn == "fit" and self._is_due:
             self._is_due = self._num_validations % self.every_n_validations == 0
             self._num_validations += 1
 
@@ -442,9 +415,8 @@ class SampledNetworks(pl.Callback):
                 generator = derived_generator(pl_module.seed, "sampled networks", trainer.current_epoch, k)
                 weights = pl_module.state.network(generator)
                 self._networks.append(ValidatedBeside(pl_module.module, weights, trainer))
-        seed = derived_seed(
-            pl_module.seed, "validation of sampled networks", trainer.current_epoch, dataloader_idx or 0, batch_idx
-        )
+        ids = trainer.current_epoch, dataloader_idx or 0, batch_idx
+        seed = derived_seed(pl_module.seed, "validation of sampled networks", *ids)
         for network in self._networks:
             # a step may draw: the same for all networks
             with isolated_rng(seed, [trainer.strategy.root_device]), network.entered():
@@ -461,9 +433,8 @@ class SampledNetworks(pl.Callback):
         figures = sampling_figures(logged, {name: float(value) for name, value in trainer.callback_metrics.items()})
         if not figures and trainer.is_global_zero:
             _warn_of_silence(pl_module.module, "SampledNetworks has nothing to compare")
-        for name, value in figures.items():
-            tensor = torch.tensor(value, dtype=torch.float64)
-            pl_module.log(name, tensor, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        pl_module.log_dict(values, on_step=False, on_epoch=True, add_dataloader_idx=False, batch_size=1)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._networks = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,8 +20,6 @@ from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.metrics import mean_loss
 from lightning_spectral.server.round import Turn
 
-LOGGER = "lightning.pytorch.rounds"  # writes where Lightning's messages go
-
 
 class RoundProgressBar(TQDMProgressBar, RoundCallback):
     """One bar for all rounds of a run; the remaining time is that of the whole run.
@@ -30,8 +27,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
     ``Round 3/20:  12%|#2        | [00:31<03:47, clients=4/10, loss=0.52, down=1.2 MB, up=1.1 MB, s/round=12.8]``
 
     ``loss`` is that of the clients so far, then the round's. Bytes and seconds are those of the last finished round.
-    Metrics logged with ``prog_bar=True``, such as an accuracy, are shown as usual. There is no bar if the output is
-    neither a terminal nor a notebook.
+    Metrics logged with ``prog_bar=True`` are shown as usual. Without a terminal or a notebook there is no bar.
 
     Args:
         refresh_rate: Clients between two updates of the bar.
@@ -72,18 +68,21 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def init_validation_tqdm(self) -> Tqdm:
         """No bar within a fit, whose own bar shows that validation is running."""
-        return Tqdm(disable=True) if self.trainer.state.fn == "fit" else super().init_validation_tqdm()
+        if self.trainer.state.fn != "fit":
+            return super().init_validation_tqdm()
+        self.train_progress_bar.set_description(f"{round_title(self.trainer)}, validating")
+        return Tqdm(disable=True)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         self._losses, self._bytes, self._start = {}, [0, 0], time.perf_counter()
-        self._describe(trainer)
+        self.train_progress_bar.set_description(round_title(trainer))
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._done, self._cohort = 0, len(batch.units)
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, turn: Turn) -> None:
         if turn.upload is not None and turn.upload.num_steps > 0 and not turn.is_masked:
-            name = loss_title(turn.unit.model)
+            name = f"{turn.unit.model} loss".lstrip()  # the name of an only model is empty
             total, size = self._losses.get(name, (0.0, 0))
             total, size = total + turn.upload.loss * turn.num_examples, size + turn.num_examples
             self._losses[name], self._progress[name] = (total, size), total / size
@@ -93,13 +92,13 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes = [so_far + new for so_far, new in zip(self._bytes, round_bytes(summary), strict=True)]
-        name = loss_title(summary.model)
+        name = f"{summary.model} loss".lstrip()
         if summary.has_losses:
             self._progress[name] = mean_loss(summary)
         elif summary.clients:
             self._progress.pop(name, None)  # the clients that trained were left out afterwards
         if not summary.is_private:
-            self._progress.update(zip(("down", "up"), map(megabytes, self._bytes), strict=True))
+            self._progress |= {way: f"{n / 1e6:.3g} MB" for way, n in zip(("down", "up"), self._bytes, strict=True)}
         self._progress["s/round"] = time.perf_counter() - self._start
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
@@ -112,27 +111,16 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         self._progress = {**counted, **self._progress, **counted}  # first, and up to date
         self.train_progress_bar.set_postfix(self.get_metrics(trainer, pl_module))
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_validation_start(trainer, pl_module)
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._describe(trainer, ", validating")
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._describe(trainer)
+            self.train_progress_bar.set_description(round_title(trainer))
         super().on_validation_end(trainer, pl_module)
 
     def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
         """The round's figures and the metrics for the bar, without the logger's version number."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
-        own = self._progress if trainer.state.fn == "fit" else {}
-        return {**own, **metrics}
-
-    def _describe(self, trainer: pl.Trainer, doing: str = "") -> None:
-        total = num_rounds(trainer)
-        of_total = "" if total is None else f"/{total}"
-        self.train_progress_bar.set_description(f"Round {trainer.current_epoch + 1}{of_total}{doing}")
+        return {**self._progress, **metrics} if trainer.state.fn == "fit" else metrics
 
 
 class RoundLines(RoundCallback):
@@ -146,8 +134,7 @@ class RoundLines(RoundCallback):
     ``"lightning.pytorch.rounds"``. An instance of your own replaces the default one.
 
     Args:
-        every_n_seconds: Minimum number of seconds between two lines; 0 for a line in every round, ``math.inf`` for
-            none.
+        every_n_seconds: Least number of seconds between two lines; 0 for a line in every round, ``math.inf`` for none.
 
     Example:
         >>> lines = RoundLines(every_n_seconds=60)  # Trainer(callbacks=[lines], enable_progress_bar=False)
@@ -155,8 +142,7 @@ class RoundLines(RoundCallback):
 
     def __init__(self, every_n_seconds: float = 10.0) -> None:
         self.every_n_seconds: float = Number(at_least=0, finite=False)("every_n_seconds", every_n_seconds)
-        self._bytes = 0
-        self._first_round = 0
+        self._bytes = self._first_round = 0
         self._start = self._last = 0.0
         self._has_logged = False
         self._losses: dict[str, float] = {}
@@ -164,16 +150,13 @@ class RoundLines(RoundCallback):
         self._validated: dict[str, float] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_round, self._has_logged = trainer.current_epoch, False
+        self._first_round, self._has_logged, self._losses = trainer.current_epoch, False, {}
         self._start = self._last = time.perf_counter()
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._losses = {}
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
         self._bytes += sum(round_bytes(summary))
         if summary.has_losses:
-            self._losses[loss_title(summary.model)] = mean_loss(summary)
+            self._losses[f"{summary.model} loss".lstrip()] = mean_loss(summary)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._new.mark(trainer)
@@ -182,26 +165,25 @@ class RoundLines(RoundCallback):
         self._validated = {name: value for name, value in self._new.take(trainer).items() if name != "fl/round"}
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        now, is_last = time.perf_counter(), trainer.current_epoch + 1 == num_rounds(trainer)
-        is_due = now - self._last >= self.every_n_seconds or (is_last and self._has_logged)
+        losses, self._losses = self._losses, {}
+        now, done, total = time.perf_counter(), trainer.current_epoch + 1, num_rounds(trainer)
+        is_due = now - self._last >= self.every_n_seconds or (done == total and self._has_logged)
         bar = trainer.progress_bar_callback  # a `RoundProgressBar` needs a terminal or a notebook
         is_drawn = bar is not None and not getattr(bar, "is_disabled", False)
-        if is_due and not is_drawn:
-            line = ", ".join(self._parts(trainer, now - self._start))
-            rank_zero_only(logging.getLogger(LOGGER).info)(line)
-            self._last, self._has_logged, self._validated = now, True, {}
-
-    def _parts(self, trainer: pl.Trainer, elapsed: float) -> Iterator[str]:
-        round_idx, total = trainer.current_epoch, num_rounds(trainer)
-        values = [f"{name} {value:.3g}" for name, value in {**self._losses, **self._validated}.items()]
-        yield f"Round {round_idx + 1}" + ("" if total is None else f"/{total}") + (f": {values[0]}" if values else "")
-        yield from values[1:]
+        if not is_due or is_drawn:
+            return
+        values = [f"{name} {value:.3g}" for name, value in {**losses, **self._validated}.items()]
+        parts = [": ".join([round_title(trainer), *values[:1]]), *values[1:]]
         if self._bytes:
-            yield f"{megabytes(self._bytes)} so far"
-        seconds = elapsed / (round_idx + 1 - self._first_round)
-        yield f"{seconds:.3g} s a round"
+            parts.append(f"{self._bytes / 1e6:.3g} MB so far")
+        seconds = (now - self._start) / (done - self._first_round)
+        parts.append(f"{seconds:.3g} s a round")
         if total is not None:
-            yield f"{duration(seconds * (total - round_idx - 1))} left"
+            left = seconds * (total - done)
+            hours, rest = divmod(round(left), 3600)
+            parts.append(f"{left:.1f} s left" if left < 60 else f"{hours}:{rest // 60:02d}:{rest % 60:02d} left")
+        rank_zero_only(logging.getLogger("lightning.pytorch.rounds").info)(", ".join(parts))
+        self._last, self._has_logged, self._validated = now, True, {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"bytes": self._bytes}
@@ -210,31 +192,13 @@ class RoundLines(RoundCallback):
         self._bytes = state_dict["bytes"]
 
 
+def round_title(trainer: pl.Trainer) -> str:
+    """The number of the current round, from 1, and that of all if it is known."""
+    total = num_rounds(trainer)
+    return f"Round {trainer.current_epoch + 1}" + ("" if total is None else f"/{total}")
+
+
 def round_bytes(summary: RoundSummary) -> tuple[int, int]:
     """Bytes sent in a model's round, down and up, including those of measuring before it."""
     clients = (*summary.clients, *summary.measured)
     return sum(client.downlink_bytes for client in clients), sum(client.uplink_bytes for client in clients)
-
-
-def duration(seconds: float) -> str:
-    """A duration in hours, minutes and seconds, with tenths if it is short.
-
-    Example:
-        >>> duration(12.34), duration(3725)
-        ('12.3 s', '1:02:05')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-def loss_title(model: str) -> str:
-    """The title of a model's loss, with its name if there are several models."""
-    return f"{model} loss" if model else "loss"
-
-
-def megabytes(num_bytes: float) -> str:
-    """A number of bytes as text."""
-    return f"{num_bytes / 1e6:.3g} MB"

@@ -10,7 +10,9 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, islice
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
@@ -33,7 +35,7 @@ from lightning_spectral.tables import as_html
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHOWN = 10  # rounds of a notebook's table
+EMPTY = torch.empty(0)  # a column without entries
 
 
 class LedgerRow(NamedTuple):
@@ -67,9 +69,8 @@ class LedgerRow(NamedTuple):
     def of(cls, client: ClientOutcome, measured: bool) -> LedgerRow:
         """The row of one client's outcome."""
         seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
-        turn = client.round_idx, client.client_id, client.keep_ratio
-        sent = client.downlink_bytes, client.uplink_bytes
-        return cls(*turn, *sent, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
+        turn = client.round_idx, client.client_id, client.keep_ratio, client.downlink_bytes, client.uplink_bytes
+        return cls(*turn, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
 
 
 class PackedTurns(Mapping[int, list[LedgerRow]]):
@@ -80,21 +81,25 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
     Example:
         >>> turns, row = PackedTurns(), LedgerRow(3, client_id=7, keep_ratio=0.5, downlink_bytes=80, uplink_bytes=40)
         >>> turns.add([row])
-        >>> turns[3] == [row], list(turns)
-        (True, [3])
+        >>> turns[3] == [row], list(turns), PackedTurns(**turns.state_dict()) == turns
+        (True, [3], True)
     """
 
-    def __init__(self) -> None:
-        self._spans: dict[int, tuple[int, int]] = {}  # first turn of each round, and the one after its last
-        self._clients, self._seconds = array("i"), array("d")  # no times before there is one; NaN for none
-        self._kinds: dict[tuple[Any, ...], int] = {}  # with their positions
-        self._kind_of = array("i")
+    COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds")
+
+    def __init__(self, kinds: Iterable[Sequence[Any]] = (), **columns: Tensor) -> None:
+        rounds, counts, clients, kind_of, seconds = (columns.get(name, EMPTY).tolist() for name in self.COLUMNS)
+        spans = zip(rounds, counts, accumulate(counts), strict=True)
+        self._spans = {round_idx: (end - count, end) for round_idx, count, end in spans}  # of each round's turns
+        self._clients, self._kind_of = array("i", clients), array("i", kind_of)
+        self._seconds = array("d", seconds)  # NaN, or beyond the end, for no time
+        self._kinds = {tuple(kind): index for index, kind in enumerate(kinds)}
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
         rows, kinds = [], [*self._kinds]
         for turn in range(*self._spans[round_idx]):
             ratio, down, up, left_out, *rest = kinds[self._kind_of[turn]]
-            seconds = self._seconds[turn] if self._seconds else math.nan
+            seconds = self._seconds[turn] if turn < len(self._seconds) else math.nan
             at = None if math.isnan(seconds) else seconds
             rows.append(LedgerRow(round_idx, self._clients[turn], ratio, down, up, left_out, at, *rest))
         return rows
@@ -113,31 +118,16 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             assert end == turn, "turns are added round by round"
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
-            kind = *row[2:6], *row[7:]
-            self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
-            if row.virtual_seconds is not None and not self._seconds:
-                self._seconds.extend([math.nan] * turn)
-            if row.virtual_seconds is not None or self._seconds:
-                self._seconds.append(math.nan if row.virtual_seconds is None else row.virtual_seconds)
+            self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:]), len(self._kinds)))
+            if row.virtual_seconds is not None:
+                self._seconds.extend([math.nan] * (turn - len(self._seconds)))
+                self._seconds.append(row.virtual_seconds)
 
     def state_dict(self) -> dict[str, Any]:
-        """A few tensors, and the list of what turns have in common."""
-        counts = [end - first for first, end in self._spans.values()]
-        columns: dict[str, array[Any]] = {"rounds": array("q", self._spans), "counts": array("i", counts)}
-        columns |= {"clients": self._clients, "kind_of": self._kind_of, "seconds": self._seconds}
-        return {"kinds": [*self._kinds], **{name: _tensor(column) for name, column in columns.items()}}
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> PackedTurns:
-        """The turns that `state_dict` wrote."""
-        turns, first = cls(), 0
-        for round_idx, count in zip(state_dict["rounds"].tolist(), state_dict["counts"].tolist(), strict=True):
-            turns._spans[round_idx] = first, first + count
-            first += count
-        turns._kinds = {tuple(kind): index for index, kind in enumerate(state_dict["kinds"])}
-        turns._clients, turns._kind_of = (array("i", state_dict[name].tolist()) for name in ("clients", "kind_of"))
-        turns._seconds = array("d", state_dict["seconds"].tolist())
-        return turns
+        """The arguments of an equal one: a few tensors, and the list of what turns have in common."""
+        counts = array("i", (end - first for first, end in self._spans.values()))
+        columns = array("q", self._spans), counts, self._clients, self._kind_of, self._seconds
+        return {"kinds": [*self._kinds], **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
 
 
 class PackedRows:
@@ -150,19 +140,17 @@ class PackedRows:
         (2, [0.5, 0.25, 1.0], {'loss': 0.25, 'acc': 1.0})
     """
 
-    def __init__(self) -> None:
-        self._values = array("d")
-        self._names: dict[tuple[str, ...], int] = {}
-        self._names_of = array("i")
+    def __init__(self, names: Iterable[Sequence[str]] = (), names_of: Tensor = EMPTY, values: Tensor = EMPTY) -> None:
+        self._names = {tuple(own): index for index, own in enumerate(names)}
+        self._names_of, self._values = array("i", names_of.tolist()), array("d", values.tolist())
 
     def __len__(self) -> int:
         return len(self._names_of)
 
     def __iter__(self) -> Iterator[dict[str, float]]:
-        first, of_kind = 0, list(self._names)
-        for names in map(of_kind.__getitem__, self._names_of):
-            yield dict(zip(names, self._values[first : first + len(names)], strict=True))
-            first += len(names)
+        known, values = [*self._names], iter(self._values)
+        for names in (known[index] for index in self._names_of):
+            yield dict(zip(names, islice(values, len(names)), strict=True))
 
     def add(self, rows: Iterable[Mapping[str, float]]) -> None:
         """Add rows at the end."""
@@ -171,17 +159,8 @@ class PackedRows:
             self._values.extend(row.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Two tensors, and the lists of names."""
+        """The arguments of an equal one: two tensors, and the lists of names."""
         return {"names": list(self._names), "names_of": _tensor(self._names_of), "values": _tensor(self._values)}
-
-    @classmethod
-    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> PackedRows:
-        """The rows that `state_dict` wrote."""
-        rows = cls()
-        rows._names = {tuple(names): index for index, names in enumerate(state_dict["names"])}
-        rows._names_of, rows._values = array("i", state_dict["names_of"].tolist()), array("d")
-        rows._values.extend(state_dict["values"].tolist())
-        return rows
 
 
 def _tensor(column: array[Any]) -> Tensor:
@@ -207,10 +186,8 @@ class RoundHistory(RoundCallback):
     """
 
     def __init__(self, path: str | Path | None = None, config: Mapping[str, Any] | None = None) -> None:
-        if config is not None:
-            check_is("config", config, Mapping)
         self.path = None if path is None else Path(path)
-        self.config: dict[str, Any] = dict(config or {})
+        self.config: dict[str, Any] = dict(check_is("config", {} if config is None else config, Mapping))
         self.rows: list[dict[str, float]] = []
         self.turns = PackedTurns()
         self.keeps_turns = False
@@ -234,9 +211,8 @@ class RoundHistory(RoundCallback):
         own = round_metrics(summary)
         own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
         last = self.rows[-1] if self.rows else {}
-        is_of_another_model = last.get("fl/round") == own["fl/round"] and own.keys() & last.keys() == {"fl/round"}
-        if not is_of_another_model:
-            self.rows.append({})
+        if last.get("fl/round") != own["fl/round"] or own.keys() & last.keys() != {"fl/round"}:
+            self.rows.append({})  # the last row is not that of another model
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
         if self.keeps_turns:
@@ -254,14 +230,14 @@ class RoundHistory(RoundCallback):
         """Add what was evaluated to the row of the last round, and after a fit also to the file."""
         new = {} if trainer.sanity_checking else self.take_logged(trainer)
         if trainer.state.fn != "fit" and self.rows and new:
-            self._append({"round": int(self.rows[-1]["fl/round"]), "evaluated": new})
+            self.append({"round": int(self.rows[-1]["fl/round"]), "evaluated": new})
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.take_logged(trainer)
         if self.rows and self.rows[-1]["fl/round"] == trainer.current_epoch:
-            self._append(self._line(self.rows[-1]))
+            self.append(self._line(self.rows[-1]))
 
     def take_logged(self, trainer: pl.Trainer) -> dict[str, float]:
         """Add what was logged since it was last taken to the row of the last round."""
@@ -293,19 +269,19 @@ class RoundHistory(RoundCallback):
         return {"rows": rows, "turns": self.turns.state_dict(), **file}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._final = PackedRows.from_state_dict(state_dict["rows"]["final"])
+        self._final = PackedRows(**state_dict["rows"]["final"])
         self.rows = [*self._final, *map(dict, state_dict["rows"]["last"])]
-        self.turns = PackedTurns.from_state_dict(state_dict["turns"])
+        self.turns = PackedTurns(**state_dict["turns"])
         self._from_clients = set(state_dict["from_clients"])
         self._run, self._file = state_dict["run"], Path(state_dict["file"]) if state_dict["file"] else None
 
     # -- the file
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         """Begin the file with the finished rounds of the checkpoint, or of an earlier fit of this Trainer."""
-        (earlier, self._file), settings = (self._file, None), pl_module.hparams_initial
+        earlier, self._file = self._file, None
         path, logger = self.path, trainer.logger
-        if path is None and logger is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if path is None and logger is not None and not trainer.fast_dev_run:
             folder = str(logger.save_dir or trainer.default_root_dir)  # where Lightning also puts its checkpoints
             version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
             path = None if "://" in folder else Path(folder) / str(logger.name or "") / version / NAME
@@ -321,12 +297,13 @@ class RoundHistory(RoundCallback):
                     break
         there = {line["round"] for line in written if "trained" in line}
         lines = [*written, *(line for line in map(self._line, self.rows) if line["round"] not in there)]
-        self._write(self._file, {**settings, **self.config}, [x for x in lines if x["round"] < trainer.current_epoch])
+        config = {**pl_module.hparams_initial, **self.config}
+        self._write(self._file, config, [line for line in lines if line["round"] < trainer.current_epoch])
 
-    def show(self, round_idx: int, **shown: Mapping[str, Any]) -> None:
-        """Add tables and histograms, by name, to the file, if there is one."""
-        if any(shown.values()):
-            self._append({"round": round_idx, **shown})
+    def append(self, line: Line) -> None:
+        """Add a line to the file, if there is one."""
+        if self._file is not None:
+            append_line(self._file, line)
 
     def _line(self, row: Mapping[str, float]) -> Line:
         round_idx = int(row["fl/round"])
@@ -334,10 +311,6 @@ class RoundHistory(RoundCallback):
         evaluated = {name: value for name, value in row.items() if name not in self._from_clients}
         turns = {"turns": self.turns[round_idx]} if round_idx in self.turns else {}
         return {"round": round_idx, "trained": trained, "evaluated": evaluated, **turns}
-
-    def _append(self, line: Line) -> None:
-        if self._file is not None:
-            append_line(self._file, line)
 
     def _write(self, path: Path, config: Mapping[str, Any], lines: Sequence[Line]) -> None:
         self._run = self._run or uuid4().hex
@@ -350,9 +323,8 @@ class RoundHistory(RoundCallback):
             path: The file; missing folders are created.
             config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``.
         """
-        if config is not None:
-            check_is("config", config, Mapping)
-        self._write(Path(path), {**self.config, **(config or {})}, [*map(self._line, self.rows)])
+        own = check_is("config", {} if config is None else config, Mapping)
+        self._write(Path(path), {**self.config, **own}, [*map(self._line, self.rows)])
 
     @classmethod
     def load(cls, path: str | Path) -> RoundHistory:
@@ -362,14 +334,12 @@ class RoundHistory(RoundCallback):
         except ValueError as error:
             raise ValueError(f"{path} was not written by a RoundHistory: {error}.") from error
         history, rows = cls(), defaultdict[int, dict[str, float]](dict)
-        for line in found.lines:
+        for line in sorted(found.lines, key=lambda line: line["round"]):
             trained: dict[str, float] = line.get("trained", {})
             rows[line["round"]].update({**trained, **line.get("evaluated", {})})
             history._from_clients |= trained.keys()
-        history.rows = [rows[index] for index in sorted(rows)]
-        turns = {line["round"]: line["turns"] for line in found.lines if "turns" in line}
-        for index in sorted(turns):
-            history.turns.add(LedgerRow(*turn) for turn in turns[index])
+            history.turns.add(LedgerRow(*turn) for turn in line.get("turns", ()))
+        history.rows = [*rows.values()]
         return history
 
     # -- pictures and notebooks
@@ -389,8 +359,7 @@ class RoundHistory(RoundCallback):
         with from_extra("examples"):
             from lightning_spectral.report.printed import as_label, draw_line, look, printed, round_axis
 
-        size = (6.0 if len(curves) == 1 else 3.5 * len(curves), 3.5)
-        with printed(path, *size) as figure:
+        with printed(path, max(6.0, 3.5 * len(curves)), 3.5) as figure:
             for position, (name, points) in enumerate(curves.items(), start=1):
                 axes = figure.add_subplot(1, len(curves), position, ylabel=as_label(name))
                 rounds, values = zip(*points, strict=True)
@@ -399,8 +368,8 @@ class RoundHistory(RoundCallback):
         return figure
 
     def _repr_html_(self) -> str:
-        """The last rounds as a table, for a notebook."""
-        shown = self.rows[-SHOWN:]
+        """The last ten rounds as a table, for a notebook."""
+        shown = self.rows[-10:]
         names = list(dict.fromkeys(name for row in shown for name in row if "fl/seconds" not in name))
         table = [names, *([f"{row[name]:.4g}" if name in row else "" for name in names] for row in shown)]
         return as_html([f"{len(self.rows)} rounds", *([table] if shown else [])])
@@ -433,20 +402,16 @@ class CommunicationLedger(RoundCallback):
 
     def bytes_per_client(self) -> dict[float, tuple[float, float]]:
         """For each keep ratio, the mean bytes (down, up) of a client's turn, without frozen parameters."""
-        groups: dict[float, list[LedgerRow]] = defaultdict(list)
+        sent: dict[float, list[tuple[int, int]]] = defaultdict(list)
         for row in self.rows:
             if not row.measured:
-                groups[row.keep_ratio].append(row)
+                sent[row.keep_ratio].append((row.downlink_bytes - row.frozen_bytes, row.uplink_bytes))
         return {
-            ratio: (
-                sum(row.downlink_bytes - row.frozen_bytes for row in rows) / len(rows),
-                sum(row.uplink_bytes for row in rows) / len(rows),
-            )
-            for ratio, rows in sorted(groups.items())
+            ratio: (fmean(down for down, _ in turns), fmean(up for _, up in turns))
+            for ratio, turns in sorted(sent.items())
         }
 
 
-def history_of(trainer: pl.Trainer) -> RoundHistory | None:
+def history_of(trainer: Any) -> RoundHistory | None:
     """The history of a Trainer's run, if it has one."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((one for one in callbacks if isinstance(one, RoundHistory)), None)
+    return next((one for one in trainer.callbacks if isinstance(one, RoundHistory)), None)

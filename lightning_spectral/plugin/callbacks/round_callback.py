@@ -85,10 +85,7 @@ class SVDRefresh(pl.Callback):
 
 
 class SubmodelSampling(RoundCallback):
-    """Draws a client's terms and sends them, before the client trains.
-
-    It acts before all other round callbacks, whatever its position in the Trainer's list.
-    """
+    """Draws a client's terms and sends them, before all other round callbacks act, whatever its position."""
 
     def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Turn) -> None:
         turn.send()
@@ -97,9 +94,8 @@ class SubmodelSampling(RoundCallback):
 class Aggregation(RoundCallback):
     """Adds each client's update to the running sums after its training, and steps the server when all are there.
 
-    This happens inside Lightning's training step, where optimizer steps are counted: ``global_step`` is the number of
-    finished rounds, and every other callback already sees the aggregated model at ``on_train_batch_end``. It acts after
-    all other round callbacks, whatever its position in the Trainer's list.
+    This happens in Lightning's training step: ``global_step`` is the number of finished rounds, and callbacks see the
+    aggregated model at ``on_train_batch_end``. It acts after all other round callbacks, whatever its position.
     """
 
     def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Turn) -> None:

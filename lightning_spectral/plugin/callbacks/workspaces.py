@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_spectral.errors import from_extra
@@ -46,7 +46,6 @@ def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> Vi
         {'panel': 'lines', 'metrics': ['over_bytes/val_acc'], 'over': 'fl/bytes_total'}
     """
     own = f"{model}/" if model else ""
-    ranks = ("entropy_rank", "participation_rank", "stable_rank")
     sections = {
         "Accuracy": [
             _lines(f"{own}{metric}"),
@@ -57,7 +56,7 @@ def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> Vi
         "Spectra": [
             _lines(f"{own}fl/discrepancy", f"{own}fl/client_error"),
             _lines(f"{own}fl/expected_coverage", f"{own}fl/terms_visited"),
-            _lines(*(f"{own}fl/{rank}" for rank in ranks)),
+            _lines(*(f"{own}fl/{kind}_rank" for kind in ("entropy", "participation", "stable"))),
             {"panel": "pictures", "names": [f"{own}pictures/spectra"]},
             *({"panel": "bins", "name": f"{own}{name}"} for name in histograms),
             {"panel": "rows", "name": f"{own}tables/layers"},
@@ -93,9 +92,19 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
     """Make the workspace of a page; nothing is sent until its ``save`` is called."""
     with from_extra("dashboards"):
         from wandb_workspaces import workspaces as ws
+        from wandb_workspaces.reports import v2 as wr
 
+    grouping: dict[str, Any] = {}
+    if view["group_by"] is not None:
+        grouping = {"groupby": wr.Config(view["group_by"]), "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
+    draw: dict[str, Callable[[Panel], Any]] = {
+        "lines": lambda one: wr.LinePlot(title=", ".join(one["metrics"]), x=one["over"], y=one["metrics"], **grouping),
+        "rows": lambda one: wr.WeavePanelSummaryTable(table_name=one["name"]),
+        "bins": lambda one: wr.LinePlot(title=one["name"], x=ROUND, y=[one["name"]]),  # wandb draws it as a heat map
+        "pictures": lambda one: wr.MediaBrowser(media_keys=one["names"]),
+    }
     sections = [
-        ws.Section(name=title, panels=[_panel(panel, view["group_by"]) for panel in panels], is_open=True)
+        ws.Section(name=title, panels=[draw[one["panel"]](one) for one in panels], is_open=True)
         for title, panels in view["sections"].items()
     ]
     return ws.Workspace(
@@ -106,21 +115,6 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
         settings=ws.WorkspaceSettings(x_axis=ROUND, max_runs=50),
         auto_generate_panels=True,
     )
-
-
-def _panel(panel: Panel, group_by: str | None) -> Any:
-    from wandb_workspaces.reports import v2 as wr
-
-    if panel["panel"] == "rows":
-        return wr.WeavePanelSummaryTable(table_name=panel["name"])
-    if panel["panel"] == "pictures":
-        return wr.MediaBrowser(media_keys=panel["names"])
-    if panel["panel"] == "bins":  # wandb draws a histogram over rounds as a heat map, in a panel of this type
-        return wr.LinePlot(title=panel["name"], x=ROUND, y=[panel["name"]])
-    grouping: dict[str, Any] = {}
-    if group_by is not None:
-        grouping = {"groupby": wr.Config(group_by), "groupby_aggfunc": "mean", "groupby_rangefunc": "stddev"}
-    return wr.LinePlot(title=", ".join(panel["metrics"]), x=panel["over"], y=panel["metrics"], **grouping)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

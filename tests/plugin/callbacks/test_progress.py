@@ -170,7 +170,7 @@ def lines() -> Iterator[list[str]]:
 
 
 class Clock:
-    """A clock that advances by four seconds at the end of each round."""
+    """A clock that stands still."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -178,11 +178,13 @@ class Clock:
 
 
 class Ticks(ls.RoundCallback):
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    """Advances a clock at the end of each round."""
+
+    def __init__(self, clock: Clock, seconds: float = 4.0) -> None:
+        self.clock, self.seconds = clock, seconds
 
     def on_round_end(self, *args: Any) -> None:
-        self.clock.now += 4
+        self.clock.now += self.seconds
 
 
 def test_a_line_has_loss_metrics_bytes_and_time(lit: Any, data: Any, fit: Fit, lines: list[str]) -> None:
@@ -210,6 +212,9 @@ def test_a_short_run_is_silent_and_a_longer_one_has_a_line_in_ten_seconds(
     fit(lit, data, max_epochs=7, callbacks=[Ticks(Clock(monkeypatch))])
     assert [line.split(":")[0] for line in lines] == ["Round 3/7", "Round 6/7", "Round 7/7"]
     assert lines[0].endswith(" 4 s a round, 16.0 s left")
+    lines.clear()
+    fit(lit, data, callbacks=[Ticks(Clock(monkeypatch), 7205)])
+    assert [line.split(", ")[-1] for line in lines] == ["4:00:10 left", "2:00:05 left", "0.0 s left"]
 
 
 def test_metrics_of_an_older_validation_are_not_repeated(lit: Any, data: Any, fit: Fit, lines: list[str]) -> None:

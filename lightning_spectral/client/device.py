@@ -259,8 +259,8 @@ class Instructions:
 
     @property
     def side_keeps_state(self) -> bool:
-        """Whether the algorithm's half keeps something from turn to turn: whether its class defines that."""
-        return type(self.side).keep is not ClientSide.keep
+        """Whether the algorithm's half keeps something from turn to turn: whether it defines `ClientSide.keep`."""
+        return getattr(self.side.keep, "__func__", None) is not ClientSide.keep
 
     @property
     def keeps_state(self) -> bool:

@@ -500,7 +500,7 @@ class RememberingSide(ResidualSide):
 
     def collect(self, client: Any, download: Any) -> Upload:
         upload = super().collect(client, download)
-        self.residuals[download.unit.client_id] = self.keep(client, download, upload)
+        self.residuals[download.unit.client_id] = super().keep(client, download, upload)
         return upload
 
 

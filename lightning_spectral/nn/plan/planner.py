@@ -298,7 +298,6 @@ def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
 
 
 _log = logging.getLogger(__name__)
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 

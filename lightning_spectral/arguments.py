@@ -21,14 +21,8 @@ MOST_NAMES = 20  # that a message lists
 class Number:
     """A number in a range. Integers stay integers; a ``bool`` is not a number, and NaN is in no range.
 
-    Args:
-        above: The number is larger than this.
-        at_least: It is not smaller than this.
-        below: It is smaller than this.
-        at_most: It is not larger than this.
-        finite: Whether infinity is rejected.
-        optional: Whether ``None`` is also accepted.
-        hint: What the number means, or what to do instead; appended to the message.
+    Infinity is rejected if ``finite``, and ``None`` accepted if ``optional``. The ``hint`` at the end of messages says
+    what the number means, or what to do instead.
 
     Example:
         >>> share = Number(above=0, at_most=1, hint="it is a share")
@@ -77,9 +71,8 @@ class Number:
         low = self.above if self.at_least is None else self.at_least
         high = self.below if self.at_most is None else self.at_most
         if low is not None and high is not None:
-            return (
-                f"in {'(' if self.at_least is None else '['}{low:.9g}, {high:.9g}{')' if self.at_most is None else ']'}"
-            )
+            left, right = "(" if self.at_least is None else "[", ")" if self.at_most is None else "]"
+            return f"in {left}{low:.9g}, {high:.9g}{right}"
         bounds = {"above": self.above, "at least": self.at_least, "below": self.below, "at most": self.at_most}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         words = ["positive" if self.above == 0 else f"{name} {bound:.9g}" for name, bound in given.items()]
@@ -112,10 +105,7 @@ class Whole(Number):
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of several strings, or ``None`` if that is among the choices.
-
-    Args:
-        choices: All accepted values, as `typing.get_args` lists those of a ``Literal``.
+    """One of several strings, or ``None`` if that is among the choices; `typing.get_args` lists those of a ``Literal``.
 
     Example:
         >>> OneOf(("group", "joint", "best"))("cohort", "all")
@@ -194,13 +184,9 @@ def first_match(name: str, by_pattern: Mapping[str, T]) -> T | None:
 
 
 def check_matches(argument: str, patterns: Iterable[str], names: Iterable[str], what: str) -> None:
-    """Raise ``ValueError`` if a pattern matches no name: it would be silently ignored.
+    """Raise ``ValueError`` if a pattern of an argument matches no name: it would be silently ignored.
 
-    Args:
-        argument: Name of the argument.
-        patterns: Its patterns.
-        names: What they could match.
-        what: What the names are of, in the singular, such as ``"buffer"``.
+    ``what`` is what the names are of, in the singular.
 
     Example:
         >>> check_matches("exclude", ["*.mean"], ["norm.running_mean", "norm.running_var"], "buffer")
@@ -232,11 +218,6 @@ def unmatched(argument: str, patterns: Iterable[str], names: Iterable[str], what
 
 
 def check_fields(choice: object, **rules: Rule) -> None:
-    """Check fields of a frozen dataclass, in its ``__post_init__``, and put plain numbers in their place.
-
-    Args:
-        choice: The dataclass.
-        **rules: The rule of each field.
-    """
+    """Check fields of a frozen dataclass by their rules, in ``__post_init__``, and put plain numbers in their place."""
     for name, rule in rules.items():
         object.__setattr__(choice, name, rule(name, getattr(choice, name)))

@@ -28,7 +28,6 @@ __all__ = [
     "VirtualClock",
 ]
 
-
 PASSES = 3  # a backward pass takes about twice as many multiplications as the forward pass before it
 
 

@@ -21,12 +21,8 @@ class WorkerBatches:
     """Loads batches of a data set, in this process or in workers, always with the same result.
 
     Everything that examples and collation draw from the global generators, e.g. for augmentation, is seeded batch by
-    batch, so it depends neither on the number of workers nor on earlier batches.
-
-    Args:
-        dataset: Any map-style data set.
-        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes; they start with the first batch and end with `close`.
+    batch, so it depends neither on the number of workers nor on earlier batches. Workers start with the first batch and
+    end with `close`.
 
     Example:
         >>> batches = WorkerBatches([10, 11, 12, 13])
@@ -46,7 +42,8 @@ class WorkerBatches:
         After an error, which may mean that a worker has died, other workers load what is asked for next.
         """
         if self._num_workers == 0:
-            return map(self._examples.__getitems__, tasks)
+            yield from map(self._examples.__getitems__, tasks)
+            return
         self._tasks[:] = tasks
         self._loader = self._loader or self._new_loader()
         try:
@@ -54,21 +51,17 @@ class WorkerBatches:
         except RuntimeError:  # from torch: a worker has died since the last task
             self._loader = self._new_loader()
             batches = iter(self._loader)
-
-        def closing_after_errors() -> Iterator[Any]:
-            try:
-                yield from batches
-            except Exception:
-                self.close()
-                raise
-
-        return closing_after_errors()
+        try:
+            yield from batches
+        except Exception:
+            self.close()
+            raise
 
     def _new_loader(self) -> DataLoader[Any]:
         return DataLoader(
             self._examples,
             batch_sampler=self._tasks,  # type: ignore[arg-type]
-            collate_fn=_identity,
+            collate_fn=unchanged,
             num_workers=self._num_workers,
             persistent_workers=True,
             generator=torch.Generator(),  # otherwise the loader draws an unused seed from the client's generator
@@ -79,10 +72,10 @@ class WorkerBatches:
         self._loader = None
 
 
+@dataclass(frozen=True, eq=False)
 class _SeededExamples(Dataset[Any]):
-    def __init__(self, dataset: Dataset[Any], collate: Collate) -> None:
-        self.dataset = dataset
-        self.collate = collate
+    dataset: Dataset[Any]
+    collate: Collate
 
     def __getitems__(self, task: Task) -> Any:
         """The batch of a task; a DataLoader calls this method to get several examples at once."""
@@ -93,7 +86,8 @@ class _SeededExamples(Dataset[Any]):
             return self.collate([self.dataset[i] for i in indices])
 
 
-def _identity(batch: Any) -> Any:
+def unchanged(batch: Any, *_: Any) -> Any:
+    """Return a batch as it is."""
     return batch
 
 
@@ -102,12 +96,7 @@ class BatchSource:
     """Batches of chosen examples of a data set.
 
     Data held in tensors (a `torch.utils.data.TensorDataset`, or a `Subset` of one) is indexed directly: no
-    DataLoader, no collation.
-
-    Attributes:
-        dataset: Any map-style data set.
-        collate_fn: Merges examples into a batch; ``None`` for PyTorch's default.
-        num_workers: Worker processes for data that is not in memory; they live until `close`.
+    DataLoader, no collation. For other data there may be worker processes, which live until `close`.
     """
 
     dataset: Dataset[Any]
@@ -159,6 +148,7 @@ def _in_memory(dataset: Dataset[Any]) -> tuple[tuple[Tensor, ...], Tensor | None
     return None
 
 
+@dataclass(eq=False, repr=False)
 class ClientData:
     """The training data of one client in one round.
 
@@ -173,31 +163,24 @@ class ClientData:
             ``None`` if classes are not known.
     """
 
-    def __init__(
-        self,
-        source: BatchSource,
-        indices: Tensor,
-        batch_size: int,
-        seed: int,
-        ids: tuple[int | str, ...],
-        drop_last: bool = False,
-        labels: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self.source = source
-        self.indices = indices
-        self.batch_size = batch_size
-        self.seed = seed
-        self.ids = ids
-        self.num_examples = examples_per_epoch(len(indices), batch_size, drop_last)
-        self._labels = labels
+    source: BatchSource
+    indices: Tensor
+    batch_size: int
+    seed: int
+    ids: tuple[int | str, ...]
+    drop_last: bool = False
+    labels: Callable[[], Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        self.num_examples = examples_per_epoch(len(self.indices), self.batch_size, self.drop_last)
         self._classes: Tensor | None = None
 
     def classes(self) -> Tensor:
         """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``."""
-        if self._labels is None:
+        if self.labels is None:
             raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
         if self._classes is None:
-            self._classes = torch.unique(self._labels()[self.indices])
+            self._classes = torch.unique(self.labels()[self.indices])
         return self._classes
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:

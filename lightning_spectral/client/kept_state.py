@@ -303,7 +303,7 @@ class KeptState:
             self._values.append(lambda: partial(put, value, get(value)))
         elif kind.__module__.partition(".")[0] == "pandas" and hasattr(value, "_mgr"):
             self._values.append(lambda: partial(vars(value).update, vars(value.copy())))
-        elif is_users(value, kind, self._package):
+        elif is_users(value, self._package):
             if hasattr(value, "__dict__"):
                 self._keep_attributes(value, kind, rest)
             if any(hasattr(base, "__slots__") for base in kind.__mro__[:-1]):
@@ -316,12 +316,8 @@ class KeptState:
 def trying(module: nn.Module, device: torch.device | str | None = None) -> Iterator[None]:
     """Put back, after the block, whatever a module changes in a pass, in its mode or in its layers.
 
-    Buffers have other memory within the block. New parameters may replace old ones, but those that stay must not change
-    their values.
-
-    Args:
-        module: The module.
-        device: Where it is within the block; ``None`` for where it is now.
+    Within the block it is on ``device``, if that is given, and buffers have other memory. New parameters may replace
+    old ones, but those that stay must not change their values.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -343,20 +339,13 @@ def trying(module: nn.Module, device: torch.device | str | None = None) -> Itera
         kept.restore()
 
 
-def is_users(value: Any, kind: type, package: str = "") -> bool:
-    """Whether an object is of a class of the user's own, or of one that only holds values for others.
+def is_users(value: Any, package: str) -> bool:
+    """Whether an object is of a class of the user's own, whose package is given, or only holds values for others.
 
     Objects of other packages are left alone: they may write files, or count what was sent.
-
-    Args:
-        value: The object.
-        kind: Its class.
-        package: The package of the user's module, which may be installed as others are.
     """
-    own = kind.__module__.partition(".")[0]
-    if isinstance(value, HOLDERS):
-        return True
-    return own not in LIBRARIES and (own == package or not _is_installed(own))
+    own = type(value).__module__.partition(".")[0]
+    return isinstance(value, HOLDERS) or (own not in LIBRARIES and (own == package or not _is_installed(own)))
 
 
 @cache
@@ -448,7 +437,7 @@ def _frozen(value: Any, depth: int, package: str) -> Any:
         entries = islice(value.items(), LARGE)
     elif isinstance(value, list | tuple | deque):
         entries = enumerate(islice(value, LARGE))
-    elif is_users(value, kind, package) and not isinstance(value, Optimizer):
+    elif is_users(value, package) and not isinstance(value, Optimizer):
         entries = (*getattr(value, "__dict__", {}).items(), *_slots_of(value))
     else:
         return None

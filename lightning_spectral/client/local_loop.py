@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_spectral.client.batches import ClientData
+from lightning_spectral.client.batches import ClientData, unchanged
 from lightning_spectral.client.kept_state import all_parts
 from lightning_spectral.client.local_hooks import BeforeStep, LocalHook
 from lightning_spectral.protocol.records import Download, LoggedValue
@@ -25,18 +25,12 @@ from lightning_spectral.protocol.records import Download, LoggedValue
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-
 Defines = Callable[[Any, str], bool]
 OWN_WAYS = ("optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping")
 
 
 class UserStep:
-    """The hooks of one sub-model, looked up once; those that the user did not define cost nothing.
-
-    Args:
-        module: The user's LightningModule.
-        defines: Whether the module defines a hook itself.
-    """
+    """The hooks of one sub-model, looked up once; those that the user did not define cost nothing."""
 
     def __init__(self, module: Any, defines: Defines) -> None:
         def hook(name: str, otherwise: Callable[..., Any] = _nothing) -> Callable[..., Any]:
@@ -49,8 +43,8 @@ class UserStep:
         self.on_train_batch_start = hook("on_train_batch_start")
         self.on_train_batch_end = hook("on_train_batch_end")
         self.takes_outputs = self.on_train_batch_end is not _nothing
-        self.on_before_batch_transfer = hook("on_before_batch_transfer", otherwise=_unchanged)
-        self.on_after_batch_transfer = hook("on_after_batch_transfer", otherwise=_unchanged)
+        self.on_before_batch_transfer = hook("on_before_batch_transfer", otherwise=unchanged)
+        self.on_after_batch_transfer = hook("on_after_batch_transfer", otherwise=unchanged)
         self.on_before_zero_grad = hook("on_before_zero_grad")
         self.on_before_backward = hook("on_before_backward")
         self.on_after_backward = hook("on_after_backward")
@@ -117,10 +111,6 @@ def _nothing(*args: Any) -> None:
     """Stand in for a hook that the user did not define."""
 
 
-def _unchanged(batch: Any, dataloader_idx: int) -> Any:
-    return batch
-
-
 @dataclass
 class _Entry:
     total: Tensor
@@ -134,9 +124,6 @@ class Recorder:
 
     Values stay tensors while a client trains, so that nothing waits for the device. ``torchmetrics`` objects are
     computed once, when the client is done.
-
-    Args:
-        module: The client's module; its metrics are looked up once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -231,8 +218,7 @@ def metrics_of(module: nn.Module) -> list[Metric]:
 def isolate_metrics(metrics: Sequence[Metric]) -> Callable[[], None]:
     """Keep ``torchmetrics`` from syncing across processes, which train other clients or see the same data.
 
-    Returns:
-        A function that restores the metrics' own synchronisation.
+    Return a function that restores the metrics' own synchronisation.
     """
     own = [metric.distributed_available_fn for metric in metrics]
 
@@ -260,7 +246,7 @@ class Placement:
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    convert_batch: Callable[[Any], Any] = lambda batch: batch
+    convert_batch: Callable[[Any], Any] = unchanged
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext
     moves_batches: bool = True
     scaler: GradScaler | None = None
@@ -356,8 +342,7 @@ class LocalLoop:
         self._redirect(self.module, self._methods)
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
         self.num_steps = 0
-        losses: list[Tensor] = []  # read once, when the client is done
-        sizes: list[int] = []
+        losses: list[tuple[Tensor, int]] = []  # of each batch, with its size; read once, when the client is done
         for local_epoch in range(task.download.local_epochs) if task.epochs is None else task.epochs:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
@@ -367,14 +352,13 @@ class LocalLoop:
                     break
                 output, loss = self._step(task, batch, batch_idx)
                 if loss is not None:
-                    losses.append(loss.detach())
-                    sizes.append(size)
+                    losses.append((loss.detach(), size))
                 if user.takes_outputs:
                     extra = output if isinstance(output, Mapping) else {}
                     outputs = {} if loss is None else {**extra, "loss": loss.detach()}
                     user.on_train_batch_end(outputs, batch, batch_idx)
             user.on_train_epoch_end()
-        return LocalResult(self.num_steps if self.is_manual else len(sizes), mean_per_example(losses, sizes))
+        return LocalResult(self.num_steps if self.is_manual else len(losses), mean_per_example(losses))
 
     def _to_device(self, batch: Any) -> Any:
         """A client's batch as ``training_step`` receives it."""
@@ -419,7 +403,7 @@ class LocalLoop:
         if self.user.optimizer_step is None:
             optimizer.step(closure)
         else:
-            self.user.optimizer_step(self._epoch, batch_idx, optimizer, closure)
+            self.user.optimizer_step(self.module.current_epoch, batch_idx, optimizer, closure)
         return evaluated[0] if evaluated else ({}, None)
 
     def _forward(self, task: LocalTask, batch: Any, batch_idx: int) -> Any:
@@ -437,7 +421,7 @@ class LocalLoop:
         if self.user.optimizer_zero_grad is None:
             optimizer.zero_grad()
         else:
-            self.user.optimizer_zero_grad(self._epoch, batch_idx, optimizer)
+            self.user.optimizer_zero_grad(self.module.current_epoch, batch_idx, optimizer)
 
     def _scaled_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         user = self.user
@@ -459,10 +443,6 @@ class LocalLoop:
             self.user.configure_gradient_clipping(optimizer, None, None)
         for act in before_step if has_gradients else ():
             act()
-
-    @property
-    def _epoch(self) -> int:
-        return getattr(self.module, "current_epoch", 0)
 
     def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
         """Take a step that the user's code asks for."""
@@ -546,12 +526,12 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def mean_per_example(losses: Sequence[Tensor], sizes: Sequence[int]) -> float:
+def mean_per_example(losses: Sequence[tuple[Tensor, int]]) -> float:
     """Mean of the steps' losses, weighted by their numbers of examples; all losses are read from the device at once."""
     if not losses:
         return math.nan
-    values: list[float] = torch.cat([loss.reshape(1) for loss in losses]).tolist()
-    return sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+    values: list[float] = torch.cat([loss.reshape(1) for loss, _ in losses]).tolist()
+    return sum(value * size for value, (_, size) in zip(values, losses, strict=True)) / sum(size for _, size in losses)
 
 
 class LossLoop(LocalLoop):
@@ -563,13 +543,11 @@ class LossLoop(LocalLoop):
     @torch.no_grad()
     def __call__(self, task: LocalTask) -> LocalResult:
         """Evaluate one client's data."""
-        losses: list[Tensor] = []
-        sizes: list[int] = []
+        losses: list[tuple[Tensor, int]] = []
         for batch_idx, (batch, size) in enumerate(task.data.epoch(0)):
             task.recorder.num_examples = size
             task.recorder.batch = self._to_device(batch)
             loss = loss_of(self._forward(task, task.recorder.batch, batch_idx))
             if loss is not None:
-                losses.append(loss.detach())
-                sizes.append(size)
-        return LocalResult(0, mean_per_example(losses, sizes))
+                losses.append((loss.detach(), size))
+        return LocalResult(0, mean_per_example(losses))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.errors import check_is, from_extra
@@ -154,6 +155,7 @@ def _made(data: Any, config: Config) -> Any:
     return call_with_accepted(data, config)
 
 
+@dataclass(frozen=True, eq=False)
 class FlowerLine(Line):
     """The nodes of a Flower run.
 
@@ -164,25 +166,24 @@ class FlowerLine(Line):
         grid: The grid that Flower gives to a server's main function.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+    grid: Grid
 
     def nodes(self) -> Collection[int]:
         """The nodes that are connected."""
-        return list(self._grid.get_node_ids())
+        return list(self.grid.get_node_ids())
 
     def ask(self, question: Question) -> str | None:
         """Push a message; a body that Flower refuses as too large has no ticket."""
         ttl = DEFAULT_TTL if question.seconds is None else question.seconds + SLACK
         content, group = as_records(question.parts), str(question.round_idx)
         message = Message(content, dst_node_id=question.node, message_type=question.kind, ttl=ttl, group_id=group)
-        return next(iter(self._grid.push_messages([message])), None) or None
+        return next(iter(self.grid.push_messages([message])), None) or None
 
     def answers(self, tickets: Collection[str]) -> Iterator[Answer]:
         """Pull what has arrived, a few answers at a time."""
         open_ones = list(tickets)
         for begin in range(0, len(open_ones), AT_A_TIME):
-            yield from map(_answer, self._grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
+            yield from map(_answer, self.grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
 
 
 def _answer(reply: Message) -> Answer:

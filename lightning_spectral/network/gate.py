@@ -24,7 +24,6 @@ with from_extra("network"):
     from msgspec import MsgspecError, msgpack
 
 Form = Mapping[str, tuple[torch.dtype, torch.Size]]
-
 SMALL = 2**16  # bytes of what a device says besides tensors and their names
 PER_CLIENT = 256  # bytes of what a client says of another in secure sums, for each of whom it was told
 PER_TENSOR = 512  # bytes of the name, type and place of a tensor, as often as an upload may name it

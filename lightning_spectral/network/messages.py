@@ -29,7 +29,6 @@ with from_extra("network"):
     from msgspec import Meta, MsgspecError, msgpack
 
 Parts = Mapping[str, bytes]
-
 Record = TypeVar("Record", Download, Upload)
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
 

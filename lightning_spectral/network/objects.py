@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
-from functools import reduce
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -103,9 +103,7 @@ def _plain(value: Any, where: str) -> Any:
 
 
 def _made(plain: Any, trusted: Collection[str], where: str) -> Any:
-    def inner(part: Any) -> Any:
-        return _made(part, trusted, where)
-
+    inner = partial(_made, trusted=trusted, where=where)
     if type(plain) in _SCALARS:
         return plain
     try:

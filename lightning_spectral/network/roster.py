@@ -195,6 +195,8 @@ def _natural(name: str) -> tuple[bool, int, str]:
 class RemoteDirectory(ClientDirectory):
     """What the server knows of clients elsewhere: what they last said about themselves.
 
+    Only ``num_examples`` remains that of the start, because fixed shares are computed from it.
+
     Args:
         roster: Who is there.
         model: The model's name; empty if there is only one.
@@ -249,11 +251,6 @@ class RemoteDirectory(ClientDirectory):
                     "believe it, raise RemoteClients(max_share=...)."
                 )
         return counted
-
-    @cached_property
-    def num_examples(self) -> int:
-        """Number of training examples of the clients of the start, from which fixed shares are computed."""
-        return int((self.sizes if self.available is None else self.sizes[self.available]).sum())
 
     def epoch_of(self, client_id: int) -> int:
         """Number of examples that a client trains on in a local epoch."""

@@ -33,8 +33,7 @@ AT_HOME = 0.25  # seconds between two checks, on the device itself, whether the 
 class Pauses:
     """Stands for the module ``time`` in Flower's loop, whose pauses grow from an answer on to the three seconds."""
 
-    def __init__(self) -> None:
-        self._next = SHORTEST
+    _next = SHORTEST
 
     def sleep(self, seconds: float) -> None:
         """Sleep, at most as long as Flower would: half a second for an answer of the device, three for a message."""

@@ -176,6 +176,7 @@ def _receive(connection: Connection) -> tuple[str, dict[str, bytes]]:
     return question, {name: connection.recv_bytes() for name in names}
 
 
+@dataclass(eq=False)
 class Worker:
     """Answers the messages of one run, one after another.
 
@@ -184,9 +185,9 @@ class Worker:
         answer: Answers a message.
     """
 
-    def __init__(self, job: Job, answer: Callable[[str, Parts], dict[str, bytes]]) -> None:
-        self.job, self._answer = job, answer
-        self._asker: Connection | None = None  # who waits for an answer
+    job: Job
+    answer: Callable[[str, Parts], dict[str, bytes]]
+    _asker: Connection | None = field(default=None, init=False)  # who waits for an answer
 
     def serve(self, listening: socket.socket) -> None:
         """Answer until there is another job, or nobody has asked for long."""
@@ -201,7 +202,7 @@ class Worker:
                     asker.send_bytes(b"")
                     question, parts = _receive(asker)
                     self._asker = asker
-                    answer = self._answer(question, parts)
+                    answer = self.answer(question, parts)
                     self._asker = None  # from now on it may hang up
                     _send(asker, "", answer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -74,9 +75,7 @@ class Workplace:
         configured, name = module.configure_optimizers(), type(module).__name__
         optimizers, schedules = read_optimizers(configured, name, several=several)
         self.trainer.strategy.optimizers = optimizers
-
-        def schedulers() -> Any:
-            return only_or_all([AtTheServer() for _ in schedules])
+        schedulers = partial(only_or_all, [AtTheServer() for _ in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})

@@ -71,9 +71,8 @@ def normalised_weights(module: nn.Module) -> Iterator[str]:
         ['parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     for path, part in module.named_modules():
-        own = {
-            f"{hook.name}{end}" for hook in weight_hooks(part) if isinstance(hook, WeightNorm) for end in ("_g", "_v")
-        }
+        hooked = [hook.name for hook in weight_hooks(part) if isinstance(hook, WeightNorm)]
+        own = {f"{name}{end}" for name in hooked for end in ("_g", "_v")}
         if isinstance(part, ParametrizationList) and any(isinstance(step, _WeightNorm) for step in part):
             own = {name for name, _ in part.named_parameters()}
         yield from (f"{path}.{name}" if path else name for name in own)

@@ -367,7 +367,6 @@ def _as_objects(keys: Keys) -> Sequence[Hashable]:
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
 _ROWS = 10
 _BARS = 100
 

@@ -192,16 +192,9 @@ def _check_contents(path: Path) -> None:
 
 
 def _check_archive(source: Any) -> None:
-    with _naming_the_cause(), ZipFile(source) as archive:
-        _check_no_script(archive)
+    with _opened(source) as archive:
         if (damaged := archive.testzip()) is not None:
             raise DamagedFile(f"the checksum of {damaged} does not match")
-
-
-def _check_no_script(archive: ZipFile) -> None:
-    # some versions of torch execute what TorchScript has saved, whatever `weights_only` is
-    if any(name.lower().endswith("constants.pkl") for name in archive.namelist()):
-        raise DamagedFile("it is a TorchScript archive, which executes code when it is loaded")
 
 
 def _check_tensors(checkpoint: Any) -> None:
@@ -213,17 +206,19 @@ def _check_tensors(checkpoint: Any) -> None:
 
 def _read(path: str | os.PathLike[str], *, mmap: bool) -> Any:
     """Load a checkpoint without executing anything in it; raise ``UnpicklingError`` if it holds other objects."""
-    with _naming_the_cause():
-        with ZipFile(path) as archive:
-            _check_no_script(archive)
+    with _opened(path):
         return torch.load(path, "cpu", weights_only=True, mmap=mmap)
 
 
 @contextmanager
-def _naming_the_cause() -> Iterator[None]:
-    """Turn the errors of a damaged file, of zipfile, pickle or Unicode, into a `DamagedFile`."""
+def _opened(source: Any) -> Iterator[ZipFile]:
+    """The archive of a checkpoint; errors of a damaged one, of zipfile, pickle or Unicode, become a `DamagedFile`."""
     try:
-        yield
+        with ZipFile(source) as archive:
+            # some versions of torch execute what TorchScript has saved, whatever `weights_only` is
+            if any(name.lower().endswith("constants.pkl") for name in archive.namelist()):
+                raise DamagedFile("it is a TorchScript archive, which executes code when it is loaded")
+            yield archive
     except (DamagedFile, FileNotFoundError, pickle.UnpicklingError):
         raise
     except Exception as error:

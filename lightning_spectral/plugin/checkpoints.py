@@ -192,8 +192,7 @@ class SavedRun:
     def _count_round(self, units: Sequence[Sequence[Any]], batch_ended: bool, validated: bool) -> Share | None:
         """Count a round that has yet to be finished as trained, in the progress, which is that of the previous epoch.
 
-        Returns:
-            The round's batch, if its hooks have yet to be called.
+        Return the round's batch, if its hooks have yet to be called.
         """
         federation, loop = self._federation, self._trainer.fit_loop
         federation.last_stepped = now = federation.runtime.round_idx
@@ -300,11 +299,7 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
 
 
 def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:
-    """Pickle a checkpoint without the bytes of its tensors.
-
-    Raises:
-        ValueError: If something in it cannot be pickled, with its place.
-    """
+    """Raise ``ValueError``, with its place, if anything in a checkpoint but its tensors cannot be pickled."""
     if (error := _pickling_error(checkpoint)) is None:
         return
     keys: list[Any] = []

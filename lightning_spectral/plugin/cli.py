@@ -105,11 +105,9 @@ class FederatedCLI(LightningCLI):
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(self.trainer_class, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
-        for key, classes in {
-            "model": (FederatedModule, MultiModelModule),
-            "data": (FederatedDataModule, MultiModelDataModule),
-        }.items():
-            parser.add_subclass_arguments(classes, key, fail_untyped=False, required=True)
+        models, data = (FederatedModule, MultiModelModule), (FederatedDataModule, MultiModelDataModule)
+        parser.add_subclass_arguments(models, "model", fail_untyped=False, required=True)
+        parser.add_subclass_arguments(data, "data", fail_untyped=False, required=True)
 
 
 def report_differences(saved: Any, given: Any, command: str) -> None:

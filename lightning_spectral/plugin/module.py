@@ -120,7 +120,9 @@ class FederatedModule(FederatedHooks, Member):
         check_user_module(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
-        _check_filters(filters)
+        if isinstance(filters, Filter):
+            raise TypeError(f"`filters` must be a list, got one filter; write filters=[{filters!r}].")
+        check_is("filters", filters, Sequence)
         self.filters, self.buffer_rules = tuple(filters), as_rules("buffers", buffers or {})
         self.participation: UniformParticipation | Sampler | None = participation
         if participation is not None:
@@ -461,12 +463,6 @@ def _check_local_hooks(local_hooks: Any) -> None:
                 f"`local_hooks` act on devices, and {name} is a callback; write Trainer(callbacks=[{name}(...)])."
             )
         check_is("local_hooks", hook, LocalHook)
-
-
-def _check_filters(filters: Any) -> None:
-    if isinstance(filters, Filter):
-        raise TypeError(f"`filters` must be a list, got one filter; write filters=[{filters!r}].")
-    check_is("filters", filters, Sequence)
 
 
 def _check_algorithm(algorithm: Any, plan: Plan) -> None:

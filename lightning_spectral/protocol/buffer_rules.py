@@ -258,11 +258,7 @@ def averaged_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def check_averaged_parameters(module: nn.Module) -> None:
-    """Check the patterns in a module's ``averaged_parameters``.
-
-    Raises:
-        ValueError: If one matches no parameter, or one that needs a gradient.
-    """
+    """Raise ``ValueError`` if a pattern in `averaged_parameters` matches no parameter, or one that is trained."""
     for pattern in as_patterns("averaged_parameters", getattr(module, "averaged_parameters", ())):
         found = [p.requires_grad for name, p in module.named_parameters() if matches_any(name, [pattern])]
         if not found:

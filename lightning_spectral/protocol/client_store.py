@@ -16,8 +16,6 @@ from lightning_spectral.protocol.records import Download, Key, Tensors, Upload, 
 
 MOST_BYTES = 2**20  # of a chunk, if more than one entry fits; a checkpoint copies the last chunk of each table
 Layout = tuple[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...]], ...]
-
-
 LAST_TURN = "last turn"  # beside the tensors of a client's state: the round in which its device kept them
 
 

@@ -30,7 +30,6 @@ VERSION = 5  # raise it when a field of a record, or anything else that is writt
 MOST_HEAD_BYTES = 2**24
 _TENSOR = 1  # MessagePack's code for what holds the position of a tensor
 _SUM_BYTES = hashlib.sha256().digest_size
-
 Record = TypeVar("Record", Download, Upload)
 
 

@@ -24,13 +24,7 @@ class Workers:
     def share_out(
         self, pieces: Sequence[T], do: Callable[[T], tuple[Tensor, ...]], cost: Callable[[T], float]
     ) -> list[tuple[Tensor, ...]]:
-        """Do each piece of work in one process and send its tensors to all.
-
-        Args:
-            pieces: The work, the same list in every process.
-            do: Maps a piece to its tensors.
-            cost: Predicted time of a piece, any unit.
-        """
+        """Do each piece, of a list that all processes have, in one of them, and send its tensors to all."""
         return [do(piece) for piece in pieces]
 
 

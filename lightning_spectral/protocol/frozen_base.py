@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -115,14 +115,14 @@ class FrozenBase:
         self.digests, self._since = dict(state_dict["digests"]), dict(state_dict["since"])
 
 
+@dataclass(eq=False)
 class KeptTensors:
     """The frozen tensors of earlier downloads, by name, each with the digest it was sent with.
 
     In the server's own process, downloads are complete, and the tensors kept here are the server's own.
     """
 
-    def __init__(self) -> None:
-        self.tensors: dict[str, tuple[str, Tensor]] = {}
+    tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def missing(self, download: Download) -> tuple[str, ...]:
         """Names of the tensors that were not sent, and which are not here or have another value."""

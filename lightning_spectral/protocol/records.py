@@ -28,7 +28,6 @@ EXPLANATIONS: dict[ExclusionReason, str] = {
     "surplus": "enough other clients finished first",
 }
 
-
 Key = tuple[int, str]  # of a unit: client and model
 
 
@@ -397,6 +396,7 @@ STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
 Profile = Callable[[str], AbstractContextManager[Any]]
 
 
+@dataclass(eq=False)
 class StageClock:
     """Adds up the seconds that each stage takes.
 
@@ -411,9 +411,8 @@ class StageClock:
         True
     """
 
-    def __init__(self, profile: Profile = nullcontext) -> None:
-        self.profile = profile
-        self.seconds = dict.fromkeys(STAGES, 0.0)
+    profile: Profile = nullcontext
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0), init=False)
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:

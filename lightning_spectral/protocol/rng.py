@@ -121,7 +121,6 @@ def isolated_rng(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[No
         seed: Seed of the block, any integer.
         devices: As for `GlobalGenerators`.
 
-
     Example:
         >>> with isolated_rng(7):
         ...     inside = torch.rand(2)

@@ -34,7 +34,6 @@ MARKS = 10  # markers on a curve
 LONGEST_LABEL, MAX_LINES, LABEL = 100, 8, 44  # letters of an axis, lines of a label, letters in a line of a legend
 LETTER, HANDLE = 5.5, 36.0  # points: of the width of a letter, and of what stands before a label
 
-
 INK, GRID, PAPER = "#1a1a1a", "#d5d5d5", "#ffffff"  # text and axes; grid; lines between areas that touch
 # A page has its own light and dark ones in its style sheet; an image in a file has a style for dark pages.
 ON_PAGE = {INK: "currentColor", GRID: "var(--grid)", PAPER: "var(--paper)"}

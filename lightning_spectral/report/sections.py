@@ -94,7 +94,6 @@ FEW = 6  # rounds that are each marked on the axis
 SMALLEST, LARGEST = 1e-4, 0.1  # where the scale of singular values may begin, as shares of the layer's largest
 MAX_CELLS = 4_000_000  # of a heat map, which has far fewer pixels; with more, rounds are skipped
 
-
 OfRun = Callable[[LoggedRun], Curve | None]
 
 

@@ -46,7 +46,6 @@ class ClientDirectory:
 
     def begin_round(self, round_idx: int) -> None:
         """Refresh which clients are available before a round's cohort is drawn; in a simulation, all are."""
-        return None
 
     @property
     def num_clients(self) -> int:
@@ -77,13 +76,7 @@ MARGIN = 4.0  # standard deviations of a Poisson variable by which a random coho
 
 
 class SampledCohorts:
-    """The cohorts of one run, drawn by a sampler.
-
-    Args:
-        sampler: Draws them.
-        population: Who could train what.
-        keys: The name of each model in work units.
-        seed: The run's seed.
+    """The cohorts of one run, drawn by a sampler; in their units, models have the names ``keys``.
 
     Attributes:
         figures: The figures that the sampler uses: the last known loss or update norm of each client and model, NaN

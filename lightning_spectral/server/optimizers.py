@@ -315,10 +315,8 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
                 continue
             for parameter in parameters:
                 if not (state := self.state[parameter]):
-                    state["first_moment"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                    state["second_moment"] = torch.full_like(
-                        parameter, group["tau"] ** 2, memory_format=torch.preserve_format
-                    )
+                    state["first_moment"] = torch.zeros_like(parameter)
+                    state["second_moment"] = torch.full_like(parameter, group["tau"] ** 2)
             gradients, states = [p.grad for p in parameters], [self.state[p] for p in parameters]
             first, second = [s["first_moment"] for s in states], [s["second_moment"] for s in states]
             beta1, beta2 = group["betas"]

@@ -70,8 +70,8 @@ class Processes(Peers, Workers):
         """
         if self.size == 1:
             return [do()]
-        mine, error = _try(do)
-        gathered = self.gather((_text(error, kind), mine))
+        mine, error, failed = _try(do, kind)
+        gathered = self.gather((failed, mine))
         raise_everywhere([text for text, _ in gathered], error, kind)
         return [cast(T, result) for _, result in gathered]
 
@@ -108,9 +108,9 @@ class Processes(Peers, Workers):
         if self.size == 1:
             return super().share_out(pieces, do, cost)
         dealt = deal([cost(piece) for piece in pieces], self.size)
-        done, error = _try(lambda: [do(pieces[i]) for i in dealt[self.rank]])
+        done, error, failed = _try(lambda: [do(pieces[i]) for i in dealt[self.rank]])
         mine = done or []
-        gathered = self.gather((_text(error), [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
+        gathered = self.gather((failed, [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in mine]))
         raise_everywhere([text for text, _ in gathered], error, RoundError)
         results: dict[int, Tensors] = {}
         for owner, (_, layout) in enumerate(gathered):
@@ -150,18 +150,12 @@ def raise_everywhere(texts: Sequence[str | None], own: Exception | None, kind: t
         raise kind("\n".join(failed)) from own
 
 
-def _try(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _try(do: Callable[[], T], kind: type[Exception] | None = None) -> tuple[T | None, Exception | None, str | None]:
+    """The result, or the error with its text, which names its class unless all processes raise the same one."""
     try:
-        return do(), None
+        return do(), None, None
     except Exception as error:
-        return None, error
-
-
-def _text(error: Exception | None, kind: type[Exception] | None = None) -> str | None:
-    """An error's text, with its class unless the error that all processes raise has the same class."""
-    if error is None:
-        return None
-    return str(error) if kind is not None and type(error) is kind else f"{type(error).__name__}: {error}"
+        return None, error, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
 
 
 def deal(work: Sequence[float], num_processes: int) -> list[list[int]]:
@@ -316,13 +310,10 @@ class Meetings:
         self.is_broken = True
         dist.destroy_process_group()  # others may be waiting for another process: now they get an error too
         silent, end = list(arrived), time.monotonic() + PATIENCE
-
-        def still_silent() -> list[int]:
-            return [rank for rank in silent if _number(store, "failed meeting", rank) < self._count]
-
         while silent and time.monotonic() < end:
             time.sleep(0.05)
-            silent = within(PATIENCE, still_silent)
+            noted = within(PATIENCE, lambda: {rank: _number(store, "failed meeting", rank) for rank in arrived})
+            silent = [rank for rank in arrived if noted[rank] < self._count]
         if self.rank == 0:
             time.sleep(1.0)  # the others read the store of this process
         return silent

@@ -18,7 +18,6 @@ from torch import Tensor
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
 MESSAGE = 2**22  # values that processes add up at a time
-
 MOST_TERMS = 2**20  # clients in one round
 ONE = 2.0**52  # steps in a weight of 1, once weights are scaled
 LARGEST = 2.0**40  # about 1.1e12: what the sums have room for with 2^20 clients

@@ -38,7 +38,6 @@ with from_extra("secure"):
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 Said = Mapping[int, bytes]
-
 KEY_BYTES = 32
 # Bytes of each thing that a party says: two public keys and a digest; two shares and the tag that authenticates them.
 SIZES = MappingProxyType({"keys": 3 * KEY_BYTES, "shares": 2 * SHARE_BYTES + 16, "reveal": SHARE_BYTES})

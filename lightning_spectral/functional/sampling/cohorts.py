@@ -114,9 +114,7 @@ def _checked(inclusion_probs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 SLACK = Number(at_least=0, finite=False, hint="0 is top-n, float('inf') is Collective")
-
-# The bisection ends when the logarithm of the size is known to this accuracy.
-ACCURACY = 1e-6
+ACCURACY = 1e-6  # to which a bisection finds the logarithm of a size
 
 
 def client_error(singular_values: Tensor, inclusion_probs: Tensor, cohort_size: float) -> Tensor:

@@ -216,15 +216,14 @@ def draw_systematic(
     """
     lengths, device = units.to(generator.device), generator.device
 
-    def pick(ends: Tensor, size: int) -> Tensor:
-        return _pick(ends, torch.randint(ONE, (size,), generator=generator, device=device), parts.num_terms)
-
     def pick_shuffled(size: int) -> Tensor:
         keys = torch.rand(size, len(lengths), generator=generator, device=device, dtype=torch.float64)
         order = keys.argsort(dim=1)
-        return order.gather(1, pick(lengths[order].cumsum(1), size))
+        starts = torch.randint(ONE, (size,), generator=generator, device=device)
+        return order.gather(1, _pick(lengths[order].cumsum(1), starts, parts.num_terms))
 
     if shuffled:
         return parts.samples(in_chunks(pick_shuffled, num_samples, len(lengths)))
     check_num_samples(num_samples)
-    return parts.samples(pick(lengths.cumsum(0), num_samples))
+    starts = torch.randint(ONE, (num_samples,), generator=generator, device=device)
+    return parts.samples(_pick(lengths.cumsum(0), starts, parts.num_terms))

@@ -180,11 +180,10 @@ class SpectralShardedRecurrent(ShardedLayer, _Base):
         finally:
             self._flat_weights = []  # they belong to this pass, and cannot be copied or pickled
 
-    def _update_flat_weights(self) -> None:
-        """Do nothing: torch would look for parameters here, and `forward` has rebuilt them."""
-
     def flatten_parameters(self) -> None:
-        """Do nothing: no weight lasts beyond a pass."""
+        """Do nothing: no weight lasts beyond a pass, in which `forward` has rebuilt it."""
+
+    _update_flat_weights = flatten_parameters  # torch would look for parameters there
 
 
 class SpectralShardedLSTM(SpectralShardedRecurrent, nn.LSTM):

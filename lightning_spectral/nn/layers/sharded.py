@@ -235,7 +235,7 @@ class SpectralShardedLayer(ShardedLayer, SingularTerms):
         return row_blocks("weight", dense.weight, [""])
 
     def keep_outputs(self, num_outputs: int, with_bias: bool = True) -> None:
-        self.keep_rows(num_outputs)
+        self.u = nn.Parameter(self.u.detach()[:num_outputs].clone())
         if with_bias and self.bias is not None:
             self.bias = nn.Parameter(self.bias.detach()[:num_outputs].clone())
 

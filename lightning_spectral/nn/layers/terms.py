@@ -122,7 +122,7 @@ class SingularTerms(nn.Module):
         u: Parameter of shape ``(rows, n)``; column i is :math:`\sqrt{s_i}\,u_i`.
         v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
-        num_rows: Number of rows. ``u`` may hold only the leading ones (`keep_rows`); the matrix is zero in the others.
+        num_rows: Number of rows. ``u`` may hold only the leading ones; the matrix is zero in the others.
 
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)
@@ -191,11 +191,6 @@ class SingularTerms(nn.Module):
             return x, self.v
         num_columns = self.v.shape[1] * x.held.shape[channel_dim] // x.num_channels
         return x.held, self.v[:, :num_columns]
-
-    @torch.no_grad()
-    def keep_rows(self, num_rows: int) -> None:
-        """Hold only the leading rows of ``u``, in a new parameter."""
-        self.u = nn.Parameter(self.u[:num_rows].clone())
 
     @torch.no_grad()
     def load_terms(self, u: Tensor, v: Tensor, multipliers: Tensor) -> None:

@@ -298,7 +298,6 @@ def untraced_ends(server: nn.Module, plan: ModulePlan) -> str:
 
 
 _log = logging.getLogger(__name__)
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -421,7 +420,7 @@ def allocate_terms(
         found = torch.autograd.grad(loss(module), list(weights.values()), allow_unused=True)
     gradients = {n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(weights.items(), found, strict=True)}
     ladders = {name: _steps(layer, gradients) for name, layer in plan.sharded.items()}
-    budget = sum(_cost(block, block.num_terms(keep_ratio)) for block in plan.blocks.values())
+    budget = sum(block.num_terms(keep_ratio) * sum(block.shape) for block in plan.blocks.values())
     held = dict.fromkeys(ladders, 0)
     queue = [(-float("inf"), name) for name in ladders]  # one step for each layer, whatever it is worth
     while queue:
@@ -445,13 +444,8 @@ def _steps(layer: LayerPlan, gradients: dict[str, Tensor]) -> list[tuple[float, 
     for count in range(largest.granularity, largest.num_singular + largest.granularity, largest.granularity):
         share = min(1.0, count / largest.num_singular)
         counts = [block.num_terms(share) for block in layer.blocks]
-        cost = sum(_cost(block, n) for block, n in zip(layer.blocks, counts, strict=True))
+        cost = sum(n * sum(block.shape) for n, block in zip(counts, layer.blocks, strict=True))  # values of vectors
         energy = sum(float(of_block[n - 1]) for of_block, n in zip(energies, counts, strict=True))
         steps.append((share, cost - before[0], (energy - before[1]) / (cost - before[0])))
         before = cost, energy
     return steps
-
-
-def _cost(block: WeightBlock, num_terms: int) -> int:
-    """Values of the vectors of some terms."""
-    return num_terms * sum(block.shape)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -310,10 +311,10 @@ class NarrowSteps:
         self._put_back()
         self.counts[keep_ratio] += 1
         if (narrow := self._narrow.get(keep_ratio)) is not None:
-            for own, new in replacements(self._client, self._parts(narrow)):
-                self._put(own, new)
-            for name, sizes in narrow.sizes.items():
-                self._put(vars(self._client.get_submodule(name)), sizes)
+            sizes = ((vars(self._client.get_submodule(name)), new) for name, new in narrow.sizes.items())
+            for own, new in chain(replacements(self._client, self._parts(narrow)), sizes):
+                self._before.append((own, {name: own[name] for name in new}))
+                own.update(new)
 
     def restore(self) -> None:
         """Restore the client's full width; the backward pass follows."""
@@ -327,10 +328,6 @@ class NarrowSteps:
         for watch in self._watches:
             watch.remove()
         self._watches.clear()
-
-    def _put(self, own: dict[str, Any], new: Mapping[str, Any]) -> None:
-        self._before.append((own, {name: own[name] for name in new}))
-        own.update(new)
 
     def _put_back(self) -> None:
         for own, values in self._before:

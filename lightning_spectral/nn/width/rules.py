@@ -33,12 +33,8 @@ class Units:
         self._is_united = False  # until then, each label is its own class, as nearly always in a trial
 
     @property
-    def size(self) -> int:
-        return len(self._parent)
-
-    @property
     def united(self) -> Labels:
-        return np.flatnonzero(self._parent != np.arange(self.size))
+        return np.flatnonzero(self._parent != np.arange(len(self._parent)))
 
     def fresh(self, count: int) -> Labels:
         """New labels, each in a class of its own."""

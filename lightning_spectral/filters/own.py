@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, ServerEnd, Unusable
+from lightning_spectral.filters.frozen_base import FrozenBase
+from lightning_spectral.filters.limits import Limits
 from lightning_spectral.participation import Figure
-from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.client_store import ClientStore, note_state, with_state
-from lightning_spectral.protocol.exchange import load_tensors, select_tensors, wide
-from lightning_spectral.protocol.frozen_base import FrozenBase
-from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors, WorkUnit
-from lightning_spectral.sums import Extremes
+from lightning_spectral.protocol.exchange import wide
+from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors
 from lightning_spectral.sums.exact_mean import Peers
 
 NORM = "update_norm"  # a figure of arrivals
@@ -48,40 +46,10 @@ def chain(filters: Sequence[Filter], fit: Fit, store: ClientStore, keeps_state: 
     known: dict[str, ServerEnd | None] = {
         STATES: DeviceStates() if keeps_state else None,
         STORED: Stored(store, "store_bytes"),
-        FROZEN: Frozen(fit),
+        FROZEN: FrozenBase(fit.half.frozen_tensors),
     }
     inner, outer = ({name: made[name] for name in part} for part in (names[:place], names[place:]))
     return {name: end for name, end in {**inner, **own, **outer, **known}.items() if end is not None}
-
-
-class Frozen(ServerEnd):
-    """Sends tensors that do not change once to each client."""
-
-    def __init__(self, fit: Fit) -> None:
-        self.base = FrozenBase()
-        self._half = fit.half
-
-    def begin(self, opened: Opened) -> None:
-        self.base.refresh(self._half.frozen_tensors())
-
-    def send(self, download: Download) -> Download:
-        return self.base.mark(download) if self.base.digests else download
-
-    def saved_bytes(self, unit: WorkUnit) -> int:
-        return self.base.bytes_held_by(unit)
-
-    def note(self, outcomes: Sequence[ClientOutcome]) -> None:
-        self.base.note_outcomes(outcomes)
-
-    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        self.base.commit()
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.base.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.base.load_state_dict(state_dict)
 
 
 class Stored(ServerEnd):
@@ -122,41 +90,6 @@ class DeviceStates(Stored):
 
     def added(self, arrival: Arrival) -> None:
         note_state(arrival.upload, self._round_idx, self.store)
-
-
-class Limits(ServerEnd):
-    """Combines buffers that follow the clients' smallest or largest values, so that no average sees them."""
-
-    def __init__(self, rules: BufferRules, server: nn.Module) -> None:
-        self._rules, self._server = rules, server
-
-    def begin(self, opened: Opened) -> None:
-        self._extremes = Extremes(select_tensors(self._server, self._rules.limits), self._rules.limits)
-        self._round = opened.round
-
-    def arrive(self, arrival: Arrival) -> Arrival:
-        returned = arrival.upload.tensors
-        if names := self._extremes.not_numbers(returned):
-            raise Unusable("not_finite", f"NaN in {', '.join(names)}")
-        places = self._round.positions(arrival.receipt)
-        self._arrived = {name: returned[name] for name in self._rules.limits}, places
-
-        def averaged(tensors: Tensors) -> Tensors:
-            return self._rules.averaged(tensors, places)
-
-        sent = replace(arrival.sent, tensors=averaged(arrival.sent.tensors))
-        return replace(arrival, sent=sent, upload=replace(arrival.upload, tensors=averaged(returned)))
-
-    def added(self, arrival: Arrival) -> None:
-        self._extremes.add(*self._arrived)
-
-    def gather(self, processes: Peers) -> Iterable[Arrival]:
-        self._extremes.gather(processes)
-        return ()
-
-    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        load_tensors(self._server, dict(self._extremes.finish()))
-        return {}
 
 
 class Finite(ServerEnd):

@@ -1,11 +1,9 @@
-"""Exact sums and extremes over clients, whose bits depend neither on the clients' order nor on their processes."""
+"""Exact sums over clients, whose bits depend neither on the clients' order nor on their processes."""
 
 from lightning_spectral.sums.exact_mean import MeanBits, MeanChange, RunningMean, SummandError, add_up, check_summable
-from lightning_spectral.sums.extremes import Extremes
 from lightning_spectral.sums.private import PrivateSums, SecretNormals
 
 __all__ = [
-    "Extremes",
     "MeanBits",
     "MeanChange",
     "PrivateSums",

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.filters.frozen_base import FrozenBase
 from lightning_spectral.protocol import client_store
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.frozen_base import FrozenBase, KeptTensors, frozen_parameters
+from lightning_spectral.protocol.frozen_base import KeptTensors, frozen_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
 
@@ -418,8 +419,8 @@ def coded(sent: Download) -> Download:
 
 def download(net: nn.Linear, travel: Travel, held: frozenset[str] = frozenset()) -> Download:
     """The download of a layer whose weight is frozen, after it has travelled."""
-    base = FrozenBase()
-    base.refresh(frozen_parameters(net))
+    base = FrozenBase(lambda: frozen_parameters(net))
+    base.refresh()
     tensors = {name: parameter.detach() for name, parameter in net.named_parameters()}
     sent = Download(WorkUnit(0), 1.0, tensors, frozen=base.digests, held=held)
     received = travel(sent)
@@ -449,13 +450,14 @@ def outcome(client_id: int, **more: Any) -> ClientOutcome:
 
 
 def test_a_client_whose_device_lost_something_is_sent_everything_until_its_next_update() -> None:
-    base, names = FrozenBase(), ("bias",)
-    base.refresh(frozen_parameters(nn.Linear(3, 2).requires_grad_(False)))
-    base.note(map(WorkUnit, range(4)))
-    base.commit()
+    net, names = nn.Linear(3, 2).requires_grad_(False), ("bias",)
+    base = FrozenBase(lambda: frozen_parameters(net))
+    base.refresh()
+    base.received(map(WorkUnit, range(4)))
+    base.close([])
     lost_and_failed = outcome(1, missing=names, left_out="error")
-    base.note_outcomes([outcome(0, missing=names), lost_and_failed, outcome(2, left_out="error"), outcome(3)])
-    base.commit()
+    base.note([outcome(0, missing=names), lost_and_failed, outcome(2, left_out="error"), outcome(3)])
+    base.close([])
     assert [len(base.held_by(unit)) for unit in map(WorkUnit, range(4))] == [2, 0, 2, 2]
 
 
@@ -465,10 +467,10 @@ def test_every_change_of_a_frozen_tensor_is_seen(dtype: torch.dtype) -> None:
     net.base = nn.Parameter(torch.zeros(4, 3, dtype=dtype).T, requires_grad=False)  # not contiguous
     net.empty = nn.Parameter(torch.zeros(0, dtype=dtype), requires_grad=False)
     net.scalar = nn.Parameter(torch.zeros((), dtype=dtype), requires_grad=False)
-    base, unit = FrozenBase(), WorkUnit(1)
-    base.refresh(frozen_parameters(net))
-    base.note([unit])
-    assert base.bytes_held_by(unit) == 13 * net.base.element_size()
+    base, unit = FrozenBase(lambda: frozen_parameters(net)), WorkUnit(1)
+    base.refresh()
+    base.received([unit])
+    assert base.saved_bytes(unit) == 13 * net.base.element_size()
     net.base.data[2, 3] = 1
-    base.refresh(frozen_parameters(net))
+    base.refresh()
     assert base.held_by(unit) == {"empty", "scalar"}

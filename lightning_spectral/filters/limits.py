@@ -1,13 +1,53 @@
-"""The smallest or largest values among clients, entry by entry."""
+"""Buffers that follow the smallest or largest values among clients, entry by entry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_spectral.sums.exact_mean import Peers, Tensors
+from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unusable
+from lightning_spectral.protocol.buffer_rules import BufferRules
+from lightning_spectral.protocol.exchange import load_tensors, select_tensors
+from lightning_spectral.protocol.records import ClientOutcome, Tensors
+from lightning_spectral.sums.exact_mean import Peers
+
+
+class Limits(ServerEnd):
+    """Combines buffers that follow the clients' smallest or largest values, so that no average sees them."""
+
+    def __init__(self, rules: BufferRules, server: nn.Module) -> None:
+        self._rules, self._server = rules, server
+
+    def begin(self, opened: Opened) -> None:
+        self._extremes = Extremes(select_tensors(self._server, self._rules.limits), self._rules.limits)
+        self._round = opened.round
+
+    def arrive(self, arrival: Arrival) -> Arrival:
+        returned = arrival.upload.tensors
+        if names := self._extremes.not_numbers(returned):
+            raise Unusable("not_finite", f"NaN in {', '.join(names)}")
+        places = self._round.positions(arrival.receipt)
+        self._arrived = {name: returned[name] for name in self._rules.limits}, places
+
+        def averaged(tensors: Tensors) -> Tensors:
+            return self._rules.averaged(tensors, places)
+
+        sent = replace(arrival.sent, tensors=averaged(arrival.sent.tensors))
+        return replace(arrival, sent=sent, upload=replace(arrival.upload, tensors=averaged(returned)))
+
+    def added(self, arrival: Arrival) -> None:
+        self._extremes.add(*self._arrived)
+
+    def gather(self, processes: Peers) -> Iterable[Arrival]:
+        self._extremes.gather(processes)
+        return ()
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        load_tensors(self._server, dict(self._extremes.finish()))
+        return {}
 
 
 class Extremes:

@@ -9,7 +9,7 @@ import torch
 from peers import Peer
 from torch import Tensor
 
-from lightning_spectral.sums import Extremes
+from lightning_spectral.filters.limits import Extremes
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool]
 SIGNS = {"low": torch.tensor(-1), "high": torch.tensor(1), "mixed": torch.tensor([-1, 0, 1, -1, 0, 1])}

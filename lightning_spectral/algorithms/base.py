@@ -19,8 +19,7 @@ from lightning_spectral.errors import refuse_moved
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import NO_RULES, BufferRules, Rules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort, Workers
-from lightning_spectral.protocol.exchange import select_tensors
-from lightning_spectral.protocol.frozen_base import frozen_parameters
+from lightning_spectral.protocol.exchange import frozen_parameters, select_tensors
 from lightning_spectral.protocol.records import Download, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean
 

@@ -94,11 +94,11 @@ class FIARSE(Algorithm):
     @property
     def capacities(self) -> KeepRatios[FIARSE]:
         """A client of keep ratio r holds ceil(r m) of m weights."""
-
-        def num_weights(server: nn.Module) -> list[float]:
-            return [sum(server.get_parameter(name).numel() for name in self.masked_weights(server))]
-
-        return KeepRatios(self, self.keep_ratio, num_weights)
+        return KeepRatios(
+            self,
+            self.keep_ratio,
+            lambda server: [sum(server.get_parameter(name).numel() for name in self.masked_weights(server))],
+        )
 
     def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> FIARSEHalf:
         """Decide which weights are cut; what is untrained, or stays with clients, is sent whole."""

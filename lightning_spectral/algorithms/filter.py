@@ -90,11 +90,6 @@ class Opened:
     round: Round
     cohort: Cohort
 
-    @property
-    def round_idx(self) -> int:
-        """Communication round, from 0."""
-        return self.cohort.round_idx
-
 
 @dataclass(frozen=True, eq=False)
 class Fit:

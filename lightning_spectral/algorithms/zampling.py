@@ -183,7 +183,7 @@ class Zampling(Algorithm):
 
     def _check_optimizer(self, template: Optimizer, server: nn.Module) -> None:
         """One optimizer steps all scores with the same options; warn that weight decay does not reach them."""
-        wanted = {id(server.get_parameter(weight.name)) for weight in self.weights_of(server)}
+        wanted = {id(server.get_parameter(weight.name)) for weight in self.scheme().weights_of(server)}
         groups = [group for group in template.param_groups if any(id(p) in wanted for p in group["params"])]
         if not groups:
             return
@@ -203,12 +203,9 @@ class Zampling(Algorithm):
                 stacklevel=2,
             )
 
-    def weights_of(self, server: nn.Module) -> tuple[CompressedWeight, ...]:
-        """The weights that are compressed."""
-        return self.scheme().weights_of(server)
-
     def new_state(self, server: nn.Module, seed: int) -> ZamplingState:
-        weights, how = self.weights_of(server), self.scheme()
+        how = self.scheme()
+        weights = how.weights_of(server)
         first = how.first_probs(weights, seed)
         if self.normal_scores:
             generator = derived_generator(seed, "probabilities")
@@ -217,7 +214,7 @@ class Zampling(Algorithm):
 
     def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> ZamplingHalf:
         assert isinstance(state, ZamplingState), "Zampling is bound together with the state that `new_state` returned"
-        weights = self.weights_of(server)
+        weights = self.scheme().weights_of(server)
         if lost := [weight.name for weight in weights if weight.name in known.untrained]:
             raise ValueError(
                 f"Zampling replaces {', '.join(lost)} with random weights, which your optimizer does not hold and "

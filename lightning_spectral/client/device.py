@@ -32,8 +32,7 @@ from lightning_spectral.client.masking import Parties
 from lightning_spectral.client.user_optimizer import LocalOptimizer, StandIn, check_still_own, trainable_parameters
 from lightning_spectral.errors import DeviceError, RecordError
 from lightning_spectral.functional.checks import shapes_of
-from lightning_spectral.protocol.exchange import check_same_buffers
-from lightning_spectral.protocol.frozen_base import KeptTensors
+from lightning_spectral.protocol.exchange import KeptTensors, check_same_buffers
 from lightning_spectral.protocol.records import Download, Failure, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
@@ -106,11 +105,6 @@ class StepActions:
     after_forward: Callable[[], None] | None = None
     prepare: Callable[[], None] | None = None
     epochs: int | None = None
-
-
-def phases_of(started: StepActions | Sequence[StepActions] | None) -> Sequence[StepActions]:
-    """What `ClientSide.start` returns, as phases; at least one."""
-    return started if isinstance(started, Sequence) else [started or StepActions()]
 
 
 class ClientSide(ABC):
@@ -280,7 +274,8 @@ class Instructions:
 
     def phases(self, client: nn.Module, download: Download) -> Sequence[StepActions]:
         """What to do in each local step, phase by phase; at least one."""
-        phases = phases_of(self.side.start(client, _of_algorithm(download, self.ends)))
+        started = self.side.start(client, _of_algorithm(download, self.ends))
+        phases: Sequence[StepActions] = started if isinstance(started, Sequence) else [started or StepActions()]
         for end in self.ends.values():
             phases = end.phases(client, phases)
         return phases
@@ -470,7 +465,10 @@ class Device:
             if self._train is None:  # only now the module has the hooks of a client
                 self._train = self._local_trainer(module, self.optimizers, self.settings)
             stand_ins = self._local_optimizers[download.capacity][1]
-            watched = layers_of(module, stand_ins) if is_watched else {}
+            own, watched = dict(module.named_parameters()), dict[str, nn.Parameter]()
+            for name, stand_in in stand_ins.items() if is_watched else ():
+                if stand_in.layer and own[name].requires_grad:
+                    watched.setdefault(stand_in.layer, own[name])
             with watching(watched) as unreached, ExitStack() as blocks:
                 for hook in hooks if trains else ():
                     blocks.enter_context(hook.while_training(module, data))
@@ -591,15 +589,6 @@ def _during(
             batch = f" in a batch of {shapes()}" if remedy in OF_BATCHES.values() and shapes() else ""
             message = f"{message.rstrip(' .')}{batch}. {remedy}"
         raise _Failed(Failure(stage, message, error, remedy)) from error
-
-
-def layers_of(client: nn.Module, stand_ins: Mapping[str, StandIn]) -> dict[str, nn.Parameter]:
-    """The first parameter that trains of each layer that some client should train, by the layer's name."""
-    own, found = dict(client.named_parameters()), dict[str, nn.Parameter]()
-    for name, stand_in in stand_ins.items():
-        if stand_in.layer and own[name].requires_grad:
-            found.setdefault(stand_in.layer, own[name])
-    return found
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,11 +33,11 @@ def unflat(mean: MeanChange, values: Tensor) -> dict[str, Tensor]:
     return {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
 
 
+@dataclass(eq=False)
 class Parties:
     """The secrets of a device's clients in their last round of secure sums; they leave it only as shares."""
 
-    def __init__(self) -> None:
-        self._parties: dict[Key, Party] = {}
+    _parties: dict[Key, Party] = field(default_factory=dict, init=False)
 
     def answer(self, asked: Handshake) -> Handshake:
         """Answer a question of the server's, with nothing if the client's secrets are gone or were used.

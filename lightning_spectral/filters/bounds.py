@@ -5,8 +5,7 @@
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, ClassVar
 
@@ -16,14 +15,9 @@ from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, ServerEnd
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.filters.own import NORM, both_ways, norm_of, update_norm
 from lightning_spectral.protocol.exchange import wide
-from lightning_spectral.protocol.records import ClientOutcome, Download, Tensors, Upload
+from lightning_spectral.protocol.records import ClientOutcome, Download, Upload
 
 BOUNDED = "bounded"  # a figure of arrivals: 1 if the update was shortened
-
-
-def _scale(sent: Tensors, both: Tensors) -> float:
-    weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
-    return max(norm_of(weights), math.sqrt(sum(tensor.numel() for tensor in both.values())))
 
 
 class UpdateBound(Filter):
@@ -64,7 +58,9 @@ class UpdateBound(Filter):
         """
         sent, returned = download.tensors, upload.tensors
         both = dict(both_ways(sent, returned))
-        limit = self.limit(partial(_scale, sent, both), usual)
+        weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
+        count = sum(tensor.numel() for tensor in both.values())
+        limit = self.limit(lambda: max(norm_of(weights), math.sqrt(count)), usual)
         if norm <= limit:
             return upload
         shortened = {
@@ -76,6 +72,7 @@ class UpdateBound(Filter):
         return BoundEnd(self)
 
 
+@dataclass(eq=False)
 class BoundEnd(ServerEnd):
     """Shortens updates, and remembers which norm is usual.
 
@@ -83,8 +80,8 @@ class BoundEnd(ServerEnd):
         usual: Median norm of the updates of the last round in which clients changed anything; NaN before it.
     """
 
-    def __init__(self, bound: UpdateBound) -> None:
-        self.bound, self.usual = bound, math.nan
+    bound: UpdateBound
+    usual: float = field(default=math.nan, init=False)
 
     def arrive(self, arrival: Arrival) -> Arrival:
         sent, upload, figures = arrival.sent, arrival.upload, arrival.figures

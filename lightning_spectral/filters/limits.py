@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,15 @@ from lightning_spectral.protocol.records import ClientOutcome, Tensors
 from lightning_spectral.sums.exact_mean import Peers
 
 
+@dataclass(eq=False)
 class Limits(ServerEnd):
     """Combines buffers that follow the clients' smallest or largest values, so that no average sees them."""
 
-    def __init__(self, rules: BufferRules, server: nn.Module) -> None:
-        self._rules, self._server = rules, server
+    rules: BufferRules
+    server: nn.Module
 
     def begin(self, opened: Opened) -> None:
-        self._extremes = Extremes(select_tensors(self._server, self._rules.limits), self._rules.limits)
+        self._extremes = Extremes(select_tensors(self.server, self.rules.limits), self.rules.limits)
         self._round = opened.round
 
     def arrive(self, arrival: Arrival) -> Arrival:
@@ -30,10 +31,10 @@ class Limits(ServerEnd):
         if names := self._extremes.not_numbers(returned):
             raise Unusable("not_finite", f"NaN in {', '.join(names)}")
         places = self._round.positions(arrival.receipt)
-        self._arrived = {name: returned[name] for name in self._rules.limits}, places
+        self._arrived = {name: returned[name] for name in self.rules.limits}, places
 
         def averaged(tensors: Tensors) -> Tensors:
-            return self._rules.averaged(tensors, places)
+            return self.rules.averaged(tensors, places)
 
         sent = replace(arrival.sent, tensors=averaged(arrival.sent.tensors))
         return replace(arrival, sent=sent, upload=replace(arrival.upload, tensors=averaged(returned)))
@@ -46,7 +47,7 @@ class Limits(ServerEnd):
         return ()
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        load_tensors(self._server, dict(self._extremes.finish()))
+        load_tensors(self.server, dict(self._extremes.finish()))
         return {}
 
 

@@ -11,7 +11,6 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
@@ -20,7 +19,6 @@ from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
 from lightning_spectral.participation import Uniform
-from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
 from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
 from lightning_spectral.sums.exact_mean import Peers
@@ -145,27 +143,19 @@ class ClientPrivacy(Filter):
             )
 
     def server(self, fit: Fit) -> "PrivateEnd":
-        self.check_buffers(fit.half.rules)
-        self.check_attributes(fit.half.server)
-        return PrivateEnd(self, fit)
-
-    def check_attributes(self, module: nn.Module) -> None:
-        """Raise ``ValueError`` if what a client leaves behind in a module could move what the next one sends."""
-        if paths := KeptState(module).not_kept():
-            raise ValueError(
-                f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
-                "to be put back after each of them; register it as a buffer."
-            )
-
-    def check_buffers(self, rules: BufferRules) -> None:
-        """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
-        if names := sorted(rules.returned):
+        if names := sorted(fit.half.rules.returned):  # a variance with noise may be negative
             raise ValueError(
                 "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
                 f"{first_of(names, 3)}. "
                 'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
                 '"server"}), if they are known before training.'
             )
+        if paths := KeptState(fit.half.server).not_kept():  # what one client leaves there could move the next one
+            raise ValueError(
+                f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
+                "to be put back after each of them; register it as a buffer."
+            )
+        return PrivateEnd(self, fit)
 
 
 Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds
@@ -399,14 +389,14 @@ class PrivateEnd(ServerEnd):
 
     def begin(self, opened: Opened) -> None:
         """Open the sums, whose divisors are those of one client with the weight of a whole round, untrained."""
-        self._round_idx = opened.round_idx
+        self._round_idx = opened.cohort.round_idx
         unit, half = next(iter(self._possible_units.values())), self._fit.half
         download, receipt = opened.round.send(unit._replace(coefficient=min(1.0, opened.cohort.total)))
-        download, side = replace(download, round_idx=opened.round_idx), half.client_side
+        download, side = replace(download, round_idx=opened.cohort.round_idx), half.client_side
         with Forms(half.server, side.take_form).client(download.capacity) as client:
             side.load(client, download)
             opened.round.add(receipt, side.collect(client, download))
-        self._sums = self.fit.open(opened.round, opened.round_idx)
+        self._sums = self.fit.open(opened.round, opened.cohort.round_idx)
 
     def added(self, arrival: Arrival) -> None:
         self._sums.take()

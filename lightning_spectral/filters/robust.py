@@ -66,11 +66,11 @@ class Robust(Filter):
         return RobustEnd(self.rule)
 
 
+@dataclass(eq=False)
 class RobustEnd(ServerEnd):
     """Holds updates back, and passes on what a rule makes of them."""
 
-    def __init__(self, rule: RobustRule) -> None:
-        self._rule = rule
+    rule: RobustRule
 
     def begin(self, opened: Opened) -> None:
         self._opened, self._held = opened, dict[Key, Arrival]()
@@ -87,10 +87,10 @@ class RobustEnd(ServerEnd):
     def gather(self, processes: Peers) -> Iterable[Arrival]:
         told = {key: self._told(arrival) for key, arrival in self._held.items()}
         everybody: dict[Key, Told] = {key: own for part in processes.gather(told) for key, own in part.items()}
-        if len(everybody) < self._rule.least:
+        if len(everybody) < self.rule.least:
             if everybody:
                 warnings.warn(
-                    f"Round {self._opened.round_idx}: {self._rule} needs at least {self._rule.least} updates, and "
+                    f"Round {self._opened.cohort.round_idx}: {self.rule} needs at least {self.rule.least} updates, and "
                     f"{len(everybody)} arrived; the server's weights are unchanged.",
                     SpectralWarning,
                     stacklevel=2,
@@ -98,7 +98,7 @@ class RobustEnd(ServerEnd):
             return
         keys = sorted(everybody)
         changes = Changes(*zip(*(everybody[key] for key in keys), strict=True))
-        for key, center in zip(keys, self._rule.passed_on(changes), strict=True):
+        for key, center in zip(keys, self.rule.passed_on(changes), strict=True):
             self._num_used += center is not None
             if center is not None and key in self._held:
                 yield self._moved(self._held[key], center)

@@ -118,7 +118,7 @@ class SecureEnd(ServerEnd):
     """Lets the clients of a round agree on masks, adds what they send as it is, and removes the masks from the sum."""
 
     def __init__(self, choice: SecureSums) -> None:
-        self._choice = choice
+        self.choice = choice
         self._sum: MaskedSum | None = None  # of the round, once its clients agree
 
     def remarks(self) -> Sequence[str]:
@@ -136,7 +136,7 @@ class SecureEnd(ServerEnd):
             name = type(self._opened.round).__name__
             raise TypeError(f"{name} has other sums than one `MeanChange`; its algorithm must not promise `one_sum`.")
         cohort = self._opened.cohort
-        self._sum = MaskedSum(self._choice, ask, cohort.round_idx, units, cohort.total, mean)
+        self._sum = MaskedSum(self.choice, ask, cohort.round_idx, units, cohort.total, mean)
         self._sum.agree()
 
     def send(self, download: Download) -> Download:

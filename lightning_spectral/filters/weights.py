@@ -61,23 +61,19 @@ class Weights(Filter):
         return WeightsEnd(self, fit)
 
 
+@dataclass(eq=False)
 class WeightsEnd(ServerEnd):
     """Weighs the clients for which a round opens."""
 
-    def __init__(self, choice: Weights, fit: Fit) -> None:
-        self._by, self._fit = choice.by, fit
+    choice: Weights
+    fit: Fit
 
     def weigh(self, units: Sequence[WorkUnit]) -> Sequence[WorkUnit]:
-        sizes = self._fit.sizes()
-        return [unit._replace(coefficient=self._weight(unit.client_id, int(sizes[unit.client_id]))) for unit in units]
-
-    def _weight(self, client_id: int, num_examples: int) -> float:
-        if self._by == "examples":
-            return float(num_examples)
-        if self._by == "uniform":
-            return float(num_examples > 0)
-        assert callable(self._by), "checked when it was made"
-        weight = float(self._by(client_id, num_examples))
-        if not 0.0 <= weight < math.inf:
-            raise ValueError(f"Weights must be finite and at least 0, got {weight} for client {client_id}.")
-        return weight
+        by, sizes, weighed = self.choice.by, self.fit.sizes(), list[WorkUnit]()
+        for unit in units:
+            client_id, size = unit.client_id, int(sizes[unit.client_id])
+            weight = by(client_id, size) if callable(by) else size if by == "examples" else size > 0
+            if not 0.0 <= weight < math.inf:
+                raise ValueError(f"Weights must be finite and at least 0, got {weight} for client {client_id}.")
+            weighed.append(unit._replace(coefficient=float(weight)))
+        return weighed

@@ -40,7 +40,7 @@ from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
 from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.protocol.codec import read_tensors, write_tensors
-from lightning_spectral.protocol.frozen_base import KeptTensors
+from lightning_spectral.protocol.exchange import KeptTensors
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 
 OWNERS_NOISE = "noise of the owner"  # a filter's name

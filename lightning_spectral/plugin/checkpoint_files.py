@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_spectral.errors import SpectralWarning, writing
-from lightning_spectral.protocol.frozen_base import digest
+from lightning_spectral.protocol.exchange import digest
 
 NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
 DIGEST = "federation_digest"  # of the tensors in a checkpoint

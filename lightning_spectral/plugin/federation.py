@@ -211,7 +211,10 @@ class Cohorts:
             check_sampler(sampler, {name: member.algorithm for name, member in self._members.items()})
             check_measurable(sampler, {name: member.module for name, member in self._members.items()})
             keys = [member.key for member in self._members.values()]
-            self.sampled = SampledCohorts(sampler, self._plan.population(), keys, self._seed())
+            seed = int(self._plan.seed)
+            if any(each.secret_cohorts for member in self._members.values() for each in member.filters):
+                seed = self._runtime.processes.gather(secrets.randbits(256))[0]  # nobody may know who takes part
+            self.sampled = SampledCohorts(sampler, self._plan.population(), keys, seed)
             self.lasting.drop(["sampler"])
             self.lasting.attach("sampler", self.sampled)
         if limit and not self._most_units:
@@ -230,12 +233,6 @@ class Cohorts:
             rows = min(len(before.figures), len(self.sampled.figures))
             self.sampled.figures[:rows] = before.figures[:rows]
             self.lasting.parts["sampler"] = self.sampled
-
-    def _seed(self) -> int:
-        """The seed of the draws: the run's, unless privacy depends on nobody else knowing who takes part."""
-        if not any(each.secret_cohorts for member in self._members.values() for each in member.filters):
-            return int(self._plan.seed)
-        return self._runtime.processes.gather(secrets.randbits(256))[0]
 
     @property
     def usual_size(self) -> int:
@@ -337,11 +334,8 @@ class Runtime:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
         callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
-
-        def place(callback: RoundCallback) -> int:
-            return isinstance(callback, Aggregation) - isinstance(callback, first)
-
-        return sorted((each for each in callbacks if isinstance(each, RoundCallback)), key=place)
+        ours = [each for each in callbacks if isinstance(each, RoundCallback)]
+        return sorted(ours, key=lambda each: isinstance(each, Aggregation) - isinstance(each, first))
 
     def begin(self) -> None:
         self._is_stopping = False

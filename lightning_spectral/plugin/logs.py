@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,11 +45,11 @@ def log_values(trainer: pl.Trainer, round_idx: int, values: Mapping[str, float],
         logger.save()
 
 
+@dataclass(eq=False)
 class NewlyLogged:
     """Tells values logged since some moment from older ones: Lightning keeps the last value of every metric."""
 
-    def __init__(self) -> None:
-        self._before: Mapping[str, torch.Tensor] = {}
+    _before: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     def mark(self, trainer: pl.Trainer) -> None:
         """Treat what is logged from now on as new."""

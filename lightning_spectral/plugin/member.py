@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, cast
@@ -210,7 +210,15 @@ class Member(pl.LightningModule):
         may_rest = bool(half.advice(Moment.RESTING_AVERAGES)) or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)
         self.lasting.attach(ADVICE, self.first_rounds)
-        self._report(self._remarks())
+        if self.local_epochs == 0:
+            self._report(["local_epochs=0: clients train nothing, so rounds leave the weights as they are."])
+        if any(each.interval == "step" for each in self.schedules.schedulers):
+            self._report(
+                [
+                    "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
+                    "count its warm-up, its `T_max` or its milestones in rounds."
+                ]
+            )
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         first_round = None if resumed else runtime.round_idx  # a second fit of this module may count from 0 again
         filters = [*self.data.filters_beside(self.filters, self.algorithm), *self.filters]
@@ -254,16 +262,6 @@ class Member(pl.LightningModule):
                 "same parameters on the same data, or resume from a checkpoint.",
                 SpectralWarning,
                 stacklevel=2,
-            )
-
-    def _remarks(self) -> Iterator[str]:
-        """What is allowed, and may still not be meant."""
-        if self.local_epochs == 0:
-            yield "local_epochs=0: clients train nothing, so rounds leave the weights as they are."
-        if any(each.interval == "step" for each in self.schedules.schedulers):
-            yield (
-                "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
-                "count its warm-up, its `T_max` or its milestones in rounds."
             )
 
     def _report(self, lines: Iterable[str]) -> None:

@@ -1,9 +1,11 @@
-"""Reads named tensors from a module, writes them back, and applies an average to the server's module."""
+"""Which tensors of a module travel, what a device keeps of those sent once, and how values are written back."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spectral.protocol.buffer_rules import BufferRules, averaged_parameters, buffer_rules, unit_vectors
+from lightning_spectral.protocol.records import Download
 
 Tensors = Mapping[str, Tensor]
 
@@ -153,3 +156,51 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 def wide(tensor: Tensor) -> Tensor:
     """A tensor in at least single precision, in which small changes count."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+@dataclass(eq=False)
+class KeptTensors:
+    """The frozen tensors of earlier downloads, by name, each with the digest it was sent with.
+
+    In the server's own process, downloads are complete, and the tensors kept here are the server's own.
+    """
+
+    tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    def missing(self, download: Download) -> tuple[str, ...]:
+        """Names of the tensors that were not sent, and which are not here or have another value."""
+        absent = sorted(download.held - download.tensors.keys())
+        return tuple(name for name in absent if self.tensors.get(name, ("",))[0] != download.frozen.get(name))
+
+    def complete(self, download: Download) -> Download:
+        """Keep the frozen tensors that were sent, and add those that were not, of which none may be `missing`."""
+        arrived = {name: download.tensors[name] for name in download.frozen if name in download.tensors}
+        self.tensors.update({name: (download.frozen[name], tensor) for name, tensor in arrived.items()})
+        kept = {name: self.tensors[name][1] for name in download.held - arrived.keys()}
+        return replace(download, tensors={**download.tensors, **kept})
+
+
+def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module that do not require a gradient and are not averaged, by name.
+
+    Example:
+        >>> sorted(frozen_parameters(nn.Linear(2, 2).requires_grad_(False)))
+        ['bias', 'weight']
+    """
+    averaged = averaged_parameters(module)
+    named = module.named_parameters()
+    return {name: p.detach() for name, p in named if not p.requires_grad and name not in averaged}
+
+
+def digest(tensor: Tensor) -> str:
+    """A digest of a tensor's type, shape and values; equal digests mean equal bits.
+
+    Example:
+        >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
+        (True, False)
+    """
+    hashed = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # a contiguous tensor may have any stride along dimensions of length 0 or 1, which torch cannot view as bytes
+    hashed.update(values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from lightning_spectral.client.device import Device
 from lightning_spectral.protocol.records import Download, ExclusionReason, Handshake, Upload
@@ -51,6 +52,7 @@ class Executor(ABC):
         return None
 
 
+@dataclass(eq=False)
 class SequentialExecutor(Executor):
     """Trains one client after another on a device in this process.
 
@@ -60,8 +62,7 @@ class SequentialExecutor(Executor):
         device: The device on which all clients train.
     """
 
-    def __init__(self, device: Device) -> None:
-        self.device = device
+    device: Device
 
     def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
         """Yield answers in the order of the questions."""

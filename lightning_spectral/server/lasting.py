@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -16,6 +17,7 @@ class Lasts(Protocol):
         """Restore what `state_dict` returned."""
 
 
+@dataclass(eq=False)
 class Lasting:
     """The parts whose state lasts, by name.
 
@@ -34,9 +36,8 @@ class Lasting:
         (1.0, ['algorithm'])
     """
 
-    def __init__(self) -> None:
-        self.parts: dict[str, Lasts] = {}
-        self._waiting: dict[str, Any] = {}
+    parts: dict[str, Lasts] = field(default_factory=dict, init=False)
+    _waiting: dict[str, Any] = field(default_factory=dict, init=False)
 
     def attach(self, name: str, part: Lasts) -> None:
         """Add a part, which goes on from the state that is known under its name."""
@@ -80,6 +81,7 @@ class Lasting:
             self._waiting[name] = state
 
 
+@dataclass(eq=False)
 class Kept:
     """Plain values that last as they are.
 
@@ -90,8 +92,7 @@ class Kept:
         {'missing_rank': {'net.0': 3}}
     """
 
-    def __init__(self) -> None:
-        self.values: Mapping[str, Any] = {}
+    values: Mapping[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         """The values."""

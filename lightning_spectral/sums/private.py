@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ SLACK = 1 - 2.0**-30  # more than rounding adds to a norm
 VOTE = 2**31  # a half, in steps of a vote
 
 
+@dataclass(eq=False)
 class SecretNormals:
     """Numbers from a standard normal distribution that only the holder of a key can know.
 
@@ -32,14 +34,14 @@ class SecretNormals:
         tensor([-1.7143,  0.7563,  0.5244], dtype=torch.float64)
     """
 
-    def __init__(self, key: bytes) -> None:
-        self._key, self._calls = key, 0
+    key: bytes = field(repr=False)
+    _calls: int = field(default=0, init=False)
 
     def __call__(self, size: int) -> Tensor:
         """The next numbers, shape ``(size,)``, float64, on the CPU."""
         pairs, call = (size + 1) // 2, self._calls.to_bytes(8, "big")
         self._calls += 1
-        words = np.frombuffer(hashlib.shake_256(call + self._key).digest(16 * pairs), dtype="<u8")
+        words = np.frombuffer(hashlib.shake_256(call + self.key).digest(16 * pairs), dtype="<u8")
         radius, angle = (((words >> 11) + 0.5) * 2.0**-53).reshape(2, pairs)
         radius, angle = np.sqrt(-2 * np.log(radius)), 2 * np.pi * angle
         return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])

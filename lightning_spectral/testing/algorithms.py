@@ -24,8 +24,7 @@ from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, check_is
 from lightning_spectral.filters import SecureSums
 from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
-from lightning_spectral.protocol.exchange import copy_module
-from lightning_spectral.protocol.frozen_base import digest
+from lightning_spectral.protocol.exchange import copy_module, digest
 from lightning_spectral.testing.trial import (
     ROUNDS,
     SIZES,

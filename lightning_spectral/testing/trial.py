@@ -343,12 +343,12 @@ def change_norms(trial: Trial) -> dict[int, float]:
     return norms
 
 
+@dataclass(eq=False)
 class _Observing:
     """A device half that lets the tensors of a client be seen, which the server never sees."""
 
-    def __init__(self, side: ClientSide) -> None:
-        self.side = side
-        self.seen: dict[str, Tensor] = {}
+    side: ClientSide
+    seen: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.side, name)

@@ -52,7 +52,7 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
 
 def dense_matrix(algorithm: ls.Zampling, module: nn.Module, seed: int) -> Tensor:
     """Q, entry by entry, in float64."""
-    matrix = algorithm.scheme().matrix(algorithm.weights_of(module), seed)
+    matrix = algorithm.scheme().matrix(algorithm.scheme().weights_of(module), seed)
     columns, values = matrix.entries()
     return torch.zeros(matrix.num_rows, matrix.num_columns, dtype=torch.float64).scatter_(1, columns, values.double())
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_spectral.errors import RecordError
 from lightning_spectral.protocol import codec
 from lightning_spectral.protocol.codec import decode, encode, read_tensors, write_tensors
-from lightning_spectral.protocol.frozen_base import digest
+from lightning_spectral.protocol.exchange import digest
 from lightning_spectral.protocol.records import (
     Download,
     ExclusionReason,

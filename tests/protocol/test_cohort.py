@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.filters.frozen_base import FrozenBase
+from lightning_spectral.filters.own import FrozenBase
 from lightning_spectral.protocol import client_store
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.codec import decode, encode
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.frozen_base import KeptTensors, frozen_parameters
+from lightning_spectral.protocol.exchange import KeptTensors, frozen_parameters
 from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 
 

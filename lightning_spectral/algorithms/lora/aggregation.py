@@ -74,6 +74,7 @@ class OpenAdapter:
         return self.ranks[self.cohort.capacity_of(unit)]
 
 
+@dataclass(eq=False)
 class AdapterRound(ABC):
     """One adapted layer in one open round.
 
@@ -84,10 +85,8 @@ class AdapterRound(ABC):
         mean: Its running sum or mean, which several processes add up; a subclass sets it.
     """
 
-    mean: MeanChange
-
-    def __init__(self, opened: OpenAdapter) -> None:
-        self.opened = opened
+    opened: OpenAdapter
+    mean: MeanChange = field(init=False)
 
     def draw(self, unit: WorkUnit) -> tuple[Tensor, dict[str, Tensor]]:
         """Indices of a unit's terms, shape ``(r,)``, and what it is sent."""

@@ -4,7 +4,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ class TrainedTerms(NamedTuple):
     multipliers: Callable[[], Tensor]
 
 
+@dataclass(eq=False)
 class LayerMean(ABC):
     """One factorised matrix in one open round: the sum over clients, and the change that follows from it.
 
@@ -50,10 +51,10 @@ class LayerMean(ABC):
         running: The sum over clients, which several processes add up; a subclass sets it.
     """
 
-    running: MeanChange
-
-    def __init__(self, u: Tensor, v: Tensor, held_rows: int | None) -> None:
-        self.u, self.v, self.held_rows = u, v, held_rows
+    u: Tensor
+    v: Tensor
+    held_rows: int | None
+    running: MeanChange = field(init=False)
 
     @property
     @abstractmethod

@@ -280,10 +280,11 @@ class SpectralSharding(Algorithm):
 
     @property
     def capacities(self) -> KeepRatios[SpectralSharding]:
-        def numbers_of_terms(server: nn.Module) -> set[float]:
-            return {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()}
-
-        return KeepRatios(self, self.keep_ratio, numbers_of_terms)
+        return KeepRatios(
+            self,
+            self.keep_ratio,
+            lambda server: {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()},
+        )
 
     @property
     def _layer_choices(self) -> LayerChoices:
@@ -439,7 +440,9 @@ class SpectralHalf(DenseHalf):
     def advice(self, moment: Moment, opened: Round | None = None, summary: RoundSummary | None = None) -> Sequence[str]:
         """The remedy for flat losses is given only after a spectral start: trained weights may have little to learn."""
         if isinstance(opened, SpectralRound):
-            return opened.equal_sub_models() if moment is Moment.REMARK else opened.problems()
+            if moment is Moment.REMARK:
+                return opened.equal_sub_models()
+            return [*opened.noisy_sub_models(), *opened.empty_terms()]
         if moment is Moment.UNUSED_LAYERS:
             return ["keep them dense with `SpectralSharding(exclude=[...])`"]
         if moment is Moment.LARGE_UPDATES and self.choice.clip_weight_lr > 1:
@@ -552,11 +555,7 @@ class SpectralRound(DenseRound):
         """How clients draw the terms of each matrix."""
         return {name: layer.draws for name, layer in self.layers.items()}
 
-    def problems(self) -> Sequence[str]:
-        """What may keep clients from learning, with remedies."""
-        return [*self._noisy_sub_models(), *self._empty_terms()]
-
-    def _noisy_sub_models(self) -> Sequence[str]:
+    def noisy_sub_models(self) -> Sequence[str]:
         """A warning if the sub-models of a keep ratio are far from the weights, for the worst ratio only; or nothing.
 
         A strategy is named as a remedy only if some choice of terms is good enough.
@@ -581,7 +580,7 @@ class SpectralRound(DenseRound):
             "logs it as `fl/client_error`."
         ]
 
-    def _empty_terms(self) -> Sequence[str]:
+    def empty_terms(self) -> Sequence[str]:
         """A warning if even the smallest clients hold more terms of a matrix than its rank, up to rounding; or nothing.
 
         The rounding of half precision is terms that can train.

@@ -17,6 +17,7 @@ Key: TypeAlias = tuple[int, int]
 FIXED = 0  # the label of entries that are never cut
 
 
+@dataclass(eq=False)
 class Units:
     """Labels, each with the class that it belongs to; classes can be united with each other or with `FIXED`.
 
@@ -28,9 +29,8 @@ class Units:
         (array([1, 2, 2]), array([1, 2, 6]))
     """
 
-    def __init__(self) -> None:
-        self._parent = np.zeros(1, dtype=np.int64)
-        self._is_united = False  # until then, each label is its own class, as nearly always in a trial
+    _parent: Labels = field(default_factory=lambda: np.zeros(1, dtype=np.int64), init=False)
+    _is_united: bool = field(default=False, init=False)  # until then each label is its own class, as mostly in a trial
 
     @property
     def united(self) -> Labels:

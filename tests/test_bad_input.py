@@ -98,8 +98,8 @@ def with_integer_targets(given: Given) -> None:
     given.fit(given.split(partitioner=ls.IIDPartitioner(4), batch_size=4))
 
 
-Of_other_package = type("LitOther", (nn.Module,), {"__module__": "pytorch_lightning.core"})
-SUBMODELS = [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)]
+OtherLightning = type("LitOther", (nn.Module,), {"__module__": "pytorch_lightning.core"})
+OF_SUB_MODELS = [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)]
 REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
     # the module
     "a module that is federated already": (
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
         r"must be a lightning\.pytorch\.LightningModule, got Linear: wrap it",
     ),
     "a module of the other Lightning package": (
-        lambda given: given.federated(module=Of_other_package()), TypeError,
+        lambda given: given.federated(module=OtherLightning()), TypeError,
         r"derives from `pytorch_lightning`.*change the import",
     ),
     "a class in place of a module": (
@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
             partial(without_layers, algorithm=algorithm), ValueError,
             r"^LitMLP has no parameters yet, .* in `__init__`, rather than in `setu",
         )
-        for algorithm in SUBMODELS
+        for algorithm in OF_SUB_MODELS
     },
     **{
         f"sparse buffers, with {type(algorithm).__name__}": (

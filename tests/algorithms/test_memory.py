@@ -176,7 +176,7 @@ def test_sampled_weights_their_gradient_and_its_vector_are_held_at_once() -> Non
 
 
 def test_a_loss_among_the_outputs_is_where_the_backward_pass_begins() -> None:
-    """As models of transformers return it."""
+    """Models of transformers return it beside the logits."""
 
     def with_loss(net: Any, x: Tensor) -> Any:
         logits = net.layer(x)

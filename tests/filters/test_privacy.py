@@ -395,7 +395,7 @@ def test_votes_on_the_clip_cost_noise_and_it_says_how_much() -> None:
 
 
 def test_a_client_leaves_nothing_behind_for_others(data: Any, fit: Fit) -> None:
-    remembers = variant(
+    remembers = variant(  # in an attribute that is too large to be put back
         LitMLP,
         lambda lit: setattr(lit, "memory", torch.zeros(2**20 + 1)),
         before_step=lambda lit, batch: lit.memory.add_(1),

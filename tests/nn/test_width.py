@@ -288,7 +288,7 @@ def test_a_group_norm_is_cut_as_in_the_whole_module_however_little_is_left(num_g
 
 
 def test_what_a_module_caches_in_one_pass_is_not_there_in_the_next() -> None:
-    """Such as a table that is computed in the first pass in evaluation mode, from weights that may be cut."""
+    """Here a table is kept that the first pass in evaluation mode computes, from weights that may be cut."""
 
     def plan(caches: bool) -> Any:
         def forward(net: Any, x: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ class Noting(nn.Module):
 
 
 def test_narrow_clients_have_a_say_about_their_channels(fit: Fit) -> None:
-    """Of which a narrower client holds some."""
+    """A narrower client holds limits of some channels."""
     lit = seeded(LitLimits)
     lit.net[1] = Noting(8)
     module = fit(lit, data(), algorithm=ls.WidthSharding(keep_ratio=0.5), clients_per_round=2).module

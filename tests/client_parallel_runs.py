@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch.multiprocessing import start_processes
 sys.path.insert(0, str(Path(__file__).parent))
 from lightning_versions import SAVE_ON_EXCEPTION
 from ternary import Ternary
-from toy_models import LitHalves, LitMLP, Remembering, toy_examples
+from toy_models import LitHalves, LitMLP, LitSmall, Remembering, toy_examples, variant
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import singular_terms
@@ -57,20 +58,8 @@ class WithLimits(LitMLP):
         return super().training_step(batch, batch_idx)
 
 
-class WithBatchNorm(LitMLP):
-    example_input_array = torch.zeros(2, 6)
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.net.insert(1, nn.BatchNorm1d(12, momentum=None))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if len(batch[0]) == 1 else super().training_step(batch, batch_idx)
-
-
-class WithPlainSGD(LitMLP):
-    def __init__(self) -> None:
-        super().__init__(momentum=0.0)
+WithBatchNorm = partial(variant(LitSmall, lambda lit: setattr(lit.net[1], "momentum", None)), dropout=0.3)
+WithPlainSGD = partial(LitMLP, momentum=0.0)
 
 
 class Levelled(LitMLP):
@@ -105,17 +94,14 @@ class WithExperts(LitMLP):
         return super().training_step((self.experts[self.own](x), y), batch_idx)
 
 
-class FailsForClient(LitMLP):
-    """Fails in round 1 on example 0, which belongs to client 0; one layer is frozen."""
+def fail_on_example_0(lit: Any, batch: Any) -> None:
+    """In round 1; it belongs to client 0."""
+    if lit.trainer.current_epoch == 1 and bool((batch[0] == uneven_data().train.tensors[0][0]).all(1).any()):
+        raise FloatingPointError("example 0")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].requires_grad_(False)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.current_epoch == 1 and bool((batch[0] == uneven_data().train.tensors[0][0]).all(1).any()):
-            raise FloatingPointError("example 0")
-        return super().training_step(batch, batch_idx)
+# One layer is frozen.
+FailsForClient = variant(LitMLP, lambda lit: lit.net[0].requires_grad_(False), before_step=fail_on_example_0)
 
 
 class DivergesForSome(LitMLP):

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from federation import seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet, squared_error
 
 import lightning_spectral as ls
 from lightning_spectral.participation import Sampler
@@ -23,23 +23,14 @@ SIZES = {"words": (4, 9, 0, 2, 5), "images": (3, 0, 8, 6, 1)}
 WIDTHS = {"words": 3, "images": 4}
 
 
-class LitLine(pl.LightningModule):
+class LitLine(LitNet):
     """One linear layer, one plain step on all of a client's data: its update can be written down."""
 
     def __init__(self, width: int = 3, lr: float = 0.1) -> None:
-        super().__init__()
-        self.line = nn.Linear(width, 1)
-        self.lr = lr
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return (self.line(x).squeeze(1) - y).square().mean()
+        super().__init__(nn.Linear(width, 1), lr, loss=squared_error)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
 def lines(width: int, sizes: Sequence[int], seed: int = 0, **options: Any) -> ls.FederatedDataModule:

@@ -20,18 +20,11 @@ from federation import Fit
 from public_names import PUBLIC
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral import functional, testing
 from lightning_spectral.functional.sampling.conditional_poisson import working_open_terms
-
-
-class LitLine(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> Any: ...
 
 
 def net() -> nn.Module:
@@ -39,8 +32,7 @@ def net() -> nn.Module:
 
 
 def by_width() -> ls.FederatedModule:
-    lit = LitLine()
-    lit.forward, lit.example_input_array = lit.line.forward, torch.zeros(2, 3)
+    lit = LitNet(nn.Linear(3, 1), example=torch.zeros(2, 3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ls.SpectralWarning)  # it has no channel to cut
         return ls.FederatedModule(lit, algorithm=ls.WidthSharding(), clients_per_round=1)
@@ -57,14 +49,14 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "DirichletPartitioner": lambda: {"num_clients": 3, "alpha": 1.0},
     "EffectiveLRClip": lambda: {"tau": 10.0},
     "FederatedDataModule": lambda: {"train": TOY, "partitioner": ls.IIDPartitioner(2)},
-    "FederatedModule": lambda: {"module": LitLine()},
+    "FederatedModule": lambda: {"module": LitNet(nn.Linear(3, 1))},
     "FrobeniusDecay": lambda: {"coefficients": {}},
     "GradientClip": lambda: {"max_norm": 1.0},
     "IIDPartitioner": lambda: {"num_clients": 3},
     "LocalNoise": lambda: {"clip": 1.0, "noise_multiplier": 1.0},
     "LossVarianceReduced": lambda: {"active": 2},
     "MultiModelModule": lambda: {
-        "models": {"words": ls.FederatedModule(LitLine())},
+        "models": {"words": ls.FederatedModule(LitNet(nn.Linear(3, 1)))},
         "participation": ls.LossVarianceReduced(active=2),
     },
     "PachinkoPartitioner": lambda: {"num_clients": 3, "superclasses": [0, 0, 1], "alpha": 1.0, "beta": 10.0},
@@ -178,7 +170,7 @@ def test_numbers_of_numpy_become_plain_ones(kind: Any, given: dict[str, Any], pl
 
 def test_numbers_of_numpy_become_plain_ones_in_modules() -> None:
     three = np.int64(3)
-    model = ls.FederatedModule(LitLine(), clients_per_round=three, local_epochs=three, seed=three)
+    model = ls.FederatedModule(LitNet(nn.Linear(3, 1)), clients_per_round=three, local_epochs=three, seed=three)
     data = ls.FederatedDataModule(TOY, ls.IIDPartitioner(2), batch_size=three, eval_batch_size=three, seed=three)
     found = [model.clients_per_round, model.local_epochs, model.seed, data.batch_size, data.eval_batch_size, data.seed]
     assert [type(number) for number in found] == [int] * 6
@@ -198,7 +190,7 @@ def data(train: Any = TOY, **options: Any) -> ls.FederatedDataModule:
 
 
 def federated(**options: Any) -> ls.FederatedModule:
-    return ls.FederatedModule(LitLine(), **options)
+    return ls.FederatedModule(LitNet(nn.Linear(3, 1)), **options)
 
 
 def costs(**options: Any) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-from toy_models import LitSmall
+from toy_models import LitNet, LitSmall, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Known
@@ -37,20 +38,224 @@ class Measured(IterableDataset[Any]):
         yield torch.zeros(1)
 
 
+@dataclass
+class Given:
+    """What a mistake is made with: the fixtures, and what is often called wrongly."""
+
+    lit: Any
+    lit_mlp: Any
+    toy: Any
+    data: Any
+    fit_with: Fit
+    quiet: dict[str, Any]
+
+    def federated(self, algorithm: Any = None, module: Any = None) -> ls.FederatedModule:
+        return ls.FederatedModule(self.lit if module is None else module, algorithm=algorithm, clients_per_round=1)
+
+    def trainer(self) -> pl.Trainer:
+        return pl.Trainer(max_epochs=1, **self.quiet)
+
+    def fit(self, data: Any = None, **options: Any) -> None:
+        self.fit_with(self.lit, self.data if data is None else data, **options)
+
+    def fit_variant(self, **members: Any) -> None:
+        self.fit_with(variant(self.lit_mlp, **members)(), self.data)
+
+    def split(self, train: Any = None, partitioner: Any = None, **options: Any) -> ls.FederatedDataModule:
+        partitioner = partitioner or ls.IIDPartitioner(2)
+        return ls.FederatedDataModule(self.toy if train is None else train, partitioner, **options)
+
+
+class Lazy(ls.partition.Partitioner):
+    num_clients = 3
+
+    def split(self, num_examples: int, labels: Any, generator: Any) -> Any:
+        return ls.partition.Partition.from_lists([[0, 1], [], [2]])
+
+
+class Stream(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        return torch.zeros(1)
+
+
+def two_sgds(self: Any) -> Any:
+    return [torch.optim.SGD(self.net[0].parameters()), torch.optim.SGD(self.net[2].parameters())]
+
+
+def without_layers(given: Given, algorithm: Any) -> None:
+    del given.lit.net
+    given.federated(algorithm)
+
+
+def with_sparse_buffer(given: Given, algorithm: Any) -> None:
+    given.lit.register_buffer("adjacency", torch.eye(3).to_sparse())
+    given.fit(algorithm=algorithm)
+
+
+def with_integer_targets(given: Given) -> None:
+    loss = nn.functional.binary_cross_entropy_with_logits
+    given.lit.training_step = lambda batch, batch_idx: loss(given.lit.net(batch[0]), batch[1].float())
+    given.fit(given.split(partitioner=ls.IIDPartitioner(4), batch_size=4))
+
+
+OtherLightning = type("LitOther", (nn.Module,), {"__module__": "pytorch_lightning.core"})
+OF_SUB_MODELS = [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)]
+REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
+    # the module
+    "a module that is federated already": (
+        lambda given: given.federated(module=ls.FederatedModule(given.lit)), TypeError,
+        "`module` must be your own LightningModule, got a FederatedModule",
+    ),
+    "a module that is no Lightning module": (
+        lambda given: given.federated(module=nn.Linear(2, 2)), TypeError,
+        r"must be a lightning\.pytorch\.LightningModule, got Linear: wrap it",
+    ),
+    "a module of the other Lightning package": (
+        lambda given: given.federated(module=OtherLightning()), TypeError,
+        r"derives from `pytorch_lightning`.*change the import",
+    ),
+    "a class in place of a module": (
+        lambda given: given.federated(module=given.lit_mlp), TypeError,
+        r"`module` must be a LightningModule, got the class LitMLP; write LitMLP",
+    ),
+    "a class in place of a module, to validate": (
+        lambda given: ls.validate(given.lit_mlp), TypeError, r"`module` must be .*, got the class LitMLP; write LitMLP",
+    ),
+    "a module with no layer to shard": (
+        lambda given: given.federated(ls.SpectralSharding(), LitNet(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))),
+        ValueError, "No layer of this module can be sharded",
+    ),
+    "several problems in one report": (
+        lambda given: given.federated(module=variant(given.lit_mlp, lr_scheduler_step=None, train_dataloader=None)()),
+        ValueError, r"(?s)`lr_scheduler_step`.*`train_dataloader`",
+    ),
+    "a weight that is zero": (
+        lambda given: (nn.init.zeros_(given.lit.net[2].weight), given.federated(ls.SpectralSharding())), ValueError,
+        r"(?s)No layer .* can be sharded.*net\.2 .*its weight is zero",
+    ),
+    **{
+        f"layers made in setup, too late for {type(algorithm).__name__}": (
+            partial(without_layers, algorithm=algorithm), ValueError,
+            r"^LitMLP has no parameters yet, .* in `__init__`, rather than in `setu",
+        )
+        for algorithm in OF_SUB_MODELS
+    },
+    **{
+        f"sparse buffers, with {type(algorithm).__name__}": (
+            partial(with_sparse_buffer, algorithm=algorithm), ValueError,
+            r"^Sparse buffers .*: `adjacency` is torch\.sparse_coo; register",
+        )
+        for algorithm in (ls.FedAvg(), ls.SpectralSharding())
+    },
+    "nothing to train": (
+        lambda given: (given.lit.requires_grad_(False), given.fit()), ValueError,
+        "LitMLP has no trainable parameter in its optimizer",
+    ),
+    "lazy layers": (
+        lambda given: (given.lit.net.append(nn.LazyLinear(3)), given.fit()), ValueError,
+        r"Lazy layers have no weight yet: net\.\d\.weight, net\.\d\.bias; run",
+    ),
+    "complex parameters": (
+        lambda given: (
+            given.lit.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64))), given.fit()
+        ),
+        ValueError, "Complex parameters are not averaged: phase",
+    ),
+    "targets of another shape than the outputs": (
+        with_integer_targets, ls.ClientError, r"Target size .*int64 \(4,\)\. This loss takes targets of the shape",
+    ),
+    # its optimizers
+    "several optimizers": (
+        lambda given: given.fit_variant(configure_optimizers=two_sgds), ValueError,
+        r"Lit.configure_optimizers must return one torch optimizer, got 2",
+    ),
+    "no method for optimizers": (
+        lambda given: given.fit_variant(configure_optimizers=pl.LightningModule.configure_optimizers), ValueError,
+        r"^`Lit\.configure_optimizers` is missing; define it and return",
+    ),
+    "no optimizer": (
+        lambda given: given.fit_variant(configure_optimizers=lambda self: None), ValueError,
+        r"^Lit\.configure_optimizers returned None; return the optimizer that clients use",
+    ),
+    # clients and data
+    "sizes of batches": (
+        lambda given: given.split(batch_size=0), ValueError, "`batch_size` must be at least 1, got 0",
+    ),
+    "more clients per round than clients": (
+        lambda given: given.fit(clients_per_round=13), ValueError,
+        r"`clients_per_round` must be at most num_clients=12, got 13",
+    ),
+    "a cohort larger than can be summed": (
+        lambda given: ls.FederatedModule(given.lit, clients_per_round=1048577), ValueError,
+        r"`clients_per_round` must be in \[1, 1048576\], or None, got 1048577",
+    ),
+    "a cohort cut to nobody": (
+        lambda given: given.fit(clients_per_round=3, trainer={"limit_train_batches": 0.2}), ValueError,
+        r"limit_train_batches=0.2 of 3 clients trains none; raise it",
+    ),
+    "more clients than examples": (
+        lambda given: given.fit(given.split(partitioner=ls.IIDPartitioner(500))), ValueError,
+        r"num_clients=500.*got 120 examples",
+    ),
+    "clients without examples": (
+        lambda given: given.fit(given.split(partitioner=Lazy()), clients_per_round=1), ValueError,
+        r"1 of 3 clients have no examples \(clients 1\); use fewer",
+    ),
+    "a list of keep ratios for other clients": (
+        lambda given: given.fit(algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5])), ValueError,
+        "lists 2 values for 12 clients",
+    ),
+    "data without a length": (
+        lambda given: given.fit(given.split(Stream()), clients_per_round=1), ValueError, "Stream has no length",
+    ),
+    "data that is not federated": (
+        lambda given: given.trainer().fit(given.federated(), *[DataLoader(given.toy, num_workers=0)] * 2), TypeError,
+        r"needs clients: call trainer\.fit.*, got dataloaders, or nothing",
+    ),
+    "federated data for an ordinary module": (
+        lambda given: given.trainer().fit(given.lit, given.data), TypeError,
+        "feeds clients, not batches, but LitMLP trains on batches; wrap it",
+    ),
+    # evaluation, loading, processes
+    "testing without a test step": (
+        lambda given: given.trainer().test(
+            given.federated(module=variant(given.lit_mlp, test_step=pl.LightningModule.test_step)()), given.data
+        ),
+        ValueError, r"`Trainer.test` needs `Lit.test_step`",
+    ),
+    "validation without data": (
+        lambda given: given.trainer().validate(given.federated(), given.split()), ValueError,
+        r"`Trainer\.validate` needs data; give FederatedDataModule\(\.\.\., val",
+    ),
+    "testing without data": (
+        lambda given: given.trainer().test(given.federated(), given.split()), ValueError,
+        r"`Trainer\.test` needs data; give FederatedDataModule\(\.\.\., tes",
+    ),
+    "swapped arguments of load_user_module": (
+        lambda given: ls.plugin.load_user_module(given.lit_mlp, "last.ckpt"), TypeError,
+        r"write load_user_module\('last\.ckpt', LitMLP\)",
+    ),
+    "a module to load into in place of its class": (
+        lambda given: ls.plugin.load_user_module("last.ckpt", given.lit), TypeError,
+        r"`kind` must be the class of your LightningModule.*, got a LitMLP",
+    ),
+    "processes that share gradients": (  # a stand-in, because a second process cannot be had in every test run
+        lambda given: check_trainer(
+            SimpleNamespace(world_size=2, strategy=DDPStrategy(), max_epochs=1, callbacks=[])  # type: ignore[arg-type]
+        ),
+        ValueError, r"Trainer\(strategy='client_parallel'\), got 2 processes of DDPStrategy; use that, or devices=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_cannot_work_is_refused(wrong, lit, lit_mlp, toy, data, fit, quiet):
+    call, error, message = REFUSED[wrong]
+    with pytest.raises(error, match=message):
+        call(Given(lit, lit_mlp, toy, data, fit, quiet))
+
+
 class TestConstructor:
-    def test_a_module_that_is_federated_already(self, lit: Any) -> None:
-        with pytest.raises(TypeError, match="`module` must be your own LightningModule, got a FederatedModule"):
-            ls.FederatedModule(ls.FederatedModule(lit), clients_per_round=1)
-
-    def test_a_module_that_is_no_lightning_module(self) -> None:
-        with pytest.raises(TypeError, match=r"must be a lightning\.pytorch\.LightningModule, got Linear: wrap it"):
-            ls.FederatedModule(nn.Linear(2, 2), clients_per_round=1)  # type: ignore[arg-type]
-
-    def test_a_module_of_the_other_lightning_package(self) -> None:
-        kind = type("LitOther", (nn.Module,), {"__module__": "pytorch_lightning.core"})
-        with pytest.raises(TypeError, match=r"derives from `pytorch_lightning`.*change the import"):
-            ls.FederatedModule(kind(), clients_per_round=1)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -84,33 +289,13 @@ class TestConstructor:
         with pytest.raises((ValueError, TypeError), match=message):
             ls.FederatedModule(lit, **{"clients_per_round": 2, **options})
 
-    def test_a_module_with_no_layer_to_shard(self) -> None:
-        class LitTiny(pl.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-
-            def training_step(self, batch: Any) -> None: ...
-
-        with pytest.raises(ValueError, match="No layer of this module can be sharded"):
-            ls.FederatedModule(LitTiny(), algorithm=ls.SpectralSharding(), clients_per_round=1)
-
     @pytest.mark.parametrize(
         "hook", ["lr_scheduler_step", "train_dataloader", "configure_model", *(f"{s}_epoch_end" for s in STAGES)]
     )
     def test_a_hook_that_cannot_be_honoured(self, hook: str, lit_mlp: Any) -> None:
-        kind = type("LitHooked", (lit_mlp,), {hook: lambda self, *args: None})
-        with pytest.raises(ValueError, match=f"LitHooked cannot be trained in a federation as it is:\n  - `{hook}`: "):
+        kind = variant(lit_mlp, **{hook: lambda self, *args: None})
+        with pytest.raises(ValueError, match=f"Lit cannot be trained in a federation as it is:\n  - `{hook}`: "):
             ls.FederatedModule(kind(), clients_per_round=1)
-
-    def test_all_problems_in_one_report(self, lit_mlp: Any) -> None:
-        kind = type("LitHooked", (lit_mlp,), {"lr_scheduler_step": None, "train_dataloader": None})
-        with pytest.raises(ValueError, match=r"(?s)`lr_scheduler_step`.*`train_dataloader`"):
-            ls.FederatedModule(kind(), clients_per_round=1)
-
-    def test_sizes_of_batches(self, toy: Any) -> None:
-        with pytest.raises(ValueError, match="`batch_size` must be at least 1, got 0"):
-            ls.FederatedDataModule(toy, ls.IIDPartitioner(2), batch_size=0)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -246,12 +431,6 @@ class TestLabels:
         with pytest.raises(ValueError, match=rf"{message}.*a tuple of its arguments"):
             ls.validate(lit, example)
 
-    def test_targets_of_another_shape_than_the_outputs(self, lit: Any, toy: Any, fit: Fit) -> None:
-        loss = nn.functional.binary_cross_entropy_with_logits
-        lit.training_step = lambda batch, batch_idx: loss(lit.net(batch[0]), batch[1].float())
-        with pytest.raises(ls.ClientError, match=r"Target size .*int64 \(4,\)\. This loss takes targets of the shape"):
-            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(4), batch_size=4))
-
 
 class Reading(pl.Callback):
     """A callback of ordinary training, which reads what a federation has elsewhere."""
@@ -310,14 +489,13 @@ class TestTrainer:
         assert "val_loss" in fit(lit, data, max_epochs=2, trainer=rounds).rows[1]
 
     def test_remarks_on_what_may_not_be_meant(self, lit_mlp, data, fit, caplog):
-        class Lit(lit_mlp):
-            def configure_optimizers(self):
-                optimizer = SGD(self.parameters(), lr=0.1)
-                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=500)
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        def warm_up(self):
+            optimizer = SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=500)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         with caplog.at_level("INFO", logger="lightning.pytorch"):
-            fit(Lit(), data, local_epochs=0, max_epochs=2)
+            fit(variant(lit_mlp, configure_optimizers=warm_up)(), data, local_epochs=0, max_epochs=2)
         assert [caplog.text.count(said) for said in ("clients train nothing", "steps once per round here")] == [1, 1]
         caplog.clear()
         with caplog.at_level("INFO", logger="lightning.pytorch"):
@@ -336,155 +514,25 @@ class TestTrainer:
 
 
 class TestSetup:
-    def test_more_clients_per_round_than_clients(self, lit: Any, data: Any, fit: Fit) -> None:
-        with pytest.raises(ValueError, match=r"`clients_per_round` must be at most num_clients=12, got 13"):
-            fit(lit, data, clients_per_round=13)
-
-    def test_more_clients_than_examples(self, lit: Any, toy: Any, fit: Fit) -> None:
-        with pytest.raises(ValueError, match=r"num_clients=500.*got 120 examples"):
-            fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(500)))
-
-    def test_clients_without_examples(self, lit: Any, toy: Any, fit: Fit) -> None:
-        class Lazy(ls.partition.Partitioner):
-            num_clients = 3
-
-            def split(self, num_examples: int, labels: Any, generator: Any) -> Any:
-                from lightning_spectral.partition import Partition
-
-                return Partition.from_lists([[0, 1], [], [2]])
-
-        with pytest.raises(ValueError, match=r"1 of 3 clients have no examples \(clients 1\); use fewer"):
-            fit(lit, ls.FederatedDataModule(toy, Lazy()), clients_per_round=1)
-
-    def test_data_without_a_length(self, lit: Any, fit: Fit) -> None:
-        class Stream(Dataset[Any]):
-            def __getitem__(self, index: int) -> Any:
-                return torch.zeros(1)
-
-        with pytest.raises(ValueError, match="Stream has no length"):
-            fit(lit, ls.FederatedDataModule(Stream(), ls.IIDPartitioner(2)), clients_per_round=1)
-
     def test_a_list_of_examples_is_one_validation_set(self, lit: Any, toy: Any, fit: Fit) -> None:
         whole, listed = (ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=val) for val in (toy, list(toy)))
         logged = fit(copy.deepcopy(lit), whole).logged
         assert fit(lit, listed).logged == pytest.approx(logged)
 
-    def test_data_that_is_not_federated(self, lit: Any, toy: Any, quiet: Any) -> None:
-        trainer = pl.Trainer(max_epochs=1, **quiet)
-        loader = torch.utils.data.DataLoader(toy, num_workers=0)
-        with pytest.raises(TypeError, match=r"needs clients: call trainer\.fit.*, got dataloaders, or nothing"):
-            trainer.fit(ls.FederatedModule(lit, clients_per_round=1), loader, loader)
-
-    def test_federated_data_for_an_ordinary_module(self, lit: Any, data: Any, quiet: Any) -> None:
-        with pytest.raises(TypeError, match="feeds clients, not batches, but LitMLP trains on batches; wrap it"):
-            pl.Trainer(max_epochs=1, **quiet).fit(lit, data)
-
-    def test_several_optimizers(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class LitTwo(lit_mlp):  # type: ignore[misc]
-            def configure_optimizers(self) -> Any:
-                return [torch.optim.SGD(self.net[0].parameters()), torch.optim.SGD(self.net[2].parameters())]
-
-        with pytest.raises(ValueError, match=r"LitTwo.configure_optimizers must return one torch optimizer, got 2"):
-            fit(LitTwo(), data)
-
-    @pytest.mark.parametrize(
-        ("configure", "message"),
-        [
-            (pl.LightningModule.configure_optimizers, r"^`Lit\.configure_optimizers` is missing; define it and return"),
-            (lambda self: None, r"^Lit\.configure_optimizers returned None; return the optimizer that clients use"),
-        ],
-        ids=["missing", "none"],
-    )
-    def test_no_optimizer(self, configure: Any, message: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        with pytest.raises(ValueError, match=message):
-            fit(type("Lit", (lit_mlp,), {"configure_optimizers": configure})(), data)
-
-    def test_a_class_in_place_of_a_module(self, lit_mlp: Any) -> None:
-        with pytest.raises(TypeError, match=r"`module` must be a LightningModule, got the class LitMLP; write LitMLP"):
-            ls.FederatedModule(lit_mlp, clients_per_round=1)
-        with pytest.raises(TypeError, match=r"`module` must be .*, got the class LitMLP; write LitMLP"):
-            ls.validate(lit_mlp)
-
-    def test_swapped_and_wrong_arguments_of_load_user_module(self, lit_mlp: Any) -> None:
-        swapped: Any = (lit_mlp, "last.ckpt")
-        with pytest.raises(TypeError, match=r"write load_user_module\('last\.ckpt', LitMLP\)"):
-            ls.plugin.load_user_module(*swapped)
-        with pytest.raises(TypeError, match=r"`kind` must be the class of your LightningModule.*, got a LitMLP"):
-            ls.plugin.load_user_module("last.ckpt", lit_mlp())
-
-    @pytest.mark.parametrize(
-        "algorithm", [ls.SpectralSharding(), ls.FIARSE(), ls.LoRA(rank=2), ls.Zampling(2, degree=2)], ids=repr
-    )
-    def test_layers_made_in_setup_come_too_late_for_sub_models(self, algorithm: Any, lit_mlp: Any) -> None:
-        lit = lit_mlp()
-        del lit.net
-        with pytest.raises(ValueError, match=r"^LitMLP has no parameters yet, .* in `__init__`, rather than in `setu"):
-            ls.FederatedModule(lit, algorithm=algorithm, clients_per_round=1)
-
     def test_layers_made_in_setup_are_trained_densely(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def setup(self, stage: str) -> None:
-                self.net.append(seeded(nn.Linear, 3, 3))
+        def setup(self: Any, stage: str) -> None:
+            self.net.append(seeded(nn.Linear, 3, 3))
 
-        trained = fit(Lit(), data).module.net[6].weight
+        trained = fit(variant(lit_mlp, setup=setup)(), data).module.net[6].weight
         assert not torch.equal(trained, seeded(nn.Linear, 3, 3).weight)
 
-    @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding()], ids=["dense", "sharded"])
-    def test_sparse_buffers(self, algorithm: Any, lit: Any, data: Any, fit: Fit) -> None:
-        lit.register_buffer("adjacency", torch.eye(3).to_sparse())
-        with pytest.raises(ValueError, match=r"^Sparse buffers .*: `adjacency` is torch\.sparse_coo; register"):
-            fit(lit, data, algorithm=algorithm)
-
     def test_validation_data_without_a_validation_step(self, toy: Any, fit: Fit) -> None:
-        class LitBlind(pl.LightningModule):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = nn.Linear(6, 3)
-
-            def training_step(self, batch: Any) -> Any:
-                return self.net(batch[0]).mean()
-
-            def configure_optimizers(self) -> Any:
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-
-        data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy)
-        with pytest.raises(ValueError, match="LitBlind needs `validation_step` for `val`; define it"):
-            fit(LitBlind(), data)
+        data, lit = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy), LitNet(nn.Linear(6, 3))
+        with pytest.raises(ValueError, match="LitNet needs `validation_step` for `val`; define it"):
+            fit(lit, data)
         data.val = None
-        before = (lit := LitBlind()).net.weight.detach().clone()
+        before = lit.net.weight.detach().clone()
         assert not torch.equal(fit(lit, data).module.net.weight, before)
-
-    def test_nothing_to_train(self, lit: Any, data: Any, fit: Fit) -> None:
-        lit.requires_grad_(False)
-        with pytest.raises(ValueError, match="LitMLP has no trainable parameter in its optimizer"):
-            fit(lit, data)
-
-    def test_a_weight_that_is_zero(self, lit: Any) -> None:
-        nn.init.zeros_(lit.net[2].weight)
-        with pytest.raises(ValueError, match=r"(?s)No layer .* can be sharded.*net\.2 .*its weight is zero"):
-            ls.FederatedModule(lit, algorithm=ls.SpectralSharding(), clients_per_round=1)
-
-    def test_lazy_layers(self, lit: Any, data: Any, fit: Fit) -> None:
-        lit.net.append(nn.LazyLinear(3))
-        with pytest.raises(ValueError, match=r"Lazy layers have no weight yet: net\.\d\.weight, net\.\d\.bias; run"):
-            fit(lit, data)
-
-    def test_complex_parameters(self, lit: Any, data: Any, fit: Fit) -> None:
-        lit.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-        with pytest.raises(ValueError, match="Complex parameters are not averaged: phase"):
-            fit(lit, data)
-
-    def test_testing_without_a_test_step(self, lit_mlp: Any, data: Any, quiet: Any) -> None:
-        lit = type("LitUntested", (lit_mlp,), {"test_step": pl.LightningModule.test_step})()
-        with pytest.raises(ValueError, match=r"`Trainer.test` needs `LitUntested.test_step`"):
-            pl.Trainer(**quiet).test(ls.FederatedModule(lit, clients_per_round=1), data)
-
-    @pytest.mark.parametrize("stage", ["validate", "test"])
-    def test_evaluation_without_data(self, stage: str, lit: Any, toy: Any, quiet: Any) -> None:
-        trainer, data = pl.Trainer(**quiet), ls.FederatedDataModule(toy, ls.IIDPartitioner(2))
-        message = rf"`Trainer\.{stage}` needs data; give FederatedDataModule\(\.\.\., {stage[:3]}"
-        with pytest.raises(ValueError, match=message):
-            getattr(trainer, stage)(ls.FederatedModule(lit, clients_per_round=1), data)
 
     @pytest.mark.parametrize("stage", ["validate", "test"])
     def test_evaluation_on_a_loader_after_a_fit_without_evaluation_data(self, stage, lit, toy, quiet):
@@ -495,34 +543,15 @@ class TestSetup:
         assert found
 
     def test_a_sharded_layer_outside_the_forward_pass(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class LitUnused(lit_mlp):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.forgotten, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        def prepare(lit: Any) -> None:
+            lit.forgotten, lit.last = nn.Linear(5, 5), nn.Linear(5, 5)
 
-        sharding = ls.SpectralSharding()
+        unused, sharding = variant(lit_mlp, prepare), ls.SpectralSharding()
         with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient .*: forgotten\. If .*exclude="):
-            fit(LitUnused(), data, algorithm=sharding)
+            fit(unused(), data, algorithm=sharding)
         dense = ls.SpectralSharding(exclude=["forgotten"])
-        lit = fit(LitUnused(), data, algorithm=dense).module
+        lit = fit(unused(), data, algorithm=dense).module
         assert list(dense.plan(lit).sharded) == ["net.2", "net.5"]
-
-    def test_a_trainer_of_several_processes_that_share_gradients(self) -> None:
-        # a stand-in, because a second process cannot be had in every test run
-        trainer: Any = SimpleNamespace(world_size=2, strategy=DDPStrategy(), max_epochs=1, callbacks=[])
-        message = r"Trainer\(strategy='client_parallel'\), got 2 processes of DDPStrategy; use that, or devices=1"
-        with pytest.raises(ValueError, match=message):
-            check_trainer(trainer)
-
-    def test_a_cohort_cut_to_nobody_or_larger_than_can_be_summed(self, lit: Any, data: Any, fit: Fit) -> None:
-        with pytest.raises(ValueError, match=r"limit_train_batches=0.2 of 3 clients trains none; raise it"):
-            fit(lit, data, clients_per_round=3, trainer={"limit_train_batches": 0.2})
-        with pytest.raises(ValueError, match=r"`clients_per_round` must be in \[1, 1048576\], or None, got 1048577"):
-            ls.FederatedModule(lit, clients_per_round=1048577)
-
-    def test_a_list_of_keep_ratios_for_other_clients(self, lit: Any, data: Any, fit: Fit) -> None:
-        with pytest.raises(ValueError, match="lists 2 values for 12 clients"):
-            fit(lit, data, algorithm=ls.SpectralSharding(keep_ratio=[0.3, 0.5]))
 
     def test_a_checkpoint_of_an_ordinary_run(self, lit_mlp, toy, data, quiet, fit, tmp_path):
         trainer = pl.Trainer(max_epochs=1, log_every_n_steps=1, **quiet)
@@ -533,22 +562,16 @@ class TestSetup:
             fit(lit_mlp(), data, max_epochs=2, ckpt_path=tmp_path / "plain.ckpt")
 
 
-class LitPoisoned(pl.LightningModule):
+def poisoned() -> LitNet:
     """The loss is NaN if a feature in the batch is NaN; training fails if one is infinite."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1))
-
-    def training_step(self, batch: Any) -> Any:
+    def loss(lit: Any, batch: Any) -> Any:
         if bool(torch.isinf(batch[0]).any()):
             raise RuntimeError("the sensor is broken")
-        loss = self.net(batch[0]).square().mean()
-        self.log("seen", loss)
-        return loss
+        lit.log("seen", value := lit(batch[0]).square().mean())
+        return value
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    return LitNet(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 4), nn.Linear(4, 1)), lr=0.01, loss=loss)
 
 
 def poisoned_data(values: list[float]) -> ls.FederatedDataModule:
@@ -563,18 +586,18 @@ class TestClients:
     def test_an_update_that_is_not_finite_is_left_out_reported_and_counted(self, algorithm: Any, fit: Fit) -> None:
         data = poisoned_data([1.0, 2.0, math.nan])
         with pytest.warns(ls.SpectralWarning, match="Round 0: client 2 is left out of the average: update not finite"):
-            fitted = fit(seeded(LitPoisoned), data, algorithm=algorithm, clients_per_round=3)
+            fitted = fit(seeded(poisoned), data, algorithm=algorithm, clients_per_round=3)
         (row,) = fitted.rows
         assert bool(torch.isfinite(fitted.weights).all())
         assert (row["fl/clients"], row["fl/clients_left_out"], row["fl/examples"]) == (2.0, 1.0, 8.0)
         assert math.isfinite(row["fl/loss"])
         assert math.isfinite(row["seen"])
         if isinstance(algorithm, ls.FedAvg):  # no draw depends on the cohort: the others' average is the same
-            others = fit(seeded(LitPoisoned), poisoned_data([1.0, 2.0]), algorithm=algorithm, clients_per_round=2)
+            others = fit(seeded(poisoned), poisoned_data([1.0, 2.0]), algorithm=algorithm, clients_per_round=2)
             torch.testing.assert_close(fitted.weights, others.weights, rtol=1e-6, atol=1e-7)
 
     def test_a_round_without_any_finite_update_stops_the_run_and_changes_nothing(self, fit: Fit) -> None:
-        module = LitPoisoned()
+        module = poisoned()
         before = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
         message = r"Round 0: 2 of 2 clients are left out \(clients 0 and 1: update not finite or too"
         with pytest.warns(ls.SpectralWarning), pytest.raises(ls.errors.RoundError, match=message):
@@ -584,7 +607,7 @@ class TestClients:
     def test_a_failure_names_the_round_the_client_and_the_stage(self, fit: Fit) -> None:
         data = poisoned_data([1.0, 2.0, math.inf])
         with pytest.raises(ls.ClientError, match=r"Round 0, client 2, .*: RuntimeError: the sensor is broken") as error:
-            fit(LitPoisoned(), data, clients_per_round=3)
+            fit(poisoned(), data, clients_per_round=3)
         assert isinstance(error.value.__cause__, RuntimeError)
 
     @pytest.mark.parametrize(
@@ -592,15 +615,12 @@ class TestClients:
         [(lambda loss: loss[None].expand(3), "return one number"), (torch.detach, "depends on noth")],
     )
     def test_a_loss_that_cannot_be_trained_on(self, wrong: Any, remedy: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class LitWrong(lit_mlp):  # type: ignore[misc]
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                return wrong(super().training_step(batch, batch_idx))
-
+        kind = variant(lit_mlp, training_step=lambda self, *args: wrong(lit_mlp.training_step(self, *args)))
         with pytest.raises(ls.ClientError, match=rf"local training: RuntimeError: .*{remedy}"):
-            fit(LitWrong(), data)
+            fit(kind(), data)
 
     def test_server_weights_that_are_not_finite_are_refused_by_layer(self, fit: Fit) -> None:
-        module = LitPoisoned()
+        module = poisoned()
         with torch.no_grad():
             module.net[1].weight.fill_(math.inf)
         with pytest.raises(ls.errors.RoundError, match=r"Round 0: the server's weights .* 'net.1.weight'") as error:

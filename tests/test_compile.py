@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch._dynamo
 from federation import Fit, seeded
+from observed_runs import acting
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
-from toy_models import LitNet
+from toy_models import LitNet, Net
 
 import lightning_spectral as ls
 
 
-class LitCompiled(LitNet):
-    def __init__(self, compiled: bool = True) -> None:
-        net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
-        super().__init__(torch.compile(net, backend="aot_eager") if compiled else net, momentum=0.9)  # type: ignore[arg-type]
+def three_layers(compiled: bool = True) -> LitNet:
+    net: Any = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 3))
+    return LitNet(torch.compile(net, backend="aot_eager") if compiled else net, momentum=0.9)
 
 
 class CountGraphs(ls.RoundCallback):
@@ -61,27 +61,27 @@ def spectral(keep_ratio: Any) -> ls.SpectralSharding:
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
 def test_later_clients_and_rounds_recompile_nothing(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
-        fit(seeded(LitCompiled), clients(toy, 5), algorithm=algorithm, callbacks=[count := CountGraphs()])
+        fit(seeded(three_layers), clients(toy, 5), algorithm=algorithm, callbacks=[count := CountGraphs()])
     assert count.graphs == [1] * 12
 
 
 def test_every_keep_ratio_has_one_graph(toy: TensorDataset, fit: Fit) -> None:
     mixed = spectral({0.3: 0.5, 0.6: 0.5})
-    fit(seeded(LitCompiled), clients(toy, 5), algorithm=mixed, callbacks=[count := CountGraphs()])
+    fit(seeded(three_layers), clients(toy, 5), algorithm=mixed, callbacks=[count := CountGraphs()])
     assert count.graphs == [len(set(count.ratios[: i + 1])) for i in range(12)]
     assert count.graphs[-1] == 2
 
 
 def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, fit: Fit) -> None:
-    fit(seeded(LitCompiled), clients(toy, 4), callbacks=[count := CountGraphs()])  # batches of 4, 4 and 2
+    fit(seeded(three_layers), clients(toy, 4), callbacks=[count := CountGraphs()])  # batches of 4, 4 and 2
     assert count.graphs == [2] * 12
 
 
 # all terms, since the draw depends on the names of layers, which `torch.compile` changes
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(1.0)], ids=["dense", "spectral"])
 def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
-    compiled = fit(seeded(LitCompiled), clients(toy, 5), algorithm=algorithm).module
-    plain = fit(seeded(LitCompiled, compiled=False), clients(toy, 5), algorithm=algorithm).module
+    compiled = fit(seeded(three_layers), clients(toy, 5), algorithm=algorithm).module
+    plain = fit(seeded(three_layers, compiled=False), clients(toy, 5), algorithm=algorithm).module
     for ours, theirs in zip(compiled.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # float32: same operations, maybe reordered
 
@@ -97,27 +97,18 @@ class Block(nn.Module):
         return self.linear(x).tanh()
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = Block(6, 12), Block(12, 12), nn.Linear(12, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)))
-
-
-class LitInPlace(LitNet):
+def in_place(compiled: list[Any], parts: Sequence[str] = ("net",)) -> LitNet:
     """Some parts are compiled in place, by a backend that notes what it compiles."""
 
-    def __init__(self, compiled: list[Any], parts: Sequence[str] = ("net",)) -> None:
-        super().__init__(Blocks(), momentum=0.9)
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph
 
-        def backend(graph: Any, inputs: Any) -> Any:
-            compiled.append(graph)
-            return graph
-
-        for part in parts:
-            self.get_submodule(part).compile(backend=backend)
+    layers = {"first": Block(6, 12), "second": Block(12, 12), "head": nn.Linear(12, 3)}
+    lit = LitNet(Net(lambda net, x: net.head(net.second(net.first(x))), **layers), momentum=0.9)
+    for part in parts:
+        lit.get_submodule(part).compile(backend=backend)
+    return lit
 
 
 # Dynamo itself looks at `.grad` of an inner tensor when it traces what has a gradient already
@@ -130,12 +121,12 @@ dynamo_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tenso
 def test_parts_that_are_compiled_in_place_train_compiled(algorithm, parts, toy, fit):
     """With the weights of a plain run; the parts are still compiled when it ends."""
     made: list[Any] = []
-    lit = seeded(LitInPlace, made, parts)
+    lit = seeded(in_place, made, parts)
     calls = [lit.get_submodule(part)._compiled_call_impl for part in parts]
     compiled = fit(lit, clients(toy, 5), algorithm=algorithm).weights
     assert len(made) == len(parts)
     assert [lit.get_submodule(part)._compiled_call_impl for part in parts] == calls
-    plain = fit(seeded(LitInPlace, made, []), clients(toy, 5), algorithm=algorithm).weights
+    plain = fit(seeded(in_place, made, []), clients(toy, 5), algorithm=algorithm).weights
     assert len(made) == len(parts)
     torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # float32: same operations, maybe reordered
 
@@ -144,30 +135,26 @@ def test_parts_that_are_compiled_in_place_train_compiled(algorithm, parts, toy, 
 def test_parts_compiled_in_place_compile_in_the_first_round_once_for_each_keep_ratio(toy, fit):
     made: list[Any] = []
     after: list[int] = []
-
-    class Count(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            after.append(len(made))
-
+    count = acting(on_round_end=lambda trainer, model, summary: after.append(len(made)))
     fit(
-        seeded(LitInPlace, made),
+        seeded(in_place, made),
         clients(toy, 5),
         algorithm=spectral([0.3, 0.6] * 6),
         clients_per_round=12,
         max_epochs=4,
-        callbacks=[Count()],
+        callbacks=[count],
     )
     assert after == [2] * 4
 
 
 def test_a_lightning_module_that_is_compiled_in_place_trains(toy: TensorDataset, fit: Fit) -> None:
-    module = seeded(LitCompiled, compiled=False)
+    module = seeded(three_layers, compiled=False)
     module.compile(backend="aot_eager")
     compiled = fit(module, clients(toy, 5)).weights
-    assert torch.equal(compiled, fit(seeded(LitCompiled, compiled=False), clients(toy, 5)).weights)
+    assert torch.equal(compiled, fit(seeded(three_layers, compiled=False), clients(toy, 5)).weights)
 
 
 def test_a_compiled_lightning_module_is_refused_with_the_remedy() -> None:
-    compiled: Any = torch.compile(LitCompiled(compiled=False), backend="aot_eager")
+    compiled: Any = torch.compile(three_layers(compiled=False), backend="aot_eager")
     with pytest.raises(TypeError, match=r"self\.net = torch\.compile\(net\)"):
         ls.FederatedModule(compiled, clients_per_round=2)

@@ -9,7 +9,7 @@ import torch
 from federation import Fit, same_state
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from toy_models import LitNet
+from toy_models import LitNet, Net, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.filter import Plan
@@ -17,22 +17,12 @@ from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
 from lightning_spectral.nn.plan.planner import plan_layers
 
 
-class Recurrent(nn.Module):
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__()
-        self.core = core
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core(x)[0]
+def first_output(core: nn.Module) -> Net:
+    return Net(lambda net, x: net.core(x)[0], core=core)
 
 
-class SelfAttention(nn.Module):
-    def __init__(self, core: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.core = core
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.core(x, x, x, need_weights=False)[0]
+def self_attention(core: nn.MultiheadAttention) -> Net:
+    return Net(lambda net, x: net.core(x, x, x, need_weights=False)[0], core=core)
 
 
 class Conv1D(nn.Module):
@@ -67,21 +57,18 @@ CORES: dict[str, Callable[[], nn.Module]] = {
     "spatial conv2d": lambda: image(nn.Conv2d(2, 6, 3, padding=1), 2, 4, 4),
     "conv3d": lambda: image(nn.Conv3d(1, 6, 2), 1, 2, 4, 4),
     "grouped": lambda: image(nn.Conv2d(2, 8, 3, groups=2), 2, 4, 4),
-    "attention": lambda: sequence(SelfAttention(nn.MultiheadAttention(8, 2, batch_first=True))),
+    "attention": lambda: sequence(self_attention(nn.MultiheadAttention(8, 2, batch_first=True))),
     "encoder": lambda: sequence(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
-    "lstm": lambda: sequence(Recurrent(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True))),
-    "gru": lambda: sequence(Recurrent(nn.GRU(8, 5, batch_first=True))),
+    "lstm": lambda: sequence(first_output(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True))),
+    "gru": lambda: sequence(first_output(nn.GRU(8, 5, batch_first=True))),
 }
 
 
-class LitCore(LitNet):
-    def __init__(self, core: nn.Module) -> None:
-        super().__init__(nn.Sequential())
-        self.core, self.head = core, nn.LazyLinear(3)
-        self(torch.zeros(2, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.core(x))
+def lit_core(core: nn.Module) -> Any:
+    lit = variant(LitNet, forward=lambda self, x: self.head(self.core(x)))(nn.Sequential())
+    lit.core, lit.head = core, nn.LazyLinear(3)
+    lit(torch.zeros(2, 32))
+    return lit
 
 
 @pytest.fixture
@@ -122,7 +109,7 @@ def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
 
 @pytest.mark.parametrize("name", CORES)
 def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit, monkeypatch):
-    lit = LitCore(CORES[name]()).double()
+    lit = lit_core(CORES[name]()).double()
     dataset = TensorDataset(flat.tensors[0].double(), flat.tensors[1])
     algorithm = options_for(name, 1.0)
     report = algorithm.plan(lit)
@@ -147,7 +134,7 @@ def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit
 @flat_spectra
 @pytest.mark.parametrize("name", CORES)
 def test_training_changes_every_layer_and_a_round_without_it_no_bit(name: str, flat: TensorDataset, fit: Fit) -> None:
-    lit = LitCore(CORES[name]())
+    lit = lit_core(CORES[name]())
     algorithm = options_for(name, {0.3: 0.5, 0.7: 0.5})
     before = {key: value.clone() for key, value in lit.state_dict().items()}
     assert same_state(fit(lit, shared_out(flat), algorithm=options_for(name, 0.5), local_epochs=0).state, before)
@@ -159,34 +146,27 @@ def test_training_changes_every_layer_and_a_round_without_it_no_bit(name: str, f
     assert all(bool(torch.isfinite(value).all()) for value in after.values())
 
 
-class LitOf(LitNet):
+def lit_of(forward: Callable[[Any, Tensor], Tensor], traced: bool, **layers: nn.Module) -> Any:
     """Layers under given names, with a `forward` that the test passes."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor], traced: bool, **layers: nn.Module) -> None:
-        super().__init__(nn.Sequential())
-        self.stem, self.head = nn.Linear(32, 8), nn.Linear(8, 3)
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-        self.run = forward
-        if traced:
-            self.example_input_array = torch.zeros(1, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.run(self, self.stem(x)))
+    kind = variant(LitNet, forward=lambda self, x: self.head(forward(self, self.stem(x))))
+    lit = kind(nn.Sequential(), example=torch.zeros(1, 32) if traced else None)
+    for name, layer in {"stem": nn.Linear(32, 8), "head": nn.Linear(8, 3), **layers}.items():
+        setattr(lit, name, layer)
+    return lit
 
 
 @flat_spectra
 @pytest.mark.parametrize("traced", [True, False])
 def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, fit: Fit) -> None:
-    lit = LitOf(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
+    lit = lit_of(lambda self, x: self.mid(self.mid(x).relu()), traced, mid=nn.Linear(8, 8))
     before = lit.mid.weight.detach().clone()
     fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5, spectral_start=None))
     assert not torch.equal(lit.mid.weight, before)
 
 
 def test_a_layer_never_used_stays_dense_if_seen_and_is_named_if_not(flat: TensorDataset, fit: Fit) -> None:
-    def make(traced: bool) -> LitOf:
-        return LitOf(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
+    def make(traced: bool) -> Any:
+        return lit_of(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
 
     lit = make(traced=True)
     fit(lit, shared_out(flat), algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
@@ -194,32 +174,25 @@ def test_a_layer_never_used_stays_dense_if_seen_and_is_named_if_not(flat: Tensor
     # registered last, so that only `exclude` could save it: the head is registered before
     with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient to these sharded layers: mid2\."):
         fit(
-            LitOf(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
+            lit_of(lambda self, x: self.mid(x), False, mid=nn.Linear(8, 8), mid2=nn.Linear(8, 8), last=nn.Linear(8, 8)),
             shared_out(flat),
             algorithm=ls.SpectralSharding(keep_ratio=0.5),
         )
 
 
 def test_a_tied_head_stays_tied_and_dense(fit: Fit) -> None:
-    class LitTied(LitNet):
-        def __init__(self) -> None:
-            super().__init__(nn.Sequential())
-            self.embed, self.mid, self.head = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 5, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            return self.head(self.mid(self.embed(tokens)).mean(1))
-
-    lit, generator = LitTied(), torch.Generator().manual_seed(0)
-    before = lit.embed.weight.detach().clone()
+    layers = {"embed": nn.Embedding(5, 8), "mid": nn.Linear(8, 8), "head": nn.Linear(8, 5, bias=False)}
+    lit = LitNet(Net(lambda net, tokens: net.head(net.mid(net.embed(tokens)).mean(1)), **layers))
+    lit.net.head.weight, generator = lit.net.embed.weight, torch.Generator().manual_seed(0)
+    before = lit.net.embed.weight.detach().clone()
     tokens = TensorDataset(torch.randint(5, (48, 4), generator=generator), torch.randint(5, (48,), generator=generator))
     fit(lit, shared_out(tokens), algorithm=ls.SpectralSharding(keep_ratio=0.5))
-    assert lit.head.weight is lit.embed.weight
-    assert not torch.equal(lit.embed.weight, before)
+    assert lit.net.head.weight is lit.net.embed.weight
+    assert not torch.equal(lit.net.embed.weight, before)
 
 
 def test_a_frozen_layer_stays_dense_and_unchanged(flat: TensorDataset, fit: Fit) -> None:
-    lit = LitOf(
+    lit = lit_of(
         lambda self, x: self.mid(self.base(x)), True, base=nn.Linear(8, 8).requires_grad_(False), mid=nn.Linear(8, 8)
     )
     before = lit.base.weight.detach().clone()
@@ -237,7 +210,7 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
         net.compile(backend="eager")
     else:
         net = torch.compile(net, backend="eager")
-    lit = LitOf(lambda self, x: self.net(x), False, net=net)
+    lit = lit_of(lambda self, x: self.net(x), False, net=net)
     names = [name for name in lit.state_dict() if name.startswith("net") and name.endswith("weight")]
     before = {name: lit.state_dict()[name].clone() for name in names}
     fit(lit, shared_out(flat), algorithm=options_for("", 0.5))
@@ -250,36 +223,36 @@ def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_th
     def adapted(self: Any, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))
 
-    lit = LitOf(adapted, True, **layers)
+    lit = lit_of(adapted, True, **layers)
     nn.init.zeros_(lit.up.weight)
     plan = ls.SpectralSharding().plan(lit)
     assert [*plan.missing_rank] == ["up"]
     assert {"base", "down"} <= {*plan.sharded}
     lit.base.requires_grad_(False)
-    with pytest.warns(ls.SpectralWarning, match="shards no layer of LitOf"):
+    with pytest.warns(ls.SpectralWarning, match="shards no layer of Lit"):
         fit(lit, shared_out(flat), algorithm=ls.SpectralSharding(keep_ratio=0.5))
     assert bool(lit.up.weight.any())
 
 
 def test_a_plan_fixes_what_is_sharded_and_knows_its_module(flat, fit, capsys):
-    lit = LitOf(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
+    lit = lit_of(lambda self, x: self.b(self.a(x)), False, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     plan = ls.validate(lit, torch.zeros(1, 32), ls.LayerChoices(exclude=["a"]))
     algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=plan)
     fit(lit, shared_out(flat), algorithm=algorithm)
     assert list(algorithm.plan(lit).sharded) == ["b"]
-    wider = LitOf(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
+    wider = lit_of(lambda self, x: x, False, a=nn.Linear(8, 8), b=nn.Linear(9, 8))
     with pytest.raises(ValueError, match=r"another module: b.weight is \(8, 9\) as a matrix, not \(8, 8\)"):
         algorithm.check(Plan(wider, algorithm))
     with pytest.raises(ValueError, match=r"another module: this one has no weights b\.weight"):
-        algorithm.check(Plan(LitOf(lambda self, x: x, False, a=nn.Linear(8, 8)), algorithm))
+        algorithm.check(Plan(lit_of(lambda self, x: x, False, a=nn.Linear(8, 8)), algorithm))
     with pytest.raises(ValueError, match="for a plan, pass them to `validate`"):
         ls.SpectralSharding(layers=plan, exclude=["b"])
 
 
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> None:
-    def make() -> LitOf:
-        return LitOf(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
+    def make() -> Any:
+        return lit_of(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
     kept = {"*running_*": "server"}
     planned = ls.SpectralSharding(layers=plan_layers(make()))

@@ -13,31 +13,21 @@ import torch
 from federation import Fit, seeded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from toy_models import LitNet, squared_error
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, WorkUnit
 
 
-class LitRecording(pl.LightningModule):
+def recording(report: Callable[[float], object] = lambda loss: None, lr: float = 0.05, momentum: float = 0.0) -> LitNet:
     """Plain SGD on a small regression; reports the loss of every step it takes."""
 
-    def __init__(self, report: Callable[[float], object], momentum: float = 0.0, lr: float = 0.05) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.report, self.momentum, self.lr = report, momentum, lr
+    def loss(lit: Any, batch: Any) -> torch.Tensor:
+        report(float((error := squared_error(lit, batch)).detach()))
+        return error
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        loss = (self.net(x).squeeze(1) - y).square().mean()
-        self.report(float(loss.detach()))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
-
-
-def recording(report: Callable[[float], object] = lambda loss: None, **options: Any) -> LitRecording:
-    return seeded(LitRecording, report, **options)
+    net = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    return LitNet(net, lr, momentum, loss=loss)
 
 
 @pytest.fixture

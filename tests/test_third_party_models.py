@@ -8,21 +8,15 @@ import torch
 from federation import Fit
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from toy_models import LitNet
+from toy_models import LitNet, variant
 
 import lightning_spectral as ls
 from lightning_spectral.nn.cost import count_pass
 
 
-class LitLogits(LitNet):
+def with_logits(model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> LitNet:
     """Any model, and how to get logits from it."""
-
-    def __init__(self, model: nn.Module, logits: Callable[[nn.Module, Tensor], Tensor], example: Tensor) -> None:
-        super().__init__(model)
-        self.logits, self.example_input_array = logits, example
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.logits(self.net, x)
+    return variant(LitNet, forward=lambda self, x: logits(self.net, x))(model, example=example)
 
 
 def tokens() -> TensorDataset:
@@ -75,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Te
 @pytest.mark.parametrize("case", CASES)
 def test_a_round_trains_it_and_its_own_class_loads_the_result(case: str, fit: Fit) -> None:
     make, logits, dataset, split, num_blocks = CASES[case]
-    lit = LitLogits(make(), logits, dataset().tensors[0][:2])
+    lit = with_logits(make(), logits, dataset().tensors[0][:2])
     plan = ls.validate(lit, layers=ls.LayerChoices(split=split))
     assert len(plan.blocks) == num_blocks
     assert not plan.problems

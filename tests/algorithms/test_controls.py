@@ -12,7 +12,7 @@ from direct_rounds import DirectRounds, assert_close
 from federation import Fit, check_resumes, same_state, seeded
 from other_process import LitPlain
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, variant
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import ClientSide
@@ -208,13 +208,11 @@ def test_a_parameter_outside_of_the_loss_gets_the_correction_alone(rounds: Direc
     assert client.weight.grad is None
 
 
-class LitOnceFar(LitPlain):
+def far_at_once(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
     """In the third round, some clients end up so far away that their updates cannot be summed."""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.current_epoch == 2 and float(batch[0][0, 0]) > 1.0:
-            with torch.no_grad():
-                self.net[0].bias.fill_(1e13)
+    if self.current_epoch == 2 and float(batch[0][0, 0]) > 1.0:
+        with torch.no_grad():
+            self.net[0].bias.fill_(1e13)
 
 
 class TestInARun:
@@ -244,7 +242,7 @@ class TestInARun:
         """Also where an update was left out: the device then has what it had, or the sum would be another one."""
         faults = ls.server.Faults(on_not_finite=ls.server.LeaveOut(max_share=1.0))
         options = {"algorithm": algorithm, "filters": filters, "faults": faults}
-        fitted = fit(seeded(LitOnceFar), data, max_epochs=4, seed=3, **options)
+        fitted = fit(seeded(variant(LitPlain, on_train_batch_end=far_at_once)), data, max_epochs=4, seed=3, **options)
         assert 0 < fitted.rows[2]["fl/left_out_not_finite"] < 5
         sizes, states = [len(indices) for indices in data.partition], fitted.model.client_states
         for name, total in fitted.model.state.pieces().items():
@@ -275,12 +273,9 @@ class TestInARun:
         ],
     )
     def test_other_optimizers_are_refused_by_name(self, optimizer: Any, message: str, data: Any, fit: Fit) -> None:
-        class Lit(LitMLP):
-            def configure_optimizers(self) -> Any:
-                return optimizer(self.parameters())
-
+        lit = seeded(variant(LitMLP, configure_optimizers=lambda self: optimizer(self.parameters())))
         with pytest.raises(ValueError, match=message):
-            fit(seeded(Lit), data)
+            fit(lit, data)
 
     @pytest.mark.parametrize(
         ("rates", "message"),
@@ -290,21 +285,19 @@ class TestInARun:
         ],
     )
     def test_groups_that_differ_are_refused(self, rates: Any, message: str, data: Any, fit: Fit) -> None:
-        class Lit(LitMLP):
-            def configure_optimizers(self) -> Any:
-                parts = zip((self.net[0], self.net[1:]), rates, strict=True)
-                return torch.optim.SGD([{"params": list(part.parameters()), "lr": lr} for part, lr in parts if lr])
+        def two_groups(self: Any) -> Any:
+            parts = zip((self.net[0], self.net[1:]), rates, strict=True)
+            return torch.optim.SGD([{"params": list(part.parameters()), "lr": lr} for part, lr in parts if lr])
 
         with pytest.raises(ValueError, match=message):
-            fit(seeded(Lit), data)
+            fit(seeded(variant(LitMLP, configure_optimizers=two_groups)), data)
 
     def test_a_schedule_that_makes_rates_differ_is_refused_when_it_does(self, data: Any, fit: Fit) -> None:
-        class Lit(LitMLP):
-            def configure_optimizers(self) -> Any:
-                groups = [{"params": list(part.parameters())} for part in (self.net[0], self.net[1:])]
-                optimizer = torch.optim.SGD(groups, lr=0.1)
-                schedules = [lambda epoch: 1.0, lambda epoch: 0.5**epoch]
-                return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, schedules)]
+        def two_schedules(self: Any) -> Any:
+            groups = [{"params": list(part.parameters())} for part in (self.net[0], self.net[1:])]
+            optimizer = torch.optim.SGD(groups, lr=0.1)
+            schedules = [lambda epoch: 1.0, lambda epoch: 0.5**epoch]
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, schedules)]
 
         with pytest.raises(ls.ClientError, match=r"Round 1, client \d+, collecting: ValueError: .* got 0.05, 0.1"):
-            fit(seeded(Lit), data, max_epochs=2)
+            fit(seeded(variant(LitMLP, configure_optimizers=two_schedules)), data, max_epochs=2)

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from aggregations import AGGREGATIONS
@@ -16,7 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from toy_models import LitFrozenParts, LitMLP
+from toy_models import LitFrozenParts, LitMLP, LitNet, Net, plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral import cost_table, largest_that_fits
@@ -32,15 +31,19 @@ ADAPTED: dict[str, Any] = {"layers": ["net.0", "net.2"], "train": ["net.5"]}
 FROZEN_BUFFERS = {"offset": "server", "net.1.*": "server"}
 
 
-class LitMany(pl.LightningModule):
+class LitMany(LitNet):
     """Batch statistics, a mask, a frozen layer, a tied one and a scale of its own."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.zeros(2, 6)
-        self.net = nn.Sequential(
-            *(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Linear(12, 12))
+        layers = (
+            nn.Linear(6, 12),
+            nn.BatchNorm1d(12),
+            nn.Linear(12, 12),
+            nn.ReLU(),
+            nn.Linear(12, 12),
+            nn.Linear(12, 12),
         )
+        super().__init__(nn.Sequential(*layers), example=torch.zeros(2, 6))
         self.net[4].requires_grad_(False)
         self.one, self.two, self.head = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3)
         self.two.weight = self.one.weight
@@ -51,22 +54,9 @@ class LitMany(pl.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.two(self.one(self.net(x)).relu())) * self.scale[:, 0] + self.offset
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
-class LitPlain(LitMLP):
-    """With SGD as SCAFFOLD needs it, and an example to find channels with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = EXAMPLE
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+# With SGD as SCAFFOLD needs it, and an example to find channels with.
+LitPlain = variant(LitMLP, example_input_array=EXAMPLE, configure_optimizers=plain_sgd())
 
 
 def mlp() -> nn.Sequential:
@@ -445,22 +435,17 @@ class TestBudgets:
             largest_that_fits(mlp(), ls.SpectralSharding(), EXAMPLE, **budgets)
 
 
-class Recurrent(nn.Module):
+def recurrent() -> Net:
     """An LSTM, whose kernel alone knows the size of its workspace."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.lstm, self.head = nn.Embedding(9, 12), nn.LSTM(12, 16, 2), nn.Linear(16, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(x))[0])
+    layers: dict[str, nn.Module] = {"embedding": nn.Embedding(9, 12), "lstm": nn.LSTM(12, 16, 2)}
+    return Net(lambda net, x: net.head(net.lstm(net.embedding(x))[0]), **layers, head=nn.Linear(16, 9))
 
 
 NETWORKS: dict[str, tuple[Any, Tensor]] = {
     "mlp": (mlp, EXAMPLE),
     "cnn": (LitMany, EXAMPLE),
     "gpt": (lambda: CharTransformer(9, 8, 16, 2, num_layers=1), torch.zeros(3, 8, dtype=torch.long)),
-    "lstm": (Recurrent, torch.zeros(5, 3, dtype=torch.long)),
+    "lstm": (recurrent, torch.zeros(5, 3, dtype=torch.long)),
 }
 EVERY_KIND: dict[str, tuple[Any, list[float]]] = {
     "fedavg": (ls.FedAvg(), [1]),

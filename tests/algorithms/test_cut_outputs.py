@@ -9,7 +9,7 @@ from federation import Fit, same_state, seeded
 from one_client import client_of
 from spectral_rounds import cohort, net, run_round, unit
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import absorb, factorize
@@ -125,9 +125,7 @@ def test_what_travels_is_cut() -> None:
     }
 
 
-class Decays(LitMLP):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+Decays = variant(LitMLP, configure_optimizers=plain_sgd(weight_decay=0.1))
 
 
 @pytest.mark.filterwarnings("ignore:weight_decay=0.1 of SGD does not act on the factors")

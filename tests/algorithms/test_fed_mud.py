@@ -9,13 +9,13 @@ does the opposite, and so do the rounds below.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, seeded
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.lora.aggregation import drawn_rows
@@ -26,16 +26,8 @@ SIZES = (9, 5, 16)  # examples of each client
 Update = tuple[Tensor, Tensor]  # U, shape (c_out, r), and V, shape (r, c_in)
 
 
-class LitPlain(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-
-    def training_step(self, batch: Any) -> Tensor:
-        return cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=LR)
+def plain() -> LitNet:
+    return LitNet(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double(), lr=LR)
 
 
 def clients() -> list[tuple[Tensor, Tensor]]:
@@ -46,7 +38,7 @@ def clients() -> list[tuple[Tensor, Tensor]]:
 
 def drawn(ids: Sequence[int], like: Tensor) -> list[Tensor]:
     """The V of each layer: random, the same for all clients, and a new one in each round."""
-    return [drawn_rows(layer, RANK, like, 0, *ids) for layer in adapted_layers(LitPlain(), ["*"], ())]
+    return [drawn_rows(layer, RANK, like, 0, *ids) for layer in adapted_layers(plain(), ["*"], ())]
 
 
 def train(model: Mapping[str, Tensor], start: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[list[Update], Any]:
@@ -80,7 +72,7 @@ def mean_of_products(updates: Sequence[Update]) -> Tensor:
 
 def fed_mud(average: Callable[[Sequence[Update]], Tensor], draws: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """All rounds: the average of the updates goes into the weights, and the next ones start afresh."""
-    model = {name: tensor.clone() for name, tensor in seeded(LitPlain).state_dict().items()}
+    model = {name: tensor.clone() for name, tensor in seeded(plain).state_dict().items()}
     for ids in draws:
         start = drawn(ids, like=model["net.0.weight"])
         outcomes = [train(model, start, x, y) for x, y in clients()]
@@ -104,8 +96,8 @@ def test_lora_that_goes_into_the_base_is_fed_mud(options: Any, average: Any, oth
     owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
     data = ls.FederatedDataModule(TensorDataset(x, y), ls.NaturalPartitioner(owners), batch_size=max(SIZES))
     algorithm = ls.LoRA(RANK, RANK**0.5, train=["*.bias"], **options)
-    ours = fit(seeded(LitPlain), data, algorithm=algorithm, clients_per_round=3, local_epochs=STEPS, max_epochs=3).state
-    expected, before = fed_mud(average, draws), seeded(LitPlain).state_dict()
+    ours = fit(seeded(plain), data, algorithm=algorithm, clients_per_round=3, local_epochs=STEPS, max_epochs=3).state
+    expected, before = fed_mud(average, draws), seeded(plain).state_dict()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-12)
         assert float((tensor - before[name]).abs().max()) > 0.01

@@ -9,7 +9,7 @@ from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP
+from toy_models import LitMLP, plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fiarse import ThresholdedWeight
@@ -18,14 +18,9 @@ WEIGHTS = ("net.0.weight", "net.2.weight", "net.5.weight")
 SIZE = 12 * 6 + 12 * 12 + 3 * 12  # of these weights
 
 
-class Plain(LitMLP):
+def plain() -> LitMLP:
     """Without dropout, momentum or a schedule, and with weights that move far."""
-
-    def __init__(self, lr: float = 1.0) -> None:
-        super().__init__(lr=lr, momentum=0.0, dropout=0.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+    return variant(LitMLP, configure_optimizers=plain_sgd(1.0))(lr=1.0, dropout=0.0)
 
 
 class Threshold(torch.autograd.Function):
@@ -65,8 +60,8 @@ def trained_slowly(server: nn.Module, client: nn.Module, batches: Any, keep_rati
 
 def test_an_average_is_that_of_those_who_held_an_entry(fit: Fit, toy: TensorDataset) -> None:
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=3), batch_size=1000)
-    before, ratios = seeded(Plain), [0.25, 0.5, 0.25]
-    after = fit(seeded(Plain), data, algorithm=ls.FIARSE(ratios), clients_per_round=3, local_epochs=4).module
+    before, ratios = seeded(plain), [0.25, 0.5, 0.25]
+    after = fit(seeded(plain), data, algorithm=ls.FIARSE(ratios), clients_per_round=3, local_epochs=4).module
     clients = []
     for indices, ratio in zip(data.partition, ratios, strict=True):
         batches = [[tensor[indices] for tensor in toy.tensors]] * 4

@@ -7,8 +7,9 @@ import pytest
 import torch
 from federation import Fit, seeded
 from masked_heads import OWN, LitHead, clients, present
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
+from toy_models import plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width import WidthRound
@@ -68,10 +69,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(
 
 
 def test_decay_does_not_reach_rows_of_classes_that_nobody_has(fit: Fit) -> None:
-    class LitDecay(LitHead):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.3, weight_decay=0.1)
-
+    LitDecay = variant(LitHead, configure_optimizers=plain_sgd(0.3, weight_decay=0.1))
     options: dict[str, Any] = {"local_hooks": [ls.client.MaskedLogits()]}
     lit = seeded(LitDecay)
     kept = fit(lit, clients(), algorithm=ls.WidthSharding(keep_ratio=1.0), **options).state["head.weight"][4]
@@ -107,9 +105,6 @@ def test_a_client_whose_labels_are_all_ignored_trains_no_row(fit: Fit) -> None:
         "local_epochs": 1,
     }
 
-    class LitIgnores(LitHead):
-        def loss(self, logits: Tensor, y: Tensor, client_id: int) -> Tensor:
-            return F.cross_entropy(logits, y, reduction="sum")
-
-    weights = fit(seeded(LitIgnores), data, max_epochs=1, **options).weights
+    lit = seeded(variant(LitHead, loss=lambda self, logits, y, client_id: F.cross_entropy(logits, y, reduction="sum")))
+    weights = fit(lit, data, max_epochs=1, **options).weights
     assert torch.isfinite(weights).all()

@@ -11,9 +11,9 @@ import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, check_resumes, same_state, seeded
 from one_client import client_of
-from test_third_party_models import LitLogits, gpt2, tokens
+from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, LitNet, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.lora.aggregation import Adapter, drawn_rows
@@ -125,16 +125,10 @@ def test_weights_that_are_loaded_before_the_fit_are_the_base(aggregation: Any, d
     assert same_state(ours.state_dict(), theirs.state_dict())
 
 
-class LitNormed(LitMLP):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.net.insert(1, nn.BatchNorm1d(12))
-
-
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) -> None:
     options = {"layers": ["net.0"], "train": ["net.1", "net.6.bias"]}
-    lit = seeded(LitNormed)
+    lit = seeded(LitMLP, dropout=0.0, norm=True)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     fitted = fit(lit, data, algorithm=ls.LoRA(2, **options), clients_per_round=12, max_epochs=2)
     after = fitted.state
@@ -145,7 +139,7 @@ def test_what_train_names_is_averaged_and_all_else_rests(data: Any, fit: Fit) ->
     sent = {(row.downlink_bytes, row.frozen_bytes) for row in fitted.ledger.rows if row.round_idx == 1}
     assert sent == {(again, 0)}
     rules = {"*.running_*": "server"}
-    kept = fit(seeded(LitNormed), data, algorithm=ls.LoRA(2, **options), buffers=rules).state
+    kept = fit(seeded(LitMLP, dropout=0.0, norm=True), data, algorithm=ls.LoRA(2, **options), buffers=rules).state
     assert torch.equal(kept["net.1.running_mean"], before["net.1.running_mean"])
 
 
@@ -177,19 +171,20 @@ def test_a_rank_is_a_capacity_and_not_a_learning_rate() -> None:
         assert float((step - 3.0**2 / (3 * 6) * torch.eye(6)).abs().max()) <= 5 * sigma / math.sqrt(num_draws)
 
 
-class LitTokens(LitLogits):
+class LitTokens(LitNet):
     """Its embeddings are as large as trained ones, since small frozen ones would leave the logits little room."""
 
     def __init__(self) -> None:
-        super().__init__(gpt2(), lambda net, x: net(input_ids=x).logits, torch.zeros(1, 8, dtype=torch.long))
+        optimizer, example = partial(torch.optim.AdamW, lr=0.03), torch.zeros(1, 8, dtype=torch.long)
+        super().__init__(gpt2(), optimizer=optimizer, example=example)
         with torch.no_grad():
             self.net.transformer.wte.weight.mul_(25)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(input_ids=x).logits
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.03)
 
 
 @pytest.mark.parametrize("multiplied", [False, True])
@@ -308,12 +303,9 @@ def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception
 
 
 def test_an_optimizer_without_the_weights_is_refused(data: Any, fit: Fit) -> None:
-    class LitHead(LitMLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net[5].parameters(), lr=0.1)
-
+    lit = variant(LitMLP, configure_optimizers=lambda self: torch.optim.SGD(self.net[5].parameters(), lr=0.1))()
     with pytest.raises(ValueError, match=r"your optimizer, which lacks net\.0\.weight, net\.2\.weight\. Give your SGD"):
-        fit(LitHead(), data, algorithm=ls.LoRA(2))
+        fit(lit, data, algorithm=ls.LoRA(2))
 
 
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.TruncatedProducts()], ids=repr)

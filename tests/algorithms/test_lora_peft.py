@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from aggregations import AGGREGATIONS
@@ -14,7 +13,7 @@ from federation import Fit, same_state, seeded
 from one_client import client_of
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
-from toy_models import LitNet
+from toy_models import LitNet, plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.nn.adapters import adapted_layers
@@ -301,41 +300,26 @@ def test_what_is_no_plain_lora_is_refused_by_its_name(case: str) -> None:
 
 
 def test_a_frozen_a_trains_with_frozen_a(fit: Fit) -> None:
-    class LitFiltered(LitAdapted):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-    lit = seeded(LitFiltered, "LoRA")
+    lit = seeded(variant(LitAdapted, configure_optimizers=plain_sgd()), "LoRA")
     freeze(lit.net)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
     after = fit(lit, federation(), algorithm=ls.LoRA(4, aggregation=ls.FrozenA())).state
     assert {name for name in after if not torch.equal(after[name], before[name])} == {n for n in after if "lora_B" in n}
 
 
-class LitPlain(pl.LightningModule):
+def plain() -> LitNet:
     """The same model without PEFT, with an additional head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gpt2()
-        self.head = nn.Linear(20, 20)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.net(input_ids=x).logits
-        return self.scale * self.head(logits)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]).flatten(0, -2), batch[1].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+    lit: Any = variant(LitNet, forward=lambda self, x: self.scale * self.head(self.net(input_ids=x).logits))(
+        gpt2(), lr=1.0
+    )
+    lit.head, lit.scale = nn.Linear(20, 20), nn.Parameter(torch.ones(()))
+    return lit
 
 
 @pytest.mark.parametrize("train", [[], ["net.*.ln_*"]], ids=["adapters", "adapters and norms"])
 @pytest.mark.parametrize("rank", [3, {1: 0.5, 3: 0.5}], ids=["equal", "mixed"])
 def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fit: Fit, tmp_path: Path) -> None:
-    lit, base = seeded(LitPlain), seeded(gpt2)
+    lit, base = seeded(plain), seeded(gpt2)
     algorithm = ls.LoRA(rank, layers=["*.0.attn.c_attn", "*.1.mlp.c_*"], train=train)
     fitted = fit(lit, federation(), algorithm=algorithm, max_epochs=2)
     ls.algorithms.save_peft_adapter(fitted.model, tmp_path / "adapter", submodule="net")
@@ -360,7 +344,7 @@ def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fi
     ids=lambda part: "" if isinstance(part, str) else repr(part),
 )
 def test_what_is_no_adapter_of_peft_is_not_saved_as_one(algorithm: Any, message: str, tmp_path: Path) -> None:
-    model = ls.FederatedModule(LitPlain(), algorithm=algorithm, clients_per_round=1)
+    model = ls.FederatedModule(plain(), algorithm=algorithm, clients_per_round=1)
     with pytest.raises(ValueError, match=message):
         ls.algorithms.save_peft_adapter(model, tmp_path, submodule="net")
     assert not list(tmp_path.iterdir())

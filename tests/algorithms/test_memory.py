@@ -10,7 +10,7 @@ import torch
 from federation import seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from toy_models import LitNet
+from toy_models import LitNet, Net
 
 import lightning_spectral as ls
 from lightning_spectral.client.batches import BatchSource, ClientData
@@ -175,20 +175,14 @@ def test_sampled_weights_their_gradient_and_its_vector_are_held_at_once() -> Non
     assert cost.activation_bytes >= 3 * 4 * (64 * 64 + 64)
 
 
-class WithLoss(nn.Module):
-    """Returns its loss besides the outputs, as models of transformers do."""
+def test_a_loss_among_the_outputs_is_where_the_backward_pass_begins() -> None:
+    """Models of transformers return it beside the logits."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 1000)
-
-    def forward(self, x: Tensor) -> Any:
-        logits = self.net(x)
+    def with_loss(net: Any, x: Tensor) -> Any:
+        logits = net.layer(x)
         return {"loss": logits.logsumexp(1).mean(), "logits": logits}
 
-
-def test_a_loss_among_the_outputs_is_where_the_backward_pass_begins() -> None:
-    module, x = WithLoss(), torch.zeros(10, 4)
+    module, x = Net(with_loss, layer=nn.Linear(4, 1000)), torch.zeros(10, 4)
     cost = ls.cost_table(module, ls.FedAvg(), [1], x, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).at[1]
     assert cost.activation_bytes < 4 * 10 * 1000 * 4  # logits and their gradient, but not another gradient of ones
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,8 @@ def test_small_losses_to_a_high_power_keep_their_digits() -> None:
     assert_close(ends[1], ends[0], 1e-6)
 
 
-class LitLoss(LitMLP):
-    """Plain SGD without dropout, so that the loss before training can be computed beside it."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.0, dropout=0.0)
+# Plain SGD without dropout, so that the loss before training can be computed beside it.
+LitLoss = partial(LitMLP, momentum=0.0, dropout=0.0)
 
 
 def test_devices_say_the_loss_at_the_downloaded_weights(data: Any, fit: Fit) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from direct_rounds import DirectRounds, Tensors, assert_close
 from federation import Fit, same_state, seeded
+from observed_runs import acting
 from torch import Tensor, nn
 
 import lightning_spectral as ls
@@ -259,13 +260,13 @@ class TestInARun:
 
     def test_clients_that_drop_out_are_not_in_the_table(self, lit_mlp: Any, data: Any, fit: Fit) -> None:
         seen: set[int] = set()
-
-        class Seen(ls.RoundCallback):
-            def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-                seen.update(client.client_id for client in summary.clients if client.left_out is None)
-
+        note = acting(
+            on_round_end=lambda trainer, model, summary: seen.update(
+                client.client_id for client in summary.clients if client.left_out is None
+            )
+        )
         dropout = ls.ClientDropout(0.5)
-        fitted = fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates(), dropout=dropout, callbacks=[Seen()])
+        fitted = fit(seeded(lit_mlp), data, algorithm=ls.StaleUpdates(), dropout=dropout, callbacks=[note])
         assert 0 < len(seen) < 12
         assert fitted.logged["fl/stale_share"] == pytest.approx(len(seen) / 12)
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from one_client import client_of
-from test_third_party_models import LitLogits, gpt2, images, tokens, vit
-from torch import Tensor
-from toy_models import LitFrozenParts, LitMLP, LitSmall
+from test_third_party_models import gpt2, images, tokens, vit, with_logits
+from toy_models import LitFrozenParts, LitMLP, LitSmall, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.width import WidthRound
@@ -123,12 +122,8 @@ def test_the_scaler_divides_what_cut_layers_give_while_they_train() -> None:
     assert torch.equal(scaled.net[6](x), plain.net[6](x))
 
 
-class LitCounts(LitSmall):
-    """Counts the channels of its hidden layers in code of its own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.net[:2](x)
-        return self.net[2:](hidden.reshape(-1, 12))
+# Counts the channels of its hidden layers in code of its own.
+LitCounts = variant(LitSmall, forward=lambda self, x: self.net[2:](self.net[:2](x).reshape(-1, 12)))
 
 
 def test_what_the_module_counts_itself_stays_whole(data: Any, fit: Fit) -> None:
@@ -189,9 +184,9 @@ def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception
 @pytest.mark.parametrize("name", ["GPT-2", "ViT"])
 def test_a_transformer_of_others_trains_cut(name: str, fit: Fit) -> None:
     if name == "ViT":
-        lit = LitLogits(seeded(vit), lambda net, x: net(pixel_values=x).logits, torch.zeros(2, 3, 8, 8))
+        lit = with_logits(seeded(vit), lambda net, x: net(pixel_values=x).logits, torch.zeros(2, 3, 8, 8))
     else:
-        lit = LitLogits(seeded(gpt2), lambda net, x: net(input_ids=x).logits, torch.zeros(2, 8, dtype=torch.long))
+        lit = with_logits(seeded(gpt2), lambda net, x: net(input_ids=x).logits, torch.zeros(2, 8, dtype=torch.long))
     data = ls.FederatedDataModule(images() if name == "ViT" else tokens(), ls.IIDPartitioner(num_clients=4))
     before = {key: tensor.clone() for key, tensor in lit.state_dict().items()}
     fitted = fit(lit, data, algorithm=ls.WidthSharding(ls.RollingChannels(), {0.25: 0.5, 0.5: 0.5}), max_epochs=2)

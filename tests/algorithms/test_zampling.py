@@ -15,6 +15,7 @@ from federation import Fit, said_during, seeded
 from one_client import client_of
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.zampling import BITS, GRID, SCORES
@@ -26,23 +27,16 @@ SMALL = ls.Zampling(4, degree=3)
 STEEP = 100.0  # a learning rate for scores that pass through a sigmoid
 
 
-class LitNet(pl.LightningModule):
+class Small(LitNet):
     """One hidden layer, with a norm or without; no dropout, so that an oracle can follow it."""
 
-    def __init__(self, lr: float = 3.0, norm: bool = False, **options: Any) -> None:
-        super().__init__()
+    def __init__(self, lr: float = 3.0, norm: bool = False, optimizer: Any = None) -> None:
         norms = [nn.BatchNorm1d(12)] if norm else []
-        self.net = nn.Sequential(nn.Linear(6, 12), *norms, nn.ReLU(), nn.Linear(12, 3))
-        self.lr, self.options = lr, options
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        net = nn.Sequential(nn.Linear(6, 12), *norms, nn.ReLU(), nn.Linear(12, 3))
+        super().__init__(net, lr, optimizer=optimizer)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.lr, **self.options)
 
 
 @pytest.fixture
@@ -80,10 +74,10 @@ def local_bits(net: nn.Module, Q: Tensor, probs: Tensor, batches: Any, ids: tupl
 @pytest.mark.parametrize("smoothing", [0.0, 0.5])
 def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothing: float) -> None:
     algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
-    module = seeded(LitNet, lr=0.5)
+    module = seeded(Small, lr=0.5)
     Q = dense_matrix(algorithm, module, seed=0)
     probs = torch.rand(Q.shape[1], generator=derived_generator(0, "probabilities")).double()
-    net = seeded(LitNet).net.double()
+    net = seeded(Small).net.double()
     fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
     for round_idx in range(2):
         bits = []
@@ -98,7 +92,7 @@ def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothin
 
 
 def test_what_travels_is_a_float_down_and_a_bit_up_for_each_probability(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitNet, norm=True), data, algorithm=SMALL)
+    fitted = fit(seeded(Small, norm=True), data, algorithm=SMALL)
     n = math.ceil((6 * 12 + 12 + 12 * 3 + 3) / 4)
     norm = 4 * 12  # weight, bias, running mean and variance
     row = fitted.ledger.rows[0]
@@ -143,13 +137,13 @@ def test_the_server_holds_the_expected_network_before_and_after_every_round(data
             self.worst.append(float((flat.double() - expected).abs().max()))
 
     watching = Watching()
-    fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, callbacks=[watching], trainer={"num_sanity_val_steps": 1})
+    fit(seeded(Small), data, algorithm=SMALL, max_epochs=2, callbacks=[watching], trainer={"num_sanity_val_steps": 1})
     assert len(watching.worst) == 3
     assert max(watching.worst) < 1e-6
 
 
 def test_new_probabilities_are_exactly_the_shares_of_clients_with_a_one(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, clients_per_round=3)
+    fitted = fit(seeded(Small), data, algorithm=SMALL, max_epochs=2, clients_per_round=3)
     shares = torch.tensor([round(k / 3 * GRID) / GRID for k in range(4)])
     assert bool(torch.isin(fitted.model.state.probs.detach(), shares).all())
 
@@ -193,13 +187,13 @@ def test_a_client_says_how_far_training_moved_its_probabilities() -> None:
 def test_a_rate_that_hardly_moves_scores_is_named_once(
     data: Any, fit: Fit, lr: float, options: dict[str, Any], times: int
 ) -> None:
-    said = said_during(lambda: fit(seeded(LitNet, lr=lr), data, algorithm=SMALL, max_epochs=3, **options))
+    said = said_during(lambda: fit(seeded(Small, lr=lr), data, algorithm=SMALL, max_epochs=3, **options))
     assert [text.split(" by only")[0] for text in said] == ["Round 0: clients move their probabilities"] * times
 
 
 def test_clients_count_the_same_whatever_their_number_of_examples(toy: TensorDataset, fit: Fit) -> None:
     uneven = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 30 + [1] * 90), val=toy, batch_size=10)
-    fitted = fit(seeded(LitNet), uneven, algorithm=SMALL, clients_per_round=2, max_epochs=1)
+    fitted = fit(seeded(Small), uneven, algorithm=SMALL, clients_per_round=2, max_epochs=1)
     assert set(fitted.model.state.probs.tolist()) == {0.0, 0.5, 1.0}
 
 
@@ -207,7 +201,7 @@ def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: F
     def accuracy(lr: float) -> float:
         algorithm = ls.Zampling(2, degree=3, link=ls.functional.zampling.Clip(absorbing=False))
         options: dict[str, Any] = {"max_epochs": 15, "local_epochs": 3}
-        return fit(seeded(LitNet, lr=lr), data, algorithm=algorithm, **options).logged["accuracy"]
+        return fit(seeded(Small, lr=lr), data, algorithm=algorithm, **options).logged["accuracy"]
 
     # three classes, the largest with less than half of the examples
     assert accuracy(2.0) > 0.75
@@ -221,7 +215,7 @@ def test_coordinated_bits_have_a_mean_nearer_to_the_probabilities(data: Any, fit
 
     def ones(coordinated: bool) -> tuple[Tensor, int]:
         algorithm = ls.Zampling(4, degree=3, coordinated=coordinated)
-        fitted = fit(seeded(LitNet), data, algorithm=algorithm, clients_per_round=3, local_epochs=0)
+        fitted = fit(seeded(Small), data, algorithm=algorithm, clients_per_round=3, local_epochs=0)
         return 3 * fitted.model.state.probs.detach(), fitted.ledger.rows[0].downlink_bytes
 
     (joint, more), (alone, bytes_down) = ones(coordinated=True), ones(coordinated=False)
@@ -232,7 +226,7 @@ def test_coordinated_bits_have_a_mean_nearer_to_the_probabilities(data: Any, fit
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
 def test_probabilities_stay_in_float32_in_any_precision(precision: Any, data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitNet), data, algorithm=SMALL, max_epochs=2, trainer={"precision": precision})
+    fitted = fit(seeded(Small), data, algorithm=SMALL, max_epochs=2, trainer={"precision": precision})
     probs = fitted.model.state.probs.detach()
     quarters = torch.tensor([k / 4 for k in range(5)])
     assert probs.dtype == torch.float32
@@ -246,7 +240,7 @@ def test_probabilities_stay_in_float32_in_any_precision(precision: Any, data: An
 
 def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: Any, fit: Fit) -> None:
     fitted = fit(
-        seeded(LitNet), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.server.FedAvgM(lr=2.0, momentum=0.9)
+        seeded(Small), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.server.FedAvgM(lr=2.0, momentum=0.9)
     )
     probs = fitted.model.state.probs.detach()
     assert float(probs.min()) == 0.0
@@ -256,20 +250,19 @@ def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: 
 @pytest.mark.parametrize(("smoothing", "absorbed"), [(0.0, True), (1.0, False)])
 def test_smoothing_keeps_probabilities_alive(data: Any, fit: Fit, smoothing: float, absorbed: bool) -> None:
     algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
-    fitted = fit(seeded(LitNet), data, algorithm=algorithm, max_epochs=4)
+    fitted = fit(seeded(Small), data, algorithm=algorithm, max_epochs=4)
     probs = fitted.model.state.probs
     assert bool(((probs == 0) | (probs == 1)).any()) == absorbed
 
 
 def test_a_client_whose_scores_are_not_finite_is_left_out_although_bits_always_are(data: Any, fit: Fit) -> None:
-    class Breaks(LitNet):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if self.trainer.current_epoch == 1 and bool((batch[0] == data.train.tensors[0][0]).all(1).any()):
-                with torch.no_grad():
-                    self.get_parameter("_zampling.scores")[0] = math.nan
+    def breaks(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and bool((batch[0] == data.train.tensors[0][0]).all(1).any()):
+            with torch.no_grad():
+                self.get_parameter("_zampling.scores")[0] = math.nan
 
     with pytest.warns(ls.SpectralWarning, match="is left out of the average: update not finite"):
-        fitted = fit(seeded(Breaks), data, algorithm=SMALL, max_epochs=2)
+        fitted = fit(seeded(variant(Small, on_train_batch_end=breaks)), data, algorithm=SMALL, max_epochs=2)
     assert fitted.history.rows[-1]["fl/left_out_not_finite"] == 1.0
     shares = torch.tensor([round(k / 3 * GRID) / GRID for k in range(4)])
     assert bool(torch.isin(fitted.model.state.probs.detach(), shares).all())  # of the three others
@@ -298,10 +291,10 @@ class TestRelatives:
 
     def test_fed_pm_is_its_authors_code_written_out(self, data: Any, fit: Fit) -> None:
         """The mode of a Beta posterior, whose prior Beta(1, 1) is reset each round; gradients are multiplied by p."""
-        algorithm, module = ls.Zampling.fed_pm(), seeded(LitNet, lr=STEEP)
+        algorithm, module = ls.Zampling.fed_pm(), seeded(Small, lr=STEEP)
         Q = dense_matrix(algorithm, module, seed=0)
         probs = torch.sigmoid(torch.randn(Q.shape[1], generator=derived_generator(0, "probabilities"))).double()
-        net = seeded(LitNet).net.double()
+        net = seeded(Small).net.double()
         fitted = fit(module, data, algorithm=algorithm, max_epochs=2)
         for round_idx in range(2):
             alpha, beta = torch.ones_like(probs), torch.ones_like(probs)
@@ -325,53 +318,52 @@ class TestRelatives:
 
     def test_the_posterior_mean_has_one_more_zero_and_one_more_one(self, data: Any, fit: Fit) -> None:
         algorithm = ls.Zampling.fed_pm_posterior_mean()
-        probs = fit(seeded(LitNet, lr=STEEP), data, algorithm=algorithm).model.state.probs.detach()
+        probs = fit(seeded(Small, lr=STEEP), data, algorithm=algorithm).model.state.probs.detach()
         assert bool(torch.isin(probs, torch.tensor([round(k / 6 * GRID) / GRID for k in range(1, 6)])).all())
         Q = dense_matrix(algorithm, nn.Linear(40, 30), seed=0)
         torch.testing.assert_close(Q.diagonal().abs(), torch.full((1230,), (4 / 40) ** 0.5).double())
 
 
+FOR_ALL = r"one number for all clients, got .*bits of different matrices cannot be averaged"
+ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "fewer weights than bits": (
+        {"compression": 0.5},
+        ValueError,
+        "`compression` must be at least 1 and finite, got 0.5; it is the number of weights",
+    ),
+    "no degree": ({"compression": 8, "degree": None}, ValueError, "so `compression` must be 1, got 8"),
+    "smoothing": (
+        {"smoothing": -1.0},
+        ValueError,
+        "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count",
+    ),
+    "bits": ({"downlink_bits": 32}, ValueError, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
+    "shares of compressions": ({"compression": {8: 0.5, 32: 0.5}}, TypeError, FOR_ALL),
+    "a list of compressions": ({"compression": [8, 32]}, TypeError, FOR_ALL),
+    "a link of another type": ({"link": "sigmoid"}, TypeError, "`link`"),
+}
+
+
 class TestWhatIsRefused:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"compression": 0.5}, "`compression` must be at least 1 and finite, got 0.5; it is the number of weights"),
-            ({"compression": 8, "degree": None}, "so `compression` must be 1, got 8"),
-            ({"smoothing": -1.0}, "`smoothing` must be at least 0 and finite, got -1.0; it is a pseudo-count"),
-            ({"downlink_bits": 32}, r"`downlink_bits` must be in \[1, 16\], or None, got 32"),
-        ],
-    )
-    def test_numbers_out_of_range(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
+    @pytest.mark.parametrize("wrong", ARGUMENTS)
+    def test_a_wrong_argument(self, wrong: str) -> None:
+        options, error, message = ARGUMENTS[wrong]
+        with pytest.raises(error, match=message):
             ls.Zampling(**options)
-
-    @pytest.mark.parametrize("compression", [{8: 0.5, 32: 0.5}, [8, 32]])
-    def test_a_compression_for_each_client(self, compression: Any) -> None:
-        with pytest.raises(
-            TypeError, match=r"one number for all clients, got .*bits of different matrices cannot be averaged"
-        ):
-            ls.Zampling(compression)
-
-    def test_a_link_of_another_type(self) -> None:
-        with pytest.raises(TypeError, match="`link`"):
-            ls.Zampling(link="sigmoid")  # type: ignore[arg-type]
 
     def test_more_columns_a_row_than_there_are(self) -> None:
         with pytest.raises(ValueError, match="`degree` must be between 1 and the number of columns, 4, got 10"):
-            ls.FederatedModule(LitNet(), algorithm=ls.Zampling(32), clients_per_round=1)
+            ls.FederatedModule(Small(), algorithm=ls.Zampling(32), clients_per_round=1)
 
     def test_an_optimizer_that_trains_none_of_the_compressed_weights(self, data: Any, fit: Fit) -> None:
-        class HeadOnly(LitNet):
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                return torch.optim.SGD(self.net[2].parameters(), lr=0.1)
-
-        before = (module := HeadOnly()).net[0].weight.detach().clone()
+        module = variant(Small, configure_optimizers=lambda self: torch.optim.SGD(self.net[2].parameters(), lr=0.1))()
+        before = module.net[0].weight.detach().clone()
         with pytest.raises(ValueError, match=r"^Zampling replaces net\.0\.weight, .* with random weights, which your"):
             fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["net.2.*"]))
         assert torch.equal(module.net[0].weight, before)
 
     def test_weights_unfrozen_since_the_module_was_wrapped(self, data: Any, fit: Fit) -> None:
-        module = LitNet()
+        module = Small()
         module.net[0].requires_grad_(False)
         model = fit(module, data, algorithm=SMALL).model
         module.net[0].requires_grad_(True)
@@ -380,25 +372,27 @@ class TestWhatIsRefused:
         fit(module, data, algorithm=SMALL)
 
     def test_groups_of_different_learning_rates(self, data: Any, fit: Fit) -> None:
-        class TwoRates(LitNet):
-            def configure_optimizers(self) -> torch.optim.Optimizer:
-                first, last = self.net[0].parameters(), self.net[-1].parameters()
-                return torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.1}], lr=3.0)
+        def two_rates(self: Any) -> torch.optim.Optimizer:
+            first, last = self.net[0].parameters(), self.net[-1].parameters()
+            return torch.optim.SGD([{"params": first}, {"params": last, "lr": 0.1}], lr=3.0)
 
+        TwoRates = variant(Small, configure_optimizers=two_rates)
         with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer must"):
             fit(seeded(TwoRates), data, algorithm=SMALL)
         dense_head = ls.Zampling(2, degree=3, exclude=["net.2.*"])
         fit(seeded(TwoRates), data, algorithm=dense_head)
 
     def test_weight_decay_is_kept_from_the_scores_and_that_is_said(self, data: Any, fit: Fit) -> None:
-        plain = fit(seeded(LitNet), data, algorithm=SMALL)
+        plain = fit(seeded(Small), data, algorithm=SMALL)
         with pytest.warns(ls.SpectralWarning, match=r"weight_decay=0.5 of SGD is not applied to Zampling's scores"):
-            decayed = fit(seeded(LitNet, weight_decay=0.5), data, algorithm=SMALL)
+            decayed = fit(
+                seeded(Small, optimizer=partial(torch.optim.SGD, lr=3.0, weight_decay=0.5)), data, algorithm=SMALL
+            )
         assert torch.equal(plain.model.state.probs, decayed.model.state.probs)
 
 
 def test_frozen_layers_and_excluded_ones_stay_dense(data: Any, fit: Fit) -> None:
-    module = seeded(LitNet)
+    module = seeded(Small)
     module.net[0].requires_grad_(False)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     fitted = fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["*.bias"]))
@@ -413,5 +407,5 @@ def test_a_round_costs_no_warning_and_says_what_becomes_of_the_weights(
 ) -> None:
     with caplog.at_level("INFO"), warnings.catch_warnings():
         warnings.simplefilter("error", ls.SpectralWarning)
-        partial(fit, max_epochs=2)(seeded(LitNet), data, algorithm=SMALL)
+        partial(fit, max_epochs=2)(seeded(Small), data, algorithm=SMALL)
     assert "123 weights in 4 tensors become random combinations of 31 bits" in caplog.text

@@ -8,6 +8,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from torch import nn
+from toy_models import variant
 
 import lightning_spectral as ls
 
@@ -101,27 +102,26 @@ class TestInRounds:
     ) -> None:
         start: list[torch.Tensor] = []
 
-        class Penalised(lit_mlp):  # type: ignore[misc]
-            def on_train_epoch_start(self) -> None:
-                start[:] = [p.detach().clone() for p in self.parameters()]  # one local epoch: what was sent
+        def on_train_epoch_start(self: Any) -> None:
+            start[:] = [p.detach().clone() for p in self.parameters()]  # one local epoch: what was sent
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), start, strict=True))
-                return super().training_step(batch, batch_idx) + 0.5 * distance
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), start, strict=True))
+            return lit_mlp.training_step(self, batch, batch_idx) + 0.5 * distance
 
         ours = fit(seeded(lit_mlp), data, local_hooks=[ls.client.ProximalTerm(mu=1.0)]).weights
+        penalised = variant(lit_mlp, on_train_epoch_start=on_train_epoch_start, training_step=training_step)
         # float32, three rounds of three steps on weights of order one
-        torch.testing.assert_close(ours, fit(seeded(Penalised), data).weights, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours, fit(seeded(penalised), data).weights, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(ours, fit(seeded(lit_mlp), data).weights, rtol=1e-2)
 
     def test_clipping_is_that_of_the_users_own_hook(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class Clipped(lit_mlp):  # type: ignore[misc]
-            def on_before_optimizer_step(self, optimizer: Any) -> None:
-                own = [p for group in optimizer.param_groups for p in group["params"]]  # in the order of the sum
-                nn.utils.clip_grad_norm_(own, 0.1)
+        def clip(self: Any, optimizer: Any) -> None:
+            own = [p for group in optimizer.param_groups for p in group["params"]]  # in the order of the sum
+            nn.utils.clip_grad_norm_(own, 0.1)
 
         ours = fit(seeded(lit_mlp), data, local_hooks=[ls.client.GradientClip(0.1)]).state
-        assert same_state(ours, fit(seeded(Clipped), data).state)
+        assert same_state(ours, fit(seeded(variant(lit_mlp, on_before_optimizer_step=clip)), data).state)
         assert not same_state(ours, fit(seeded(lit_mlp), data).state)
 
     def test_hooks_act_in_the_order_given(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:

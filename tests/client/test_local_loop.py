@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
+from toy_models import LitNet, cross_entropy, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -134,23 +136,19 @@ class Reads(TorchDispatchMode):
 def test_local_steps_read_no_value_from_the_device(
     algorithm: Any, toy: TensorDataset, fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class LitMLP(pl.LightningModule):
-        reads_itself = False
+    def logged(lit: Any, batch: Any) -> torch.Tensor:
+        loss = cross_entropy(lit, batch)
+        lit.log("train_loss", loss, prog_bar=True)
+        return loss
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+    def reading(lit: Any, batch: Any) -> torch.Tensor:
+        (loss := logged(lit, batch)).item()
+        return loss
 
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            x, y = batch
-            loss = nn.functional.cross_entropy(self.net(x), y)
-            self.log("train_loss", loss, prog_bar=True)
-            if self.reads_itself:
-                loss.item()
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    def make(loss: Any = logged) -> LitNet:
+        layers = nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 3)
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-3)
+        return LitNet(nn.Sequential(*layers), loss=loss, optimizer=optimizer)
 
     reads: list[int] = []
 
@@ -174,10 +172,8 @@ def test_local_steps_read_no_value_from_the_device(
 
     dense = algorithm == ls.FedAvg()
     with nullcontext() if dense else pytest.warns(ls.SpectralWarning, match="weight_decay"):
-        assert run(1, LitMLP()) == run(5, LitMLP()) == [0, 0]  # losses are read together, when a client is done
-        watched = LitMLP()
-        watched.reads_itself = True
-        assert run(1, watched) == [4, 4]  # 20 examples in batches of 5: the count is not blind
+        assert run(1, make()) == run(5, make()) == [0, 0]  # losses are read together, when a client is done
+        assert run(1, make(reading)) == [4, 4]  # 20 examples in batches of 5: the count is not blind
 
 
 class LitHooked(LitPlain):
@@ -227,24 +223,17 @@ def test_a_device_half_acts_in_every_step(data: Any, fit: Fit) -> None:
     class Algorithm(ls.FedAvg):
         side = Acting
 
-    class Lit(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(6, 3)
+    def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> int | None:
+        events.append("on_train_batch_start")
+        return -1 if batch_idx == 2 else None
 
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            events.append("on_train_batch_start")
-            return -1 if batch_idx == 2 else None
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            events.append("training_step")
-            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    lit = variant(
+        LitNet,
+        before_step=lambda lit, batch: events.append("training_step"),
+        on_train_batch_start=on_train_batch_start,
+    )(nn.Linear(6, 3))
     data.val = None
-    ledger = fit(Lit(), data, algorithm=Algorithm(), clients_per_round=3).ledger
+    ledger = fit(lit, data, algorithm=Algorithm(), clients_per_round=3).ledger
     step = ["on_train_batch_start", "before_forward", "training_step", "before a step of SGD"]
     turn = [*step, *step, "on_train_batch_start"]  # the epoch ends there: no forward pass, and nothing before it
     assert events == [said for row in ledger.rows for said in [f"client {row.client_id}", *turn]]
@@ -314,12 +303,8 @@ def test_a_clients_value_is_the_mean_over_its_examples() -> None:
 
 
 def test_metric_is_computed_once_per_client_and_starts_empty() -> None:
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = torchmetrics.MeanMetric()
-
-    module = Module()
+    module: Any = nn.Module()
+    module.mean = torchmetrics.MeanMetric()
     recorder = Recorder(module)
     module.mean.update(1e6)
     for value in (1.0, 4.0):

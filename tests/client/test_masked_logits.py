@@ -301,13 +301,10 @@ def test_outputs_that_are_no_logits_are_refused(layer: Any, message: str) -> Non
 
 
 def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
-    class LitIdle(LitHead):
-        def __init__(self) -> None:
-            super().__init__()
-            self.idle = nn.Linear(12, 5)
-
+    lit = seeded(LitHead)
+    lit.idle = nn.Linear(12, 5)
     with pytest.warns(ls.SpectralWarning, match="has masked nothing: the layer 'idle' was not called"):
-        fit(seeded(LitIdle), clients(), local_hooks=[ls.client.MaskedLogits("idle")])
+        fit(lit, clients(), local_hooks=[ls.client.MaskedLogits("idle")])
 
 
 def test_clients_that_take_no_steps_call_no_layer(fit: Fit) -> None:

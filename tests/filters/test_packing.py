@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from fake_line import remote, toy_line
@@ -179,18 +178,10 @@ def test_eight_bits_do_not_wrap_around_where_a_scale_is_too_coarse() -> None:
     assert ls.Int8().pack(torch.zeros(3))["levels"].tolist() == [0, 0, 0]
 
 
-class LitTargets(pl.LightningModule):
-    """Pulled to its examples: in the first direction these are far apart, and in the others they agree."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return 0.5 * (self.weight - batch[0]).square().sum(1).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.02)
+def pulled_to_examples(size: int) -> LitNet:
+    """In the first direction these are far apart, and in the others they agree."""
+    net = nn.ParameterDict({"weight": torch.zeros(size)})
+    return LitNet(net, lr=0.02, loss=lambda lit, batch: 0.5 * (lit.net["weight"] - batch[0]).square().sum(1).mean())
 
 
 def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +189,9 @@ def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, mon
     targets[:, 0] = torch.tensor([10.0, -10.0])  # cancel in the mean, and are the largest for each client
     data = ls.FederatedDataModule(TensorDataset(targets), ls.NaturalPartitioner([0, 1]), batch_size=1)
     options: dict[str, Any] = {"clients_per_round": 2, "max_epochs": 400, "filters": [ls.TopK(0.1)]}
-    with_feedback, leave = fit(LitTargets(10), data, **options).state["weight"], ErrorFeedback.leave
+    with_feedback, leave = fit(pulled_to_examples(10), data, **options).state["net.weight"], ErrorFeedback.leave
     monkeypatch.setattr(ErrorFeedback, "leave", lambda *args: (leave(*args)[0], {}))
-    without = fit(LitTargets(10), data, **options).state["weight"]
+    without = fit(pulled_to_examples(10), data, **options).state["net.weight"]
     assert without[1:].count_nonzero() == 0
     assert abs(without[0]) < 1e-5
     # what clients owe of an entry while they send others, which the first entry keeps below two of its changes
@@ -249,14 +240,8 @@ def test_all_say_the_bytes_that_travel(packing: Any, fit: Fit) -> None:
     assert timed.history.rows[-1]["fl/virtual_seconds"] == expected
 
 
-class LitNorm(LitMLP):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.net.insert(1, nn.BatchNorm1d(12))
-
-
 def test_what_is_averaged_or_frozen_is_not_packed() -> None:
-    module = LitNorm()
+    module = LitMLP(dropout=0.0, norm=True)
     module.net[0].requires_grad_(False)
     module.net[3].requires_grad_(False)
     module.averaged_parameters = ["net.3.*"]  # a teacher, say

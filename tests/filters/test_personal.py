@@ -9,7 +9,7 @@ import torch
 from federation import Fit, check_resumes, same_state, seeded
 from other_process import toy_data
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Known
@@ -20,15 +20,12 @@ HEAD = ["net.5.*"]
 LR, ROUNDS = 0.1, 4
 
 
-class LitPlainMLP(LitMLP):
-    """Without dropout, and with any optimizer."""
+def without_dropout(optimizer: Any) -> LitMLP:
+    return variant(LitMLP, configure_optimizers=lambda self: optimizer(self.parameters(), lr=LR))(dropout=0.0)
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(dropout=0.0)
-        self.optimizer = optimizer
 
-    def configure_optimizers(self) -> Any:
-        return self.optimizer(self.parameters(), lr=LR)
+def with_norm() -> LitMLP:
+    return LitMLP(dropout=0.0, norm=True)
 
 
 def batches_of(data: ls.FederatedDataModule, client: int, round_idx: int, epochs: range, seed: int = 3) -> Any:
@@ -47,7 +44,7 @@ def by_hand(
 
     Each phase begins with a new optimizer of its own parameters.
     """
-    net = seeded(LitPlainMLP, optimizer)
+    net = seeded(without_dropout, optimizer)
     names = [name for name, _ in net.named_parameters()]
     head = {name for name in names if name.startswith("net.5.")}
     shared = {name: p.detach().clone() for name, p in net.named_parameters()}
@@ -80,7 +77,7 @@ def by_hand(
 @pytest.mark.filterwarnings("ignore:.*rescales gradients")
 def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, fit: Fit) -> None:
     data, filters = toy_data(), [ls.Personal(HEAD, epochs=personal_epochs)]
-    fitted = fit(seeded(LitPlainMLP, optimizer), data, filters=filters, max_epochs=ROUNDS, seed=3)
+    fitted = fit(seeded(without_dropout, optimizer), data, filters=filters, max_epochs=ROUNDS, seed=3)
     cohorts = [[row.client_id for row in fitted.ledger.rows if row.round_idx == i] for i in range(ROUNDS)]
     shared, own = by_hand(data, cohorts, personal_epochs, optimizer)
     for name, expected in shared.items():
@@ -111,8 +108,8 @@ def train(net: nn.Module, optimizer: Any, batches: Any, pull: float = 0.0, towar
 def test_ditto_trains_two_models_as_two_bare_loops(optimizer: Any, fit: Fit) -> None:
     """Algorithm 1 of Ditto: w_k from w, which is averaged; v_k from where it was, pulled towards w."""
     data, pull = toy_data(), 0.5
-    fitted = fit(seeded(LitPlainMLP, optimizer), data, algorithm=ls.Ditto(pull=pull), max_epochs=ROUNDS, seed=3)
-    net = seeded(LitPlainMLP, optimizer)
+    fitted = fit(seeded(without_dropout, optimizer), data, algorithm=ls.Ditto(pull=pull), max_epochs=ROUNDS, seed=3)
+    net = seeded(without_dropout, optimizer)
     shared = {name: p.detach().clone() for name, p in net.named_parameters()}
     own: dict[int, dict[str, Tensor]] = {}
     for round_idx in range(ROUNDS):
@@ -141,19 +138,19 @@ def test_ditto_trains_two_models_as_two_bare_loops(optimizer: Any, fit: Fit) -> 
 def test_dittos_own_model_has_its_own_running_averages_and_the_shared_one_does_not_see_it(fit: Fit) -> None:
     """Whatever pulls the clients' own models, the shared one is the same: neither weights nor averages leak."""
     weak, strong = (
-        fit(seeded(LitNorm), toy_data(), algorithm=ls.Ditto(pull=pull), max_epochs=3, seed=3) for pull in (0.0, 5.0)
+        fit(seeded(with_norm), toy_data(), algorithm=ls.Ditto(pull=pull), max_epochs=3, seed=3) for pull in (0.0, 5.0)
     )
     assert same_state(weak.state, strong.state)
     client = weak.ledger.rows[0].client_id
     loose, tight = (fitted.model.own_model(client) for fitted in (weak, strong))
-    assert loose.keys() == seeded(LitNorm).state_dict().keys()
+    assert loose.keys() == seeded(with_norm).state_dict().keys()
     assert not torch.equal(loose["net.1.running_mean"], weak.state["net.1.running_mean"])
 
     def distance(own: Any) -> float:
         return sum(float((own[name] - weak.state[name]).square().sum()) for name, _ in weak.module.named_parameters())
 
     assert distance(tight) < distance(loose)
-    plain = fit(seeded(LitNorm), toy_data(), max_epochs=3, seed=3).ledger.rows
+    plain = fit(seeded(with_norm), toy_data(), max_epochs=3, seed=3).ledger.rows
     assert [(r.downlink_bytes, r.uplink_bytes) for r in weak.ledger.rows] == [
         (r.downlink_bytes, r.uplink_bytes) for r in plain
     ]
@@ -206,15 +203,9 @@ def test_personal_tensors_travel_once_and_never_back(fit: Fit) -> None:
         seen.add(row.client_id)
 
 
-class LitNorm(LitMLP):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.0)
-        self.net.insert(1, nn.BatchNorm1d(12))
-
-
 def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
-    fitted = fit(seeded(LitNorm), toy_data(), filters=[ls.Personal(["net.1.*"])], max_epochs=2, seed=3)
-    before = seeded(LitNorm).state_dict()
+    fitted = fit(seeded(with_norm), toy_data(), filters=[ls.Personal(["net.1.*"])], max_epochs=2, seed=3)
+    before = seeded(with_norm).state_dict()
     for name in ("net.1.running_mean", "net.1.weight", "net.1.num_batches_tracked"):
         assert torch.equal(fitted.state[name], before[name])
     client = fitted.ledger.rows[0].client_id

@@ -18,10 +18,11 @@ import torch
 from bare_engine import bare_engine
 from federation import Fit, check_resumes, said_during, same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping
+from observed_runs import acting
 from scipy.optimize import brentq
 from scipy.stats import beta, norm
 from torch import Tensor, nn
-from toy_models import LitMLP, Remembering, toy_examples
+from toy_models import LitMLP, Remembering, toy_examples, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import FrozenA, MatrixMeans, OrthonormalA, TermMeans
@@ -177,15 +178,10 @@ def test_the_clip_approaches_the_quantile_as_published() -> None:
 # -- five wrong ways, each of which one of the checks catches
 
 
-class LitNorm(LitMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(12))
-
-
 def check_buffers_are_not_bare(fit: Fit, data: Any) -> None:
     """A model's running averages are refused, or stay as they are."""
-    module, clients = seeded(LitNorm), ls.FederatedDataModule(toy_examples(60), ls.IIDPartitioner(NUM_CLIENTS))
+    clients = ls.FederatedDataModule(toy_examples(60), ls.IIDPartitioner(NUM_CLIENTS))
+    module = seeded(LitMLP, norm=True)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with suppress(ValueError):  # named by the test of refusals
         fit(module, clients, **PRIVATE)
@@ -202,12 +198,8 @@ def check_examples_do_not_count(fit: Fit, data: Any) -> None:
     owners = [0] * 38 + [client for client in range(1, 12) for _ in range(2)]
     uneven = ls.FederatedDataModule(toy, ls.NaturalPartitioner(owners), batch_size=4)
     weights = set[float]()
-
-    class Watch(ls.RoundCallback):
-        def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            weights.add(turn.unit.coefficient)
-
-    fit(seeded(LitMLP), uneven, max_epochs=3, callbacks=[Watch()], **PRIVATE)
+    watch = acting(on_client_start=lambda trainer, model, turn: weights.add(turn.unit.coefficient))
+    fit(seeded(LitMLP), uneven, max_epochs=3, callbacks=[watch], **PRIVATE)
     assert {round(weight, 12) for weight in weights} == {0.25}
 
 
@@ -402,39 +394,24 @@ def test_votes_on_the_clip_cost_noise_and_it_says_how_much() -> None:
         assert PrivateFit(voting, 12, 500).sum_multiplier == pytest.approx((1 - (2 * 12 / 20) ** -2) ** -0.5)
 
 
-class LitLarge(LitMLP):
-    """Writes into an attribute that is too large to be put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = torch.zeros(2**20 + 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.memory += 1
-        return super().training_step(batch, batch_idx)
-
-
 def test_a_client_leaves_nothing_behind_for_others(data: Any, fit: Fit) -> None:
+    remembers = variant(  # in an attribute that is too large to be put back
+        LitMLP,
+        lambda lit: setattr(lit, "memory", torch.zeros(2**20 + 1)),
+        before_step=lambda lit, batch: lit.memory.add_(1),
+    )
     with pytest.raises(ValueError, match=r"memory is too large to be put back.* register it as a buffer"):
-        fit(seeded(LitLarge), data, **PRIVATE)
-
-
-class LitAveraging(LitMLP):
-    """With BatchNorm, and a step that changes an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.insert(2, nn.BatchNorm1d(next(self.net.children()).out_features))
-        self.seen = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += 1
-        return super().training_step(batch, batch_idx)
+        fit(seeded(remembers), data, **PRIVATE)
 
 
 def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit: Fit) -> None:
+    def prepare(lit: Any) -> None:
+        lit.net.insert(2, nn.BatchNorm1d(12))
+        lit.seen = 0
+
+    counts = variant(LitMLP, prepare, before_step=lambda lit, batch: setattr(lit, "seen", lit.seen + 1))
     with pytest.warns(ls.SpectralWarning) as said:
-        fit(seeded(LitAveraging), data, max_epochs=1, buffers={"*": "server"}, **PRIVATE)
+        fit(seeded(counts), data, max_epochs=1, buffers={"*": "server"}, **PRIVATE)
     put_back, averages = sorted(str(each.message) for each in said if each.category is ls.SpectralWarning)
     assert "clients change `seen`, which are neither parameters nor buffers" in put_back
     assert "running averages of net.2 are still 0 and 1" in averages
@@ -460,14 +437,10 @@ def test_a_round_without_clients_has_noise_too(data: Any, fit: Fit) -> None:
     """Otherwise weights that stay the same would say that nobody took part."""
     rare = {**PRIVATE, "filters": [replace(PRIVACY, noise_multiplier=0.1)], "participation": ls.Uniform(active=1)}
     drawn = list[int]()
-
-    class Watch(ls.RoundCallback):
-        def on_client_start(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            drawn.append(turn.unit.client_id)
-
+    watch = acting(on_client_start=lambda trainer, model, turn: drawn.append(turn.unit.client_id))
     module = seeded(LitMLP)
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    fitted = fit(module, data, seed=2, callbacks=[Watch()], **rare)
+    fitted = fit(module, data, seed=2, callbacks=[watch], **rare)
     assert not drawn, "another seed is needed"
     assert not any(torch.equal(fitted.state[name], before[name]) for name in before)
 
@@ -476,10 +449,6 @@ def test_lost_clients_count_for_nothing(data: Any, fit: Fit) -> None:
     """A client that drops out or fails leaves no trace: not in logs, nor in what others weigh."""
     lost = fit(seeded(LitMLP), data, dropout=ls.ClientDropout(0.5), max_epochs=2, **PRIVATE)
     assert lost.rows[0].keys() == {"fl/round", "fl/epsilon", "fl/clip", "fl/lr", "val_loss", "val_acc"}
-
-
-class Traced(LitMLP):
-    example_input_array = torch.zeros(2, 6)
 
 
 class Own(ls.FedAvg):
@@ -494,6 +463,7 @@ class OwnLoRA(ls.LoRA):
     """The same."""
 
 
+Traced = variant(LitMLP, example_input_array=torch.zeros(2, 6))
 SAME_TERMS = r"SpectralSharding does not promise: give all clients the same terms, SpectralSharding\(TopN"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a fixed cohort": ({"participation": None, "clients_per_round": 4}, "participation=Uniform"),
@@ -539,7 +509,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "keep_first",
     ),
     "averages of data": (
-        {"algorithm": ls.FedAvg(), "module": LitNorm},
+        {"algorithm": ls.FedAvg(), "module": partial(LitMLP, norm=True)},
         "clients would send back the buffers net.1.run",
     ),
     "few for votes": ({"filters": [replace(PRIVACY, clip_quantile=0.5)]}, "raise `active`"),
@@ -555,14 +525,13 @@ def test_what_noise_would_not_hide_is_refused(name: str, data: Any, fit: Fit) ->
 
 
 def test_callbacks_that_wait_for_a_loss_are_told_that_there_is_none(data: Any, fit: Fit) -> None:
-    class Plateau(LitMLP):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "fl/loss"}}
+    def on_plateau(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "fl/loss"}}
 
     with pytest.raises(ValueError, match="monitors 'fl/loss', which was not logged"):
-        fit(seeded(Plateau), data, **PRIVATE)
+        fit(seeded(variant(LitMLP, configure_optimizers=on_plateau)), data, **PRIVATE)
     with pytest.raises(RuntimeError, match="fl/loss"):
         fit(seeded(LitMLP), data, callbacks=[EarlyStopping("fl/loss")], **PRIVATE)
 
@@ -602,11 +571,7 @@ def test_loggers_do_not_learn_the_number_of_examples(data: Any, quiet: Any) -> N
     model = ls.FederatedModule(seeded(LitMLP), **{n: PRIVATE[n] for n in ("filters", "participation")})
     trainer.fit(model, data)
     shown: dict[str, Any] = {}
-
-    class Watch(pl.Callback):
-        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            shown.update(pl_module.hparams_initial)
-
-    pl.Trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[Watch()], **quiet).fit(model, data)
+    watch = acting(on_train_start=lambda trainer, model: shown.update(model.hparams_initial))
+    pl.Trainer(max_epochs=1, num_sanity_val_steps=0, callbacks=[watch], **quiet).fit(model, data)
     assert "batch_size" in shown["data"]
     assert "num_examples" not in shown["data"]

@@ -136,12 +136,9 @@ class Lies(Filter):
         return LyingEnd(self.liars)
 
 
-class LitDeep(LitNet):
-    example_input_array = torch.zeros(2, 6)
-
-    def __init__(self) -> None:
-        layers = [nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
-        super().__init__(nn.Sequential(*layers), lr=0.2)
+def deep() -> LitNet:
+    layers = [nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    return LitNet(nn.Sequential(*layers), lr=0.2, example=torch.zeros(2, 6))
 
 
 def hospital() -> Any:
@@ -158,7 +155,7 @@ def loss_of(module: Any, data: Any) -> float:
 
 
 def trained(fit: Fit, system: str, filters: list[Any]) -> float:
-    data, lit = hospital(), seeded(LitDeep)
+    data, lit = hospital(), seeded(deep)
     options = {"clients_per_round": 12, "algorithm": HELD_BY_MANY[system], "filters": filters, "max_epochs": 4}
     try:
         return loss_of(fit(lit, data, **options).module, data)
@@ -174,7 +171,7 @@ QUIET = pytest.mark.filterwarnings("ignore::lightning_spectral.errors.SpectralWa
 @pytest.mark.parametrize("liars", [(4,), (1, 4, 9)])
 def test_rules_survive_clients_that_lie_and_the_mean_does_not(system: str, liars: tuple[int, ...], fit: Fit) -> None:
     honest = trained(fit, system, [])
-    start = loss_of(seeded(LitDeep), hospital())
+    start = loss_of(seeded(deep), hospital())
     attacked = trained(fit, system, [Lies(liars)])
     assert not attacked < start  # undone, or NaN
     for rule in RULES if system == "FedAvg" else [Median(), MultiKrum(3)]:
@@ -190,12 +187,12 @@ def test_rules_survive_clients_that_lie_and_the_mean_does_not(system: str, liars
 def test_rules_keep_the_contract_of_filters(system: str, rule: Any) -> None:
     """In one process and two, resumed, in any order, on devices that share nothing with the server."""
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
-    check_filter(Robust(rule), seeded(LitDeep), batch, algorithm=SYSTEMS[system])
+    check_filter(Robust(rule), seeded(deep), batch, algorithm=SYSTEMS[system])
 
 
 class TestMistakes:
     def build(self, *filters: Any, **options: Any) -> Any:
-        return ls.FederatedModule(seeded(LitDeep), filters=list(filters), **{"clients_per_round": 4, **options})
+        return ls.FederatedModule(seeded(deep), filters=list(filters), **{"clients_per_round": 4, **options})
 
     def test_secure_sums_and_privacy_hide_what_it_reads(self) -> None:
         private = ls.ClientPrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-3)
@@ -215,14 +212,14 @@ class TestMistakes:
             Robust(rule)
 
     def test_extremes_are_refused(self, quiet: Any) -> None:
-        lit = seeded(LitDeep)
+        lit = seeded(deep)
         lit.register_buffer("low", torch.tensor(torch.inf))
         model = ls.FederatedModule(lit, clients_per_round=4, filters=[Robust(Median())])
         with pytest.raises(ValueError, match="Robust does not protect smallest and largest values, which low"):
             pl.Trainer(**quiet, max_epochs=1).fit(model, hospital())
 
     def test_too_few_updates_leave_the_weights_as_they_are(self, quiet: Any) -> None:
-        lit = seeded(LitDeep)
+        lit = seeded(deep)
         before = copy.deepcopy(lit.state_dict())
         model = ls.FederatedModule(
             lit, clients_per_round=4, filters=[Robust(Krum(1))], dropout=ls.ClientDropout(0.5), seed=4
@@ -233,5 +230,5 @@ class TestMistakes:
 
 
 def test_chosen_updates_are_counted(fit: Fit) -> None:
-    fitted = fit(seeded(LitDeep), hospital(), filters=[Robust(MultiKrum(1))], clients_per_round=6)
+    fitted = fit(seeded(deep), hospital(), filters=[Robust(MultiKrum(1))], clients_per_round=6)
     assert fitted.history.rows[-1]["fl/updates_used"] == 5

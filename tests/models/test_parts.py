@@ -1,6 +1,7 @@
 """What is particular to one model, or to the attention that several have."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,11 +55,6 @@ def test_dropout_drops_only_while_training() -> None:
         torch.manual_seed(0)
         assert not torch.equal(layer(x), plain(x))
         assert torch.equal(layer.eval()(x), plain(x))
-
-
-def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="`num_heads` must divide `width`, got 4 heads for width 6"):
-        SelfAttention(6, 4)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -126,11 +122,6 @@ class TestCharTransformer:
         ours.load_state_dict(from_transformers(theirs))
         characters = torch.randint(11, (3, 7), generator=seeded())
         torch.testing.assert_close(ours(characters), theirs(characters).logits, rtol=1e-12, atol=1e-12)
-
-    def test_a_sequence_longer_than_the_context_is_refused(self) -> None:
-        model = models.CharTransformer(vocab_size=9, context_length=4, width=16)
-        with pytest.raises(ValueError, match=r"not be longer than `context_length`=4, got 5; cut it"):
-            model(torch.zeros(1, 5, dtype=torch.long))
 
     def test_initial_weights_have_the_spread_of_gpt_2(self) -> None:
         model = models.CharTransformer(num_layers=3)
@@ -200,10 +191,6 @@ class TestCCT:
         model = models.CCT(image_size=image_size, width=8, num_layers=1)
         assert model(model.example_input()).shape == (1, 10)
 
-    def test_images_of_another_size_are_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"Images must be of shape \(3, 32, 32\), got \(3, 64, 64\)"):
-            models.CCT(width=8, num_layers=1)(torch.zeros(1, 3, 64, 64))
-
     def test_stochastic_depth_rises_from_zero(self) -> None:
         model = models.CCT(width=8, num_layers=6)
         rates = [module.p for module in model.modules() if isinstance(module, DropPath)]
@@ -237,10 +224,6 @@ class TestResNet18:
             shortcut = F.group_norm(F.conv2d(x, conv.weight, stride=stride), 2, norm.weight, norm.bias)
         torch.testing.assert_close(block(x), (residual + shortcut).clamp(min=0), rtol=1e-12, atol=1e-12)
 
-    def test_groups_must_divide_the_width(self) -> None:
-        with pytest.raises(ValueError, match="`num_groups` must divide `width`, got 3 groups of 64 channels"):
-            models.ResNet18(num_groups=3)
-
 
 @pytest.mark.parametrize("hidden_features", [5, None])
 def test_the_cnn_is_the_net_of_its_sources(hidden_features: int | None) -> None:
@@ -264,6 +247,32 @@ def test_the_mlp_has_relu_between_its_layers_and_none_after_the_last() -> None:
     torch.testing.assert_close(model(inputs), x @ model.head.weight.T + model.head.bias, rtol=1e-12, atol=1e-12)
 
 
-def test_the_cnn_refuses_an_image_too_small_for_two_poolings() -> None:
-    with pytest.raises(ValueError, match="`image_size` must be at least 4, for two 2x2 poolings, got 3"):
-        models.FEMNISTCNN(image_size=3)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "heads that do not divide the width": (
+        lambda: SelfAttention(6, 4),
+        "`num_heads` must divide `width`, got 4 heads for width 6",
+    ),
+    "groups that do not divide the width": (
+        lambda: models.ResNet18(num_groups=3),
+        "`num_groups` must divide `width`, got 3 groups of 64 channels",
+    ),
+    "images too small for two poolings": (
+        lambda: models.FEMNISTCNN(image_size=3),
+        "`image_size` must be at least 4, for two 2x2 poolings, got 3",
+    ),
+    "images of another size": (
+        lambda: models.CCT(width=8, num_layers=1)(torch.zeros(1, 3, 64, 64)),
+        r"Images must be of shape \(3, 32, 32\), got \(3, 64, 64\)",
+    ),
+    "a sequence longer than the context": (
+        lambda: models.CharTransformer(9, context_length=4, width=16)(torch.zeros(1, 5, dtype=torch.long)),
+        "not be longer than `context_length`=4, got 5; cut it",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_sizes_that_do_not_fit_are_refused(wrong: str) -> None:
+    call, message = REFUSED[wrong]
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -14,6 +14,7 @@ from federation import Fit
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral import models
@@ -173,18 +174,11 @@ def test_every_model_has_a_config_here() -> None:
     }
 
 
-class LitLine(pl.LightningModule):
+class LitLine(LitNet):
     """A model of a given width, for YAML."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.line = nn.Linear(width, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.line(batch[0]).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        super().__init__(nn.Linear(width, 1), loss=lambda lit, batch: lit(batch[0]).square().mean())
 
 
 class Lines(ls.FederatedDataModule):

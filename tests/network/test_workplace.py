@@ -11,7 +11,7 @@ from federation import Fit, same_state, seeded
 from lightning.pytorch.plugins.precision import Precision
 from other_process import toy_data
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from toy_models import LitHalves, LitMLP
+from toy_models import LitHalves, LitMLP, variant
 
 import lightning_spectral as ls
 from lightning_spectral.network.roster import Roster
@@ -20,20 +20,15 @@ SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3, "max_epochs": 3}
 
 
-class LitLooksAtItsTrainer(LitMLP):
-    """Its loss depends on which round of how many it is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        share = (1 + self.current_epoch) / self.trainer.max_epochs
-        return share * super().training_step(batch, batch_idx)
+def looks_at_its_trainer(self: Any, *batch: Any) -> Any:
+    """A loss that depends on which round of how many it is."""
+    return (1 + self.current_epoch) / self.trainer.max_epochs * LitMLP.training_step(self, *batch)
 
 
-class LitFalls(LitMLP):
+def falls(self: Any) -> Any:
     """As many modules do, it reads from its Trainer how long the learning rate is to fall."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+    optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+    return [optimizer], [CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
 
 
 CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -44,8 +39,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bf16-mixed": (LitMLP, {"algorithm": SPECTRAL}, "bf16-mixed"),
     "bf16-mixed, several optimizers": (LitHalves, {}, "bf16-mixed"),
     "bf16-true": (LitMLP, {}, "bf16-true"),
-    "a step that reads its Trainer": (LitLooksAtItsTrainer, {}, "32-true"),
-    "a schedule that reads its Trainer": (LitFalls, {}, "32-true"),
+    "a step that reads its Trainer": (variant(LitMLP, training_step=looks_at_its_trainer), {}, "32-true"),
+    "a schedule that reads its Trainer": (variant(LitMLP, configure_optimizers=falls), {}, "32-true"),
     "a local hook": (LitMLP, {"local_hooks": [ls.client.ProximalTerm(0.5)]}, "32-true"),
 }
 PLAIN: list[Any] = []  # the weights without any of that
@@ -83,12 +78,9 @@ def test_an_accelerator_that_is_not_there_is_named_when_the_device_says_who_it_i
 
 
 def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
-    class LitReads(LitHalves):
-        def on_train_epoch_end(self) -> None:
-            print(self.lr_schedulers()[0].get_last_lr())
-
+    lit = variant(LitHalves, on_train_epoch_end=lambda self: print(self.lr_schedulers()[0].get_last_lr()))
     with pytest.raises(ls.ClientError, match="Schedulers are at the server, so a device cannot read their `get"):
-        fit(seeded(LitReads), remote(toy_line(LitReads, share_errors=True)), clients_per_round=1)
+        fit(seeded(lit), remote(toy_line(lit, share_errors=True)), clients_per_round=1)
 
 
 def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:

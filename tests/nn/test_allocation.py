@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import same_state, seeded
 from torch import Tensor, nn
+from toy_models import Net
 
 import lightning_spectral as ls
 from lightning_spectral.nn import LayerChoices, allocate_terms, plan_layers
@@ -71,24 +72,22 @@ def test_sub_models_cost_at_most_what_they_would_and_the_module_is_restored(opti
     assert costs[0] - 4 * smallest_step < costs[1] <= costs[0]
 
 
-class Recurrent(nn.Module):
+def recurrent() -> Net:
     """Layers with several matrices, of several shapes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(12, 2)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.lstm = nn.LSTM(8, 12, batch_first=True)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.first(x)
+        x, _ = net.attention(x, x, x)
+        x, _ = net.lstm(x)
+        return net.last(x[:, -1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        x, _ = self.attention(x, x, x)
-        x, _ = self.lstm(x)
-        return self.last(x[:, -1])
+    layers = {"first": nn.Linear(6, 8), "last": nn.Linear(12, 2)}
+    attention, lstm = nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(8, 12, batch_first=True)
+    return Net(forward, **layers, attention=attention, lstm=lstm)
 
 
 def test_layers_of_several_matrices_get_one_factor() -> None:
-    net, x = seeded(Recurrent), torch.randn(9, 4, 6, generator=torch.Generator().manual_seed(0))
+    net, x = seeded(recurrent), torch.randn(9, 4, 6, generator=torch.Generator().manual_seed(0))
     chosen = allocate_terms(net, lambda net: net(x).square().mean(), 0.3, x)
     assert chosen.ratio_factors.keys() == {"attention", "attention.out_proj", "lstm"}
     plans = [plan_layers(net, x, choices) for choices in (LayerChoices(), chosen)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from toy_models import Net
 
 import lightning_spectral as ls
 from lightning_spectral.nn.cost import count_pass
@@ -25,30 +26,20 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-class Twice(nn.Module):
+def twice() -> Net:
     """A layer that is called twice, and one in the middle that is never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.unused, self.last = (nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x).relu()
-        return self.last(self.middle(self.middle(x).relu()))
+    layers = {name: nn.Linear(8, 8) for name in ("first", "middle", "unused", "last")}
+    return Net(lambda net, x: net.last(net.middle(net.middle(net.first(x).relu()).relu())), **layers)
 
 
-class Attends(nn.Module):
+def attends(batch_first: bool, need_weights: bool) -> Net:
     """Cross-attention whose layout, masks and weights are options, between two linear layers."""
 
-    def __init__(self, batch_first: bool, need_weights: bool) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, kdim=6, vdim=4, batch_first=batch_first)
-        self.need_weights = need_weights
+    def forward(net: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return net.after(net.attention(net.before(query), key=key, value=value, need_weights=need_weights)[0])
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        out = self.attention(self.before(query), key=key, value=value, need_weights=self.need_weights)[0]
-        return self.after(out)
+    attention = nn.MultiheadAttention(8, 2, dropout=0.1, kdim=6, vdim=4, batch_first=batch_first)
+    return Net(forward, before=nn.Linear(8, 8), after=nn.Linear(8, 8), attention=attention)
 
 
 class Block(nn.Module):
@@ -69,34 +60,26 @@ class Block(nn.Module):
         return self.head(x + self.mlp(x))
 
 
-class Recurrent(nn.Module):
+def recurrent(layer: nn.Module, lengths: list[int] | None = None) -> Net:
     """A recurrent layer over an embedding, of packed sequences where lengths are given."""
 
-    def __init__(self, layer: nn.Module, lengths: list[int] | None = None) -> None:
-        super().__init__()
-        self.before, self.layer, self.lengths = nn.Linear(5, 6), layer, lengths
-        self.after = nn.Linear(7, 2)
+    def forward(net: Any, x: Tensor) -> Tensor:
+        x = net.before(x)
+        states = net.layer(x if lengths is None else pack_padded_sequence(x, lengths, batch_first=True))[1]
+        return net.after((states[0] if isinstance(states, tuple) else states)[-1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.before(x)
-        if self.lengths is not None:
-            x = pack_padded_sequence(x, self.lengths, batch_first=True)
-        states = self.layer(x)[1]
-        return self.after((states[0] if isinstance(states, tuple) else states)[-1])
+    return Net(forward, before=nn.Linear(5, 6), layer=layer, after=nn.Linear(7, 2))
 
 
-class ViT(nn.Module):
+def vit() -> Net:
     """Patches, torch's encoder, mean pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 16, 4, stride=4)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, activation="gelu")
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.encoder(self.patches(images).flatten(2).transpose(1, 2)).mean(1))
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, activation="gelu")
+    return Net(
+        lambda net, images: net.head(net.encoder(net.patches(images).flatten(2).transpose(1, 2)).mean(1)),
+        patches=nn.Conv2d(3, 16, 4, stride=4),
+        encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        head=nn.Linear(16, 5),
+    )
 
 
 class Checkpointed(nn.Sequential):
@@ -135,26 +118,26 @@ ANY: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
         cnn, normal(5, 3, 18, 18), {"spatial_convolutions": True, "keep_first_and_last_dense": False},
     ),
     "mlp, outputs cut": (mlp, normal(2000, 6), {"output_ratio": 0.5}),
-    "vit, outputs cut": (ViT, normal(3, 3, 8, 8), {"output_ratio": 0.4}),
+    "vit, outputs cut": (vit, normal(3, 3, 8, 8), {"output_ratio": 0.4}),
     "grouped": (grouped, normal(4, 4, 20), {}),
     "three dimensions": (lambda: nn.Sequential(*(nn.Conv3d(2, 2, 2) for _ in range(3))), normal(2, 2, 5, 5, 5), {}),
-    "twice": (Twice, normal(9, 8), {}),
+    "twice": (twice, normal(9, 8), {}),
     "attention, sequence first": (
-        lambda: Attends(False, True), (normal(5, 3, 8), normal(7, 3, 6), normal(7, 3, 4)), {},
+        lambda: attends(False, True), (normal(5, 3, 8), normal(7, 3, 6), normal(7, 3, 4)), {},
     ),
     "attention, by name": (
-        lambda: Attends(True, False), {"query": normal(3, 5, 8), "key": normal(3, 7, 6), "value": normal(3, 7, 4)}, {},
+        lambda: attends(True, False), {"query": normal(3, 5, 8), "key": normal(3, 7, 6), "value": normal(3, 7, 4)}, {},
     ),
     "gpt": (Block, torch.arange(20).view(2, 10) % 11, {"split": {"qkv": 3}}),
-    "vit": (ViT, normal(3, 3, 8, 8), {}),
+    "vit": (vit, normal(3, 3, 8, 8), {}),
     "checkpointed": (lambda: Checkpointed(*mlp()), normal(7, 6), {}),
 }  # fmt: skip
 RECURRENT: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
-    "lstm": (lambda: Recurrent(nn.LSTM(6, 7, num_layers=2, dropout=0.1)), normal(4, 3, 5), {}),
-    "lstm, projected": (lambda: Recurrent(nn.LSTM(6, 9, proj_size=7, bidirectional=True)), normal(4, 3, 5), {}),
-    "gru, packed": (lambda: Recurrent(nn.GRU(6, 7, batch_first=True), [4, 2, 1]), normal(3, 4, 5), {}),
-    "gru, longer": (lambda: Recurrent(nn.GRU(6, 7)), normal(9, 3, 5), {}),
-    "rnn, dense": (lambda: nn.Sequential(nn.Linear(5, 5), Recurrent(nn.RNN(6, 7))), normal(4, 3, 5), {}),
+    "lstm": (lambda: recurrent(nn.LSTM(6, 7, num_layers=2, dropout=0.1)), normal(4, 3, 5), {}),
+    "lstm, projected": (lambda: recurrent(nn.LSTM(6, 9, proj_size=7, bidirectional=True)), normal(4, 3, 5), {}),
+    "gru, packed": (lambda: recurrent(nn.GRU(6, 7, batch_first=True), [4, 2, 1]), normal(3, 4, 5), {}),
+    "gru, longer": (lambda: recurrent(nn.GRU(6, 7)), normal(9, 3, 5), {}),
+    "rnn, dense": (lambda: nn.Sequential(nn.Linear(5, 5), recurrent(nn.RNN(6, 7))), normal(4, 3, 5), {}),
 }
 EVERY = {**ANY, **RECURRENT}
 
@@ -206,7 +189,7 @@ def test_bytes_kept_are_those_that_the_allocator_keeps(name: str) -> None:
 
 
 def test_counting_leaves_no_hook_and_no_random_state() -> None:
-    module, state = Recurrent(nn.LSTM(6, 7)), torch.get_rng_state()
+    module, state = recurrent(nn.LSTM(6, 7)), torch.get_rng_state()
     count_pass(module, normal(4, 3, 5))
     assert torch.equal(state, torch.get_rng_state())
     assert not [layer for layer in module.modules() if layer._forward_hooks or layer._forward_pre_hooks]

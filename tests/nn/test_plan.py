@@ -13,8 +13,8 @@ import torch
 from federation import Fit, seeded
 from spectral_rounds import cohort, unit
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from toy_models import Detour, LitSmall
+from torch.nn.utils.rnn import pack_sequence
+from toy_models import Detour, LitSmall, Net, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.filter import Plan
@@ -199,29 +199,9 @@ class TestSpectralSharding:
 Batch = namedtuple("Batch", "x y")
 
 
-class OfBatches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 3))
-
-    def forward(self, batch: Batch) -> Any:
-        return self.net(batch.x)
-
-
-class OfSequences(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(6, 8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, sequences: PackedSequence) -> Any:
-        return self.head(self.lstm(sequences)[0].data)
-
-
-class LitWithoutForward(pl.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = OfBatches().net
+def of_batches() -> Net:
+    net = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 3))
+    return Net(lambda net, batch: net.net(batch.x), net=net)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +213,9 @@ class LitWithoutForward(pl.LightningModule):
     ],
 )
 def test_a_module_without_forward_is_named(show: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"LitWithoutForward has no `forward`.*such as `module\.net`"):
-        show(LitWithoutForward(), torch.zeros(1, 6))
+    lit = variant(pl.LightningModule, lambda lit: setattr(lit, "net", of_batches().net))()
+    with pytest.raises(ValueError, match=r"Lit has no `forward`.*such as `module\.net`"):
+        show(lit, torch.zeros(1, 6))
 
 
 def test_a_part_without_forward_keeps_its_own_error() -> None:
@@ -244,12 +225,13 @@ def test_a_part_without_forward_keeps_its_own_error() -> None:
 
 def test_a_named_tuple_is_one_input() -> None:
     batch = Batch(torch.zeros(5, 6), torch.zeros(5))
-    assert ls.validate(OfBatches(), batch).layers[0].in_forward
-    assert ls.cost_table(OfBatches(), ls.SpectralSharding(), [0.5], batch).full.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3)
+    assert ls.validate(of_batches(), batch).layers[0].in_forward
+    assert ls.cost_table(of_batches(), ls.SpectralSharding(), [0.5], batch).full.macs == 5 * (6 * 12 + 12 * 12 + 12 * 3)
 
 
 def test_packed_sequences_are_one_input() -> None:
-    packed, net = pack_sequence([torch.zeros(4, 6), torch.zeros(2, 6)]), OfSequences()
+    packed = pack_sequence([torch.zeros(4, 6), torch.zeros(2, 6)])
+    net = Net(lambda net, sequences: net.head(net.lstm(sequences)[0].data), lstm=nn.LSTM(6, 8), head=nn.Linear(8, 3))
     assert all(layer.in_forward for layer in ls.validate(net, packed).layers)
     counted = count_pass(net, packed)
     assert counted.macs == 6 * (4 * 8 * (6 + 8) + 8 * 3)  # six positions, four gates

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_third_party_models import gpt2, vit
 from torch import Tensor, nn
+from toy_models import Net
 
 import lightning_spectral as ls
 from lightning_spectral.models import CCT, FEMNISTCNN, ResNet18
@@ -259,15 +260,9 @@ def test_random_graphs_are_cut_where_channels_are_interchangeable(steps: list[tu
 
 
 def test_a_layer_without_a_rule_keeps_its_channels_whole() -> None:
-    class Sorted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.three = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.three(self.two(self.one(x).sort(dim=1).values).relu())
-
-    plan = width_plan(Sorted(), torch.randn(2, 4))
+    layers = {"one": nn.Linear(4, 6), "two": nn.Linear(6, 6), "three": nn.Linear(6, 2)}
+    net = Net(lambda net, x: net.three(net.two(net.one(x).sort(dim=1).values).relu()), **layers)
+    plan = width_plan(net, torch.randn(2, 4))
     assert [group.name for group in plan.groups] == ["two"]
     assert "channels that go through sort are held whole: no rule" in str(plan)
 
@@ -292,24 +287,20 @@ def test_a_group_norm_is_cut_as_in_the_whole_module_however_little_is_left(num_g
         check_cut(module, plan, kept / group.num_units)
 
 
-class Caches(nn.Module):
-    """Computes a table in its first pass in evaluation mode, from weights that may be cut, and keeps it."""
-
-    def __init__(self, caches: bool) -> None:
-        super().__init__()
-        self.caches = caches
-        self.into, self.table, self.out = nn.Linear(4, 8), nn.Linear(3, 8), nn.Linear(8, 2)
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        table = self.kept
-        if table is None or self.training or not self.caches:
-            self.kept = table = self.table(torch.ones(1, 3))
-        return self.out(self.into(x) * table)
-
-
 def test_what_a_module_caches_in_one_pass_is_not_there_in_the_next() -> None:
-    caching, plain = (width_plan(Caches(caches), torch.zeros(2, 4)) for caches in (True, False))
+    """Here a table is kept that the first pass in evaluation mode computes, from weights that may be cut."""
+
+    def plan(caches: bool) -> Any:
+        def forward(net: Any, x: Tensor) -> Tensor:
+            if net.kept is None or net.training or not caches:
+                net.kept = net.table(torch.ones(1, 3))
+            return net.out(net.into(x) * net.kept)
+
+        net = Net(forward, into=nn.Linear(4, 8), table=nn.Linear(3, 8), out=nn.Linear(8, 2))
+        net.kept = None
+        return width_plan(net, torch.zeros(2, 4))
+
+    caching, plain = plan(caches=True), plan(caches=False)
     assert str(caching) == str(plain)
     assert [group.num_units for group in caching.groups] == [8]
 

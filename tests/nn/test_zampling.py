@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.functional.zampling import Clip, Link, Sigmoid, draw_bits
@@ -473,24 +475,20 @@ def toy_data() -> TensorDataset:
     return TensorDataset(x, x[:, :3].argmax(1))
 
 
-class Classifier(pl.LightningModule):
-    """A stock module with its own optimizer."""
+class Classifier(LitNet):
+    """A stock module with its own optimizer, which notes its losses."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
-        super().__init__()
-        self.net = net or wide_mlp()
+        super().__init__(net or wide_mlp(), optimizer=partial(torch.optim.Adam, lr=0.02))
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss: Tensor = super().training_step(batch, batch_idx)
         self.losses.append(loss.item())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("accuracy", (self.net(batch[0]).argmax(1) == batch[1]).float().mean())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.02)
+        self.log("accuracy", (self(batch[0]).argmax(1) == batch[1]).float().mean())
 
 
 def trainer(epochs: int, **options: Any) -> pl.Trainer:

@@ -10,6 +10,7 @@ import torch
 from federation import HARDLY_MOVED, Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.testing import check_algorithm
@@ -103,14 +104,12 @@ def test_extremes_are_those_of_all_that_clients_saw(fit: Fit) -> None:
 def test_weights_are_initialised_from_data_once_by_each_client_of_the_first_round(fit: Fit) -> None:
     started: list[tuple[int, int]] = []
 
-    class LitStarts(LitLimits):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if not self.initialized:
-                started.append((self.trainer.current_epoch, int(batch[0].abs().max() * 1000)))
-            return super().training_step(batch, batch_idx)
+    def note_start(lit: Any, batch: Any) -> None:
+        if not lit.initialized:
+            started.append((lit.trainer.current_epoch, int(batch[0].abs().max() * 1000)))
 
     options: dict[str, Any] = {"clients_per_round": 3, "max_epochs": 3, "local_epochs": 2}
-    fit(seeded(LitStarts), data(), buffers=RULES, **options)
+    fit(seeded(variant(LitLimits, before_step=note_start)), data(), buffers=RULES, **options)
     assert [round_idx for round_idx, _ in started] == [0, 0, 0]
     assert len({client for _, client in started}) == 3
 
@@ -208,14 +207,6 @@ def test_they_keep_the_contract(name: str) -> None:
     check_algorithm(ALGORITHMS[name], seeded(LitLimits), (x, (x[:, 0] > 0).long()), rests=False)
 
 
-class LitBounds(LitLimits):
-    """Limits of single channels, of which a narrower client holds some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[1] = Noting(8)
-
-
 class Noting(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -228,7 +219,10 @@ class Noting(nn.Module):
 
 
 def test_narrow_clients_have_a_say_about_their_channels(fit: Fit) -> None:
-    module = fit(seeded(LitBounds), data(), algorithm=ls.WidthSharding(keep_ratio=0.5), clients_per_round=2).module
+    """A narrower client holds limits of some channels."""
+    lit = seeded(LitLimits)
+    lit.net[1] = Noting(8)
+    module = fit(lit, data(), algorithm=ls.WidthSharding(keep_ratio=0.5), clients_per_round=2).module
     assert torch.isfinite(module.net[1].peak).tolist() == [True] * 4 + [False] * 4
     assert module.net[1].peak[4:].tolist() == [-torch.inf] * 4
 

@@ -17,6 +17,7 @@ import yaml
 from federation import Fit, same_state
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.__main__ import main
@@ -219,16 +220,14 @@ def test_a_users_module_comes_back_without_its_device(
 
 
 def test_entries_of_a_users_own_go_with_the_module(fit: Fit, tmp_path: Path) -> None:
-    class WithWords(LitToy):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["words"] = ["to", "be"]
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.words = checkpoint["words"]
-
-    fitted = fit(WithWords(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
+    kind = variant(
+        LitToy,
+        on_save_checkpoint=lambda self, checkpoint: checkpoint.update(words=["to", "be"]),
+        on_load_checkpoint=lambda self, checkpoint: setattr(self, "words", checkpoint["words"]),
+    )
+    fitted = fit(kind(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
     fitted.trainer.save_checkpoint(path := tmp_path / "words.ckpt")
-    assert ls.plugin.load_user_module(path, WithWords).words == ["to", "be"]
+    assert ls.plugin.load_user_module(path, kind).words == ["to", "be"]
 
 
 def test_a_checkpoint_without_federation_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from observed_runs import acting
 from one_by_one import Noisy, OneByOne
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 
@@ -94,16 +95,13 @@ class Table(torch.utils.data.Dataset[Any]):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_table_trains_as_its_columns_do(num_workers: int, lit_mlp: Any, toy: Any, fit: Fit) -> None:
-    class LitTable(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return super().training_step((batch["x"], batch["label"]), batch_idx)
+    def of_columns(step: Any) -> Any:
+        return lambda self, batch, batch_idx: step(self, (batch["x"], batch["label"]), batch_idx)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            super().validation_step((batch["x"], batch["label"]), batch_idx)
-
+    steps = {name: of_columns(getattr(lit_mlp, name)) for name in ("training_step", "validation_step")}
     rows, split = Table(x=toy.tensors[0], label=toy.tensors[1]), ls.DirichletPartitioner(num_clients=6, alpha=1.0)
     by_row = ls.FederatedDataModule(
         rows, split, val=rows, labels=rows["label"].tolist(), batch_size=4, num_workers=num_workers
     )
     in_memory = ls.FederatedDataModule(toy, split, val=toy, batch_size=4)
-    assert same_state(fit(seeded(LitTable), by_row).state, fit(seeded(lit_mlp), in_memory).state)
+    assert same_state(fit(seeded(variant(lit_mlp, **steps)), by_row).state, fit(seeded(lit_mlp), in_memory).state)

@@ -14,6 +14,7 @@ from federation import Fit, same_state, seeded
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from toy_models import plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.checks import REFUSED_CALLBACKS, check_callbacks
@@ -88,12 +89,9 @@ def test_learning_rates_come_once_a_round(interval: Any, lit: Any, data: Any, fi
 def test_learning_rates_have_their_models_names(
     scheduled: bool, lit_mlp: Any, data: Any, quiet: Any, tmp_path: Path
 ) -> None:
-    class Plain(lit_mlp):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
+    plain = variant(lit_mlp, configure_optimizers=plain_sgd())
     names = ("words", "images")
-    models = {name: ls.FederatedModule((lit_mlp if scheduled else Plain)()) for name in names}
+    models = {name: ls.FederatedModule((lit_mlp if scheduled else plain)()) for name in names}
     model = ls.MultiModelModule(models, participation=ls.Uniform(active=6))
     datas = {name: ls.FederatedDataModule(data.train, ls.IIDPartitioner(12), batch_size=4) for name in names}
     monitor = theirs.LearningRateMonitor()

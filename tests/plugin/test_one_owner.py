@@ -17,7 +17,7 @@ from federation import HARDLY_MOVED, Fit, check_resumes, said_during, same_state
 from observed_runs import acting
 from torch import nn
 from torchmetrics import MeanMetric
-from toy_models import LitNet
+from toy_models import LitNet, cross_entropy, variant
 
 import lightning_spectral as ls
 
@@ -46,8 +46,7 @@ class Lit(LitNet):
         super().__init__(nn.Sequential(*layers), momentum=0.9)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", nn.functional.cross_entropy(self(x), y))
+        self.log("val_loss", cross_entropy(self, batch))
 
 
 @pytest.fixture
@@ -203,16 +202,15 @@ def test_a_run_with_generators_of_its_own_resumes(kind: str, data: Any, fit: Fit
 
 @EVERY_GENERATOR
 def test_draws_depend_on_the_round_the_client_and_the_name_alone(kind: str, data: Any, fit: Fit) -> None:
-    class Recording(Noisy):
-        def weights(self) -> tuple[float, float]:
-            drawn[-1][1].extend(weights := super().weights())
-            return weights
+    def weights(self: Noisy) -> tuple[float, float]:
+        drawn[-1][1].extend(both := Noisy.weights(self))
+        return both
 
     def drawn_with(clients_per_round: int, seed: int = 0) -> dict[tuple[int, int], list[float]]:
         drawn.clear()
         note = each_turn(lambda module, *ids: drawn.append((ids, [])))
         options: dict[str, Any] = {"algorithm": MIXED, "clients_per_round": clients_per_round, "seed": seed}
-        fit(seeded(Recording, kind), data, callbacks=[note], **options)
+        fit(seeded(variant(Noisy, weights=weights), kind), data, callbacks=[note], **options)
         return dict(drawn)
 
     drawn: list[tuple[tuple[int, int], list[float]]] = []
@@ -225,12 +223,9 @@ def test_draws_depend_on_the_round_the_client_and_the_name_alone(kind: str, data
 
 @EVERY_GENERATOR
 def test_the_server_goes_on_drawing_where_it_was(kind: str, data: Any, fit: Fit) -> None:
-    class Validating(Noisy):
-        def on_validation_epoch_end(self) -> None:
-            drawn.extend(self.weights())
-
     drawn: list[float] = []
-    fit(module := seeded(Validating, kind), data, algorithm=MIXED)
+    validating = variant(Noisy, on_validation_epoch_end=lambda self: drawn.extend(self.weights()))
+    fit(module := seeded(validating, kind), data, algorithm=MIXED)
     make, draw = GENERATORS[kind]
     fresh = make(5)
     first, second, third = draw(fresh), draw(fresh), draw(fresh)
@@ -379,11 +374,10 @@ def test_a_client_that_fails_leaves_the_servers_module_as_it_was(
 ) -> None:
     """In the second step of the eighth turn, which is the second of the second round."""
 
-    class Failing(Lit):
-        def on_after_backward(self) -> None:
-            calls.append(len(turns))
-            if calls.count(8) == 2:
-                raise error
+    def on_after_backward(self: Any) -> None:
+        calls.append(len(turns))
+        if calls.count(8) == 2:
+            raise error
 
     def note(module: Any, *ids: int) -> None:
         turns.append(ids)
@@ -392,7 +386,7 @@ def test_a_client_that_fails_leaves_the_servers_module_as_it_was(
     calls: list[int] = []
     turns: list[tuple[int, ...]] = []
     photographs: list[dict[str, Any]] = []
-    module = seeded(Failing)
+    module = seeded(variant(Lit, on_after_backward=on_after_backward))
     expected = (SystemExit, KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else ls.ClientError
     with pytest.raises(expected) as raised:
         fit(module, data, algorithm=algorithm, local_epochs=2, callbacks=[each_turn(note)])

@@ -15,7 +15,7 @@ from observed_runs import acting
 from programs import AdversarialPair, ClosesFirst, Lit, Manual, StepsEveryOtherBatch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from toy_models import LitNet
+from toy_models import LitNet, variant
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Workers
@@ -98,16 +98,12 @@ class TestAsAnAutomaticStep:
     ) -> None:
         start: list[Tensor] = []
 
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__()
-                self.net.insert(1, nn.BatchNorm1d(12))
+        def setup(self: Any, stage: str) -> None:
+            algorithm.bind(self).initialize(Workers())  # here, so that only training changes them in the fit
+            start.append(self.net[3].weight.detach().clone())
 
-            def setup(self, stage: str) -> None:
-                algorithm.bind(self).initialize(Workers())  # here, so that only training changes them in the fit
-                start.append(self.net[3].weight.detach().clone())
-
-        one, two = both_ways(way, fit, Lit, data, algorithm=algorithm, local_epochs=local_epochs)
+        kind = variant(lit_mlp, lambda lit: lit.net.insert(1, nn.BatchNorm1d(12)), setup=setup)
+        one, two = both_ways(way, fit, kind, data, algorithm=algorithm, local_epochs=local_epochs)
         assert_same_run(one, two)
         assert not torch.equal(start[-1], two.module.net[3].weight)
 
@@ -117,31 +113,26 @@ class TestAsAnAutomaticStep:
 
     def test_with_scaled_gradients(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         """A large scale overflows at first: steps are skipped, and no client starts from the scale of another."""
-
-        class Steep(lit_mlp):  # type: ignore[misc]
-            def __init__(self) -> None:
-                super().__init__(lr=1e-4)
-
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                return 1000.0 * super().training_step(batch, batch_idx)
-
+        steep = variant(
+            lit_mlp,
+            lambda lit: lit.hparams.update(lr=1e-4),
+            training_step=lambda self, *args: 1000.0 * lit_mlp.training_step(self, *args),
+        )
         plugin = ScalesAlone(2.0**117)
-        one, two = both_ways(way, fit, Steep, data, trainer={"plugins": [plugin]}, local_epochs=2)
+        one, two = both_ways(way, fit, steep, data, trainer={"plugins": [plugin]}, local_epochs=2)
         assert_same_run(one, two)
         assert plugin.scaler.get_scale() == 2.0**117
-        plain = fit(seeded(Steep), data, local_epochs=2)
+        plain = fit(seeded(steep), data, local_epochs=2)
         assert not same_state(one.state, plain.state)
 
     def test_with_clients_that_fail_and_are_left_out(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                if batch[0][0, 0] > 1.0:
-                    raise FloatingPointError("too warm")
-                return super().training_step(batch, batch_idx)
+        def too_warm(lit: Any, batch: Any) -> None:
+            if batch[0][0, 0] > 1.0:
+                raise FloatingPointError("too warm")
 
         faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
         with pytest.warns(ls.SpectralWarning, match=r"average: training failed \(FloatingPointError: too warm\)"):
-            one, two = both_ways(way, fit, Lit, data, faults=faults, max_epochs=3)
+            one, two = both_ways(way, fit, variant(lit_mlp, before_step=too_warm), data, faults=faults, max_epochs=3)
         assert_same_run(one, two)
         assert 0 < sum(two.history.column("fl/left_out_error")) < 12
 
@@ -158,17 +149,17 @@ class TestAsAnAutomaticStep:
     def test_with_steps_that_are_skipped_and_epochs_that_end_early(
         self, is_scaled: bool, way: str, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-                return -1 if batch_idx == 2 else None
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            loss = lit_mlp.training_step(self, batch, batch_idx)
+            return None if batch_idx == 1 else {"loss": loss, "more": 1}
 
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = super().training_step(batch, batch_idx)
-                return None if batch_idx == 1 else {"loss": loss, "more": 1}
+        def on_train_batch_start(self: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 2 else None
 
+        kind = variant(lit_mlp, training_step=training_step, on_train_batch_start=on_train_batch_start)
         data.val = None
         trainer = {"plugins": [ScalesAlone()]} if is_scaled else {}
-        assert_same_run(*both_ways(way, fit, Lit, data, local_epochs=2, trainer=trainer))
+        assert_same_run(*both_ways(way, fit, kind, data, local_epochs=2, trainer=trainer))
 
     def test_with_a_client_that_trains_nothing(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         lit = WAYS[way](lit_mlp)()
@@ -257,15 +248,16 @@ def test_an_extra_round_beside_the_run_trains_the_same_way(data: Any, fit: Fit) 
 
 
 def test_schedulers_can_be_read_and_are_stepped_by_the_server(data: Any, fit: Fit) -> None:
-    class Lit(LitHalves):
-        def on_train_epoch_end(self) -> None:
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-                rates.append(scheduler.get_last_lr()[0])
+    def on_train_epoch_end(self: Any) -> None:
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
 
     rates: list[float] = []
     data.val = None
-    history = fit(Lit(manual=True), data, clients_per_round=2).history
+    history = fit(
+        variant(LitHalves, on_train_epoch_end=on_train_epoch_end)(manual=True), data, clients_per_round=2
+    ).history
     assert rates == [0.3] * 4 + [0.15] * 4
     assert history.column("fl/lr") == [0.3, 0.15]
 
@@ -273,51 +265,47 @@ def test_schedulers_can_be_read_and_are_stepped_by_the_server(data: Any, fit: Fi
 def test_hooks_of_optimizers_run_in_each_step(data: Any, fit: Fit) -> None:
     stepped: list[str] = []
 
-    class Lit(LitHalves):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            assert type(optimizer) is torch.optim.SGD
-            stepped.append("front" if optimizer is self.optimizers()[0].optimizer else "back")
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        assert type(optimizer) is torch.optim.SGD
+        stepped.append("front" if optimizer is self.optimizers()[0].optimizer else "back")
 
-        def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
-            raise AssertionError("Lightning leaves clipping to a module that optimises manually")
+    def configure_gradient_clipping(self: Any, *args: Any, **options: Any) -> None:
+        raise AssertionError("Lightning leaves clipping to a module that optimises manually")
 
+    clips = {"configure_gradient_clipping": configure_gradient_clipping}
+    kind = variant(LitHalves, on_before_optimizer_step=on_before_optimizer_step, **clips)
     data.val = None
-    fit(Lit(manual=True), data, clients_per_round=2, max_epochs=1)
+    fit(kind(manual=True), data, clients_per_round=2, max_epochs=1)
     assert stepped == 2 * 3 * ["front", "back"]
 
 
 def test_what_an_optimizer_wrapped_by_the_client_says_is_that_of_the_users(data: Any, fit: Fit) -> None:
-    class Lit(LitHalves):
-        def on_train_epoch_start(self) -> None:
-            front, back = self.optimizers()
-            assert isinstance(front, torch.optim.SGD)
-            assert front.param_groups is front.optimizer.param_groups
-            assert self.optimizers(use_pl_optimizer=False) == [front.optimizer, back.optimizer]
-            assert not front.state  # every client begins without
-            seen.append(front.param_groups[0]["lr"])
+    def on_train_epoch_start(self: Any) -> None:
+        front, back = self.optimizers()
+        assert isinstance(front, torch.optim.SGD)
+        assert front.param_groups is front.optimizer.param_groups
+        assert self.optimizers(use_pl_optimizer=False) == [front.optimizer, back.optimizer]
+        assert not front.state  # every client begins without
+        seen.append(front.param_groups[0]["lr"])
 
     seen: list[float] = []
     data.val = None
-    fit(Lit(manual=True), data, clients_per_round=2)
+    fit(variant(LitHalves, on_train_epoch_start=on_train_epoch_start)(manual=True), data, clients_per_round=2)
     assert seen == [0.3, 0.3, 0.15, 0.15]
 
 
 def test_backward_passes_by_hand_need_manual_optimisation(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.manual_backward(super().training_step(batch, batch_idx))
-
+    kind = variant(lit_mlp, training_step=lambda self, *args: self.manual_backward(lit_mlp.training_step(self, *args)))
     with pytest.raises(ls.ClientError, match="`manual_backward` is for manual optimisation: set"):
-        fit(Lit(), data)
+        fit(kind(), data)
 
 
 def test_several_optimizers_need_manual_optimisation(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(half.parameters(), lr=0.1) for half in (self.net[:2], self.net[2:])]
+    def halves(self: Any) -> Any:
+        return [torch.optim.SGD(half.parameters(), lr=0.1) for half in (self.net[:2], self.net[2:])]
 
     with pytest.raises(ValueError, match=r"got 2 \(SGD, SGD\); several need manual optimisation: `self.automatic_opt"):
-        fit(Lit(), data)
+        fit(variant(lit_mlp, configure_optimizers=halves)(), data)
 
 
 def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) -> None:
@@ -351,10 +339,7 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
 @pytest.mark.parametrize(("max_steps", "seen"), [(2, 2), (-1, -1)])
 def test_runs_that_end_by_steps_or_never(max_steps: int, seen: int, lit_mlp: Any, data: Any, fit: Fit) -> None:
     totals: list[int] = []
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_train_epoch_start(self) -> None:
-            totals.append(self.trainer.max_steps)
+    kind = variant(lit_mlp, on_train_epoch_start=lambda self: totals.append(self.trainer.max_steps))
 
     class Stop(ls.RoundCallback):
         def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
@@ -362,5 +347,5 @@ def test_runs_that_end_by_steps_or_never(max_steps: int, seen: int, lit_mlp: Any
 
     data.val = None
     options: dict[str, Any] = {"max_epochs": -1, "trainer": {"max_steps": max_steps}, "callbacks": [Stop()]}
-    fit(Lit(), data, algorithm=DENSE, clients_per_round=2, local_epochs=2, **options)
+    fit(kind(), data, algorithm=DENSE, clients_per_round=2, local_epochs=2, **options)
     assert totals == [seen] * 8

@@ -8,6 +8,7 @@ import torch
 from federation import Fit, ScalesAlone, seeded
 from lightning.pytorch.plugins import MixedPrecision
 from observed_runs import acting
+from toy_models import variant
 
 import lightning_spectral as ls
 
@@ -62,14 +63,18 @@ class TestEveryAlgorithm:
     ) -> None:
         seen: set[torch.dtype] = set()
 
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def forward(self, x: Any) -> Any:
-                output = super().forward(x)
-                seen.add(output.dtype)
-                return output
+        def forward(self: Any, x: Any) -> Any:
+            output = lit_mlp.forward(self, x)
+            seen.add(output.dtype)
+            return output
 
         plugin = MixedPrecision("16-mixed", device)  # by name, Lightning gives CPUs bf16-mixed instead
-        half = fit(seeded(Lit), data, algorithm=algorithm, trainer={"plugins": [plugin], "accelerator": device})
+        half = fit(
+            seeded(variant(lit_mlp, forward=forward)),
+            data,
+            algorithm=algorithm,
+            trainer={"plugins": [plugin], "accelerator": device},
+        )
         assert seen == {torch.float16}
         assert all(p.dtype == torch.float32 for p in half.module.parameters())
         if device == "cpu":  # devices draw differently
@@ -80,14 +85,14 @@ class TestEveryAlgorithm:
     def test_losses_are_summed_in_full_precision(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
         """bfloat16 has 8 bits: the error of summing a hundred numbers in it would show."""
 
-        class Lit(lit_mlp):  # type: ignore[misc]
-            def training_step(self, batch: Any, batch_idx: int) -> Any:
-                loss = super().training_step(batch, batch_idx)
-                self.log("third", 1 / 3)
-                return loss - loss.detach() + 1 / 3
+        def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+            loss = lit_mlp.training_step(self, batch, batch_idx)
+            self.log("third", 1 / 3)
+            return loss - loss.detach() + 1 / 3
 
         data.batch_size = 1
-        history = fit(seeded(Lit), data, algorithm=algorithm, trainer={"precision": "bf16-true"}).history
+        lit = seeded(variant(lit_mlp, training_step=training_step))
+        history = fit(lit, data, algorithm=algorithm, trainer={"precision": "bf16-true"}).history
         assert history.column("third") == pytest.approx([1 / 3] * 2, rel=1e-12)
         third = float(torch.tensor(1 / 3, dtype=torch.bfloat16))
         assert history.column("fl/loss") == pytest.approx([third] * 2, rel=1e-12)
@@ -122,17 +127,13 @@ def test_an_example_input_is_cast_like_batches(
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: dict[str, set[torch.dtype]] = {"forward": set(), "hook": set(), "callback": set()}
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen["forward"].add(torch.get_default_dtype())
-            return super().training_step(batch, batch_idx)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            seen["hook"].add(torch.get_default_dtype())
-
+    kind = variant(
+        lit_mlp,
+        before_step=lambda lit, batch: seen["forward"].add(torch.get_default_dtype()),
+        on_before_optimizer_step=lambda self, optimizer: seen["hook"].add(torch.get_default_dtype()),
+    )
     spy = acting(on_round_end=lambda *_: seen["callback"].add(torch.get_default_dtype()))
-    fit(Lit(), data, clients_per_round=2, max_epochs=1, callbacks=[spy], trainer={"precision": precision})
+    fit(kind(), data, clients_per_round=2, max_epochs=1, callbacks=[spy], trainer={"precision": precision})
     narrow = {"bf16-true": torch.bfloat16, "64-true": torch.float64}[precision]
     assert seen == {"forward": {narrow}, "hook": {torch.float32}, "callback": {torch.float32}}
     assert torch.get_default_dtype() == torch.float32
@@ -143,12 +144,10 @@ def test_only_forward_passes_have_another_default_type(precision: Any, lit_mlp: 
 def test_weights_on_a_device_are_those_of_the_cpu(
     device: str, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(dropout=0.0)  # devices draw differently
-
-    there = fit(seeded(Lit), data, algorithm=algorithm, max_epochs=1, trainer={"accelerator": device})
-    here = fit(seeded(Lit), data, algorithm=algorithm, max_epochs=1)
+    there, here = (
+        fit(seeded(lit_mlp, dropout=0.0), data, algorithm=algorithm, max_epochs=1, trainer={"accelerator": accelerator})
+        for accelerator in (device, "cpu")  # without dropout, since devices draw differently
+    )
     assert there.trainer.strategy.root_device.type == device
     # signs and order of equal singular vectors may differ, their products do not: float32, one round of a few steps
     torch.testing.assert_close(there.weights.cpu(), here.weights, rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
-from toy_models import LitMLP
+from toy_models import LitMLP, plain_sgd, variant
 
 import lightning_spectral as ls
 
@@ -101,12 +101,8 @@ def test_the_users_overrides_see_their_own_weights(algorithm: Any, saved: Any, d
 def test_strict_loading_is_the_users(saved: Any, data: Any, quiet: Any) -> None:
     _, path = saved(seeded(LitMLP))
 
-    class Wider(LitMLP):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = torch.nn.Linear(3, 3)
-
-    strict, loose = (ls.FederatedModule(Wider(), clients_per_round=4) for _ in range(2))
+    wider = variant(LitMLP, lambda lit: lit.add_module("head", torch.nn.Linear(3, 3)))
+    strict, loose = (ls.FederatedModule(wider(), clients_per_round=4) for _ in range(2))
     loose.module.strict_loading = False
     assert (strict.strict_loading, loose.strict_loading) == (True, False)
     validate = pl.Trainer(**quiet).validate
@@ -173,12 +169,9 @@ def test_a_callback_that_freezes_by_name_freezes(data: Any, fit: Fit) -> None:
             for name, parameter in pl_module.named_parameters():
                 parameter.requires_grad_(not name.startswith("net.0."))
 
-    class Trainable(LitMLP):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-    before = seeded(Trainable).state_dict()
-    after = fit(seeded(Trainable), data, callbacks=[Freezes()]).state
+    trainable = variant(LitMLP, configure_optimizers=plain_sgd())
+    before = seeded(trainable).state_dict()
+    after = fit(seeded(trainable), data, callbacks=[Freezes()]).state
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if name.startswith("net.") and not name.startswith("net.0.")}
 
@@ -196,9 +189,10 @@ class Remembers(pl.Callback):
         self.rounds += 1
 
 
-class Adds(LitMLP):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["words"] = {"split": lambda text: text.split()}
+Adds = variant(
+    LitMLP,
+    on_save_checkpoint=lambda self, checkpoint: checkpoint.update(words={"split": lambda text: text.split()}),
+)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import HARDLY_MOVED, Fit, Fitted, same_state, seeded
+from observed_runs import acting
 from torch import Tensor, nn
 from toy_models import LitMLP
 
@@ -208,12 +209,12 @@ class TestInARun:
         self, remembering: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
         losses: dict[int, float] = {}
-
-        class Losses(ls.RoundCallback):
-            def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
-                losses.update({client.client_id: client.loss for client in summary.clients})
-
-        fitted = fit(seeded(lit_mlp), data, algorithm=remembering(), max_epochs=3, callbacks=[Losses()])
+        note = acting(
+            on_round_end=lambda trainer, model, summary: losses.update(
+                {client.client_id: client.loss for client in summary.clients}
+            )
+        )
+        fitted = fit(seeded(lit_mlp), data, algorithm=remembering(), max_epochs=3, callbacks=[note])
         stored = fitted.history.column("fl/store_bytes")
         kept = entries(lasting(self.saved(fitted.trainer, tmp_path / "3.ckpt"))[STORED]["entries"])
         assert {key: float(entry["loss"]) for key, entry in kept.items()} == {(c, ""): x for c, x in losses.items()}
@@ -267,12 +268,10 @@ Travel = Callable[[Download], Download]
 BASE = 4 * (6 * 12 + 12)
 
 
-class LitFrozen(LitMLP):
-    """The first layer is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.0)
-        self.net[0].requires_grad_(False)
+def first_layer_frozen() -> LitMLP:
+    lit = LitMLP(momentum=0.0)
+    lit.net[0].requires_grad_(False)
+    return lit
 
 
 class Writes(pl.Callback):
@@ -312,7 +311,7 @@ ALGORITHMS: list[ls.Algorithm] = [
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
 def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:
-    fitted = fit(seeded(LitFrozen), data, algorithm=algorithm, max_epochs=4)
+    fitted = fit(seeded(first_layer_frozen), data, algorithm=algorithm, max_epochs=4)
     rows = fitted.ledger.rows
     assert first_turns(fitted) == expected(fitted)
     assert {row.frozen_bytes for row in rows} == {0, BASE}
@@ -320,7 +319,7 @@ def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: F
         {row.keep_ratio for row in rows}
     )
     monkeypatch.setattr(FrozenBase, "held_by", lambda self, unit: frozenset())
-    always = fit(seeded(LitFrozen), data, algorithm=algorithm, max_epochs=4)
+    always = fit(seeded(first_layer_frozen), data, algorithm=algorithm, max_epochs=4)
     assert same_state(fitted.state, always.state)
     assert sum(r.downlink_bytes for r in always.ledger.rows) - sum(r.downlink_bytes for r in rows) == BASE * (
         first_turns(fitted).count(False)
@@ -330,11 +329,11 @@ def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: F
 def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> None:
     fast, slow = (ls.simulation.DeviceProfile(speed, uplink=1e4, macs_per_second=1e6) for speed in (1e4, 1e2))
     conditions = {"clock": ls.VirtualClock({fast: 0.5, slow: 0.5}, deadline=11.0), "dropout": ls.ClientDropout(0.3)}
-    fitted = fit(seeded(LitFrozen), data, max_epochs=6, clients_per_round=8, **conditions)
+    fitted = fit(seeded(first_layer_frozen), data, max_epochs=6, clients_per_round=8, **conditions)
     rows = fitted.ledger.rows
     assert {"dropped_out", "late"} <= {row.left_out for row in rows}
     assert first_turns(fitted) == expected(fitted)
-    work = 3 * sum(p.numel() for p in LitFrozen().parameters()) * 10 / 1e6
+    work = 3 * sum(p.numel() for p in first_layer_frozen().parameters()) * 10 / 1e6
     for row in rows:
         if row.left_out is None:  # the clock agrees with the ledger, on the fast link
             seconds = row.downlink_bytes / 1e4 + work + row.uplink_bytes / 1e4
@@ -342,7 +341,7 @@ def test_it_is_sent_again_until_an_update_comes_back(data: Any, fit: Fit) -> Non
 
 
 def test_what_a_callback_writes_travels_once_more_to_everybody(data: Any, fit: Fit) -> None:
-    fitted = fit(seeded(LitFrozen), data, clients_per_round=12, max_epochs=4, callbacks=[Writes(2)])
+    fitted = fit(seeded(first_layer_frozen), data, clients_per_round=12, max_epochs=4, callbacks=[Writes(2)])
     sent = [{row.frozen_bytes for row in fitted.ledger.rows if row.round_idx == t} for t in range(4)]
     assert sent == [{BASE}, {0}, {4 * 6 * 12}, {0}]  # the bias was not written
 
@@ -365,7 +364,7 @@ def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: A
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
     sampler = ls.UpdateVarianceReduced(active=3, measure=4)  # measured clients have it before the round is over
-    ours, theirs = (ls.FederatedModule(seeded(LitFrozen), participation=sampler) for _ in range(2))
+    ours, theirs = (ls.FederatedModule(seeded(first_layer_frozen), participation=sampler) for _ in range(2))
     whole = fit(ours, data, max_epochs=4, callbacks=[Saves()])
     resumed = fit(theirs, data, max_epochs=4, ckpt_path=tmp_path / "saved.ckpt")
     assert resumed.ledger.rows == whole.ledger.rows
@@ -375,7 +374,7 @@ def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: A
 
 def test_a_measured_client_has_it_when_its_turn_comes(data: Any, fit: Fit) -> None:
     sampler = ls.UpdateVarianceReduced(active=4)
-    model = ls.FederatedModule(seeded(LitFrozen), participation=sampler)
+    model = ls.FederatedModule(seeded(first_layer_frozen), participation=sampler)
     rows = fit(model, data, max_epochs=2).ledger.rows
     assert {row.frozen_bytes for row in rows if row.measured and row.round_idx == 0} == {BASE}
     assert {row.frozen_bytes for row in rows if not row.measured or row.round_idx == 1} == {0}
@@ -387,8 +386,8 @@ def test_layers_are_unfrozen_between_fits_and_not_within_one(data: Any, fit: Fit
             pl_module.module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
 
     with pytest.raises(ValueError, match=r"`requires_grad` of net\.0\.weight changed during the fit"):
-        fit(seeded(LitFrozen), data, max_epochs=2, callbacks=[Unfreezes()])
-    model = ls.FederatedModule(seeded(LitFrozen), clients_per_round=12)
+        fit(seeded(first_layer_frozen), data, max_epochs=2, callbacks=[Unfreezes()])
+    model = ls.FederatedModule(seeded(first_layer_frozen), clients_per_round=12)
     fit(model, data, max_epochs=1)
     before = model.module.net[0].weight.clone()
     model.module.net[0].weight.requires_grad_(True)
@@ -400,7 +399,7 @@ def test_layers_are_unfrozen_between_fits_and_not_within_one(data: Any, fit: Fit
 def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_nothing(
     data: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    model = ls.FederatedModule(seeded(LitFrozen), clients_per_round=12)
+    model = ls.FederatedModule(seeded(first_layer_frozen), clients_per_round=12)
     assert {row.frozen_bytes for _ in range(2) for row in fit(model, data).ledger.rows} == {BASE}
     fit(LitMLP(), data).trainer.save_checkpoint(tmp_path / "all.ckpt")
     assert FROZEN not in lasting(torch.load(tmp_path / "all.ckpt", weights_only=True))

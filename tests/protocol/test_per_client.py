@@ -152,22 +152,33 @@ def test_what_is_not_one_setting_of_every_client_is_refused(user: Any, purpose: 
             user(value, 2, seed=0)
 
 
-def test_the_error_names_the_argument() -> None:
-    with pytest.raises(ValueError, match="`speed` must be one value for all"):
-        check_per_client("speed", [], Number())
-    with pytest.raises(ValueError, match="Shares of `speed` must sum to 1"):
-        check_per_client("speed", {1: 0.5}, Number())
-    with pytest.raises(ValueError, match="`speed` lists 2 values for 3 clients; give one per client, one for all, or"):
-        check_num_entries("speed", [1, 2], 3)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no values": (lambda: check_per_client("speed", [], Number()), "`speed` must be one value for all"),
+    "shares": (lambda: check_per_client("speed", {1: 0.5}, Number()), "Shares of `speed` must sum to 1"),
+    "two values for three": (
+        lambda: check_num_entries("speed", [1, 2], 3),
+        "`speed` lists 2 values for 3 clients; give one per client, one for all, or",
+    ),
+    "two keep ratios for three": (
+        lambda: keep_ratios([0.1, 0.2], 3, seed=0),
+        "`keep_ratio` lists 2 values for 3 clients",
+    ),
+    "one device for two": (
+        lambda: ls.VirtualClock([SLOW]).check(2, clients_per_round=1),
+        "`profiles` lists 1 values for 2 clients",
+    ),
+    "three probabilities for two": (
+        lambda: Conditions(ls.ClientDropout([0.1] * 3)).check(2, 1),
+        "`probability` lists 3 values for 2 clients",
+    ),
+}
 
 
-def test_a_list_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="`keep_ratio` lists 2 values for 3 clients"):
-        ls.SpectralSharding(keep_ratio=[0.1, 0.2]).capacities.of_clients(3, seed=0)
-    with pytest.raises(ValueError, match="`profiles` lists 1 values for 2 clients"):
-        ls.VirtualClock([SLOW]).check(2, clients_per_round=1)
-    with pytest.raises(ValueError, match="`probability` lists 3 values for 2 clients"):
-        Conditions(ls.ClientDropout([0.1] * 3)).check(2, 1)
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_the_error_names_the_argument(wrong: str) -> None:
+    call, message = REFUSED[wrong]
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize(

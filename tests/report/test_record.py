@@ -20,6 +20,8 @@ from federation import Fit, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from made_up_runs import lines_of, made_run, rounds, write_run
+from observed_runs import acting
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
@@ -69,12 +71,8 @@ def check_holds(run: LoggedRun, rows: list[dict[str, float]]) -> None:
 
 def test_a_round_is_in_the_file_as_soon_as_it_ends(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     seen: list[int] = []
-
-    class Reads(ls.RoundCallback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.append(len(read_record(record_of(tmp_path)).lines))
-
-    fitted = fit(lit, data, max_epochs=3, callbacks=[Reads()], trainer={"logger": logging(tmp_path)})
+    reads = acting(on_train_epoch_end=lambda trainer, model: seen.append(len(read_record(record_of(tmp_path)).lines)))
+    fitted = fit(lit, data, max_epochs=3, callbacks=[reads], trainer={"logger": logging(tmp_path)})
     assert seen == [1, 2, 3]
     run = read_run(record_of(tmp_path))
     check_holds(run, fitted.history.rows)
@@ -166,11 +164,8 @@ def test_a_history_added_when_a_run_is_resumed_says_what_it_lacks(tmp_path: Path
 def test_what_is_evaluated_after_a_fit_belongs_to_its_last_round(
     lit_mlp: Any, data: Any, toy: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("test_acc", 0.25)
-
-    fitted = fit(seeded(Lit), data, max_epochs=2, trainer={"logger": logging(tmp_path)})
+    lit = seeded(variant(lit_mlp, test_step=lambda self, batch, batch_idx: self.log("test_acc", 0.25)))
+    fitted = fit(lit, data, max_epochs=2, trainer={"logger": logging(tmp_path)})
     loader = torch.utils.data.DataLoader(toy, batch_size=8)
     (validated,) = fitted.trainer.validate(fitted.model, loader, verbose=False)
     fitted.trainer.test(fitted.model, loader, verbose=False)

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, said_during, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet, variant
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import WATCHED_ROUNDS
@@ -24,20 +24,14 @@ from lightning_spectral.server.advice import FirstRounds, check_weights
 from lightning_spectral.server.metrics import round_means, round_metrics
 
 
-class LitFlat(pl.LightningModule):
+def flat(learns_after: int = 1000) -> LitNet:
     """A network whose loss stays at 2, but falls to 0.1 after some rounds."""
 
-    def __init__(self, learns_after: int = 1000) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3))
-        self.learns_after = learns_after
+    def loss(lit: Any, batch: Any) -> Tensor:
+        outputs = lit(batch[0]).sum()
+        return outputs - outputs.detach() + (0.1 if lit.trainer.current_epoch >= learns_after else 2.0)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        outputs = self.net(batch[0]).sum()
-        return outputs - outputs.detach() + (0.1 if self.trainer.current_epoch >= self.learns_after else 2.0)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
+    return LitNet(nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 3)), lr=1e-6, loss=loss)
 
 
 @pytest.fixture
@@ -53,13 +47,13 @@ def told(toy: TensorDataset, fit: Fit) -> Any:
 
 
 def test_it_is_told_after_thirty_rounds_with_the_figures_and_the_remedies(told: Any) -> None:
-    (message,) = told(seeded(LitFlat), ls.SpectralSharding())
+    (message,) = told(seeded(flat), ls.SpectralSharding())
     assert message == (
         "Round 29: the training loss has hardly fallen since rounds 5 to 9: 2 now, 2 then. If the validation metrics "
         "do not improve either, see whether `FedAvg()` learns on the same clients; if it does, try twice "
         "and four times its learning rate, then a larger keep ratio."
     )
-    assert told(seeded(LitFlat), ls.SpectralSharding(), max_epochs=29) == []
+    assert told(seeded(flat), ls.SpectralSharding(), max_epochs=29) == []
 
 
 @pytest.mark.parametrize(
@@ -67,16 +61,16 @@ def test_it_is_told_after_thirty_rounds_with_the_figures_and_the_remedies(told: 
 )
 def test_nothing_is_told_where_no_random_weights_were_started(algorithm: ls.Algorithm, told: Any) -> None:
     """Fine-tuning may have little left to learn."""
-    assert not [text for text in told(seeded(LitFlat), algorithm) if "hardly fallen" in text]
+    assert not [text for text in told(seeded(flat), algorithm) if "hardly fallen" in text]
 
 
 def test_nothing_is_told_of_a_run_that_learns(told: Any) -> None:
-    assert told(seeded(LitFlat, learns_after=20), ls.SpectralSharding()) == []
+    assert told(seeded(flat, learns_after=20), ls.SpectralSharding()) == []
 
 
 def said(losses: Iterable[tuple[int, float]]) -> dict[int, str]:
     """What is said of the losses of some rounds after a spectral start, by round."""
-    half = ls.SpectralSharding().bind(seeded(LitFlat))
+    half = ls.SpectralSharding().bind(seeded(flat))
     half.started = frozenset(["net.1"])
     watch = FirstRounds()
     return {r: text for r, loss in losses if (text := watch.note_loss(half, loss, r))}
@@ -142,18 +136,16 @@ def but_the_last(lit: Any, label: int) -> list[int]:
 def with_experts(lit_mlp: Any, use: Use) -> Any:
     """A module with three layers of its own before its network; a client uses some of them."""
 
-    class LitExperts(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for expert in use(self, int(y[0])):
+            x = x + self.experts[expert](x)
+        return lit_mlp.training_step(self, (x, y), batch_idx)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x, y = batch
-            for expert in use(self, int(y[0])):
-                x = x + self.experts[expert](x)
-            return super().training_step((x, y), batch_idx)
+    def prepare(lit: Any) -> None:
+        lit.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
 
-    return seeded(LitExperts)
+    return seeded(variant(lit_mlp, prepare, training_step=training_step))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from federation import Fit, Fitted, same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP
+from toy_models import LitMLP, plain_sgd, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -224,20 +224,19 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
 def test_monitors_of_the_loss_wait_for_a_round_with_survivors(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    class LitOnceAway(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if self.current_epoch == 1:
-                raise RuntimeError("nobody is there")
-            return super().training_step(batch, batch_idx)
+    def once_away(lit: Any, batch: Any) -> None:
+        if lit.current_epoch == 1:
+            raise RuntimeError("nobody is there")
 
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
-            return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "fl/loss"}
+    def on_plateau(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+        return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "fl/loss"}
 
+    lit = seeded(variant(lit_mlp, before_step=once_away, configure_optimizers=on_plateau))
     stop = EarlyStopping("fl/loss", patience=2, check_on_train_epoch_end=True)
     faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
-    fitted = fit(seeded(LitOnceAway), data, clients_per_round=12, max_epochs=4, callbacks=[stop], faults=faults)
+    fitted = fit(lit, data, clients_per_round=12, max_epochs=4, callbacks=[stop], faults=faults)
     assert fitted.trainer.global_step == 4
     assert ["fl/loss" in row for row in fitted.rows] == [True, False, True, True]
     losses = fitted.history.column("fl/loss")
@@ -370,9 +369,7 @@ def test_a_client_whose_products_are_too_large_is_left_out_without_a_trace(algor
     assert fitted.rows[0]["fl/clients"] == NUM_CLIENTS - 1
 
 
-class LitFarInSmallSteps(LitFar):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+LitFarInSmallSteps = variant(LitFar, configure_optimizers=plain_sgd(1e-3))
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, Fitted, said_during, seeded
 from torch import nn
 from torch.utils.data import TensorDataset
+from toy_models import LitNet
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Known, Moment
@@ -22,34 +22,20 @@ from lightning_spectral.protocol.records import ClientOutcome, RoundSummary, Wor
 from lightning_spectral.server.advice import FirstRounds, relative_updates, smaller_updates
 
 
-class LitPushed(pl.LightningModule):
+def pushed(lr: float = 1e-3, losses: Sequence[float] = (1.0,)) -> LitNet:
     """Every step moves every weight by the learning rate; the loss of each round is given."""
 
-    def __init__(self, lr: float = 1e-3, losses: Sequence[float] = (1.0,)) -> None:
-        super().__init__()
-        self.line, self.lr, self.losses = nn.Linear(6, 6), lr, losses
+    def loss(lit: Any, batch: Any) -> Any:
+        push = lit.net.weight.sum()
+        return push - push.detach() + losses[min(lit.trainer.current_epoch, len(losses) - 1)]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        push = self.line.weight.sum()
-        return push - push.detach() + self.losses[min(self.trainer.current_epoch, len(self.losses) - 1)]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+    return LitNet(nn.Linear(6, 6), lr, loss=loss)
 
 
-class LitWide(pl.LightningModule):
+def wide() -> LitNet:
     """Wide enough for the spectrum of its middle layer to be that of a random matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+    layers = nn.Linear(6, 40), nn.ReLU(), nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 3)
+    return LitNet(nn.Sequential(*layers), lr=0.05)
 
 
 @pytest.fixture
@@ -69,17 +55,17 @@ def random_start(**options: Any) -> ls.SpectralSharding:
 
 class TestUpdates:
     def test_an_update_that_dwarfs_its_weight_is_named_once(self, data: Any, fit: Fit) -> None:
-        module = seeded(LitPushed, lr=3.0)
-        norm = float(module.line.weight.detach().norm())
+        module = seeded(pushed, lr=3.0)
+        norm = float(module.net.weight.detach().norm())
         said = said_during(lambda: fit(module, data))
         (message,) = [text for text in said if "mean update" in text]
         ratio = 3 * 3.0 * 6 / norm  # three steps a client, 36 equal entries
-        assert message.startswith(f"Round 0: the clients' mean update of 'line.weight' is {ratio:.3g} times as large")
+        assert message.startswith(f"Round 0: the clients' mean update of 'net.weight' is {ratio:.3g} times as large")
         assert "Lower the learning rate" in message
         assert said == [message]
 
     def test_a_quarter_of_it_is_nothing_to_mention(self, data: Any, fit: Fit) -> None:
-        assert said_during(lambda: fit(seeded(LitPushed, lr=0.75), data)) == []
+        assert said_during(lambda: fit(seeded(pushed, lr=0.75), data)) == []
 
     def test_vectors_and_weights_that_are_nearly_zero_are_left_out(self) -> None:
         layer, zero = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -152,13 +138,13 @@ class TestLosses:
 
     def test_it_is_the_loss_that_is_logged(self, data: Any, fit: Fit) -> None:
         with pytest.warns(ls.SpectralWarning, match=r"Round 2: the training loss is 8, 4 times that of round 0 \(2\)"):
-            fitted = fit(LitPushed(losses=[2.0, 5.0, 8.0]), data)
+            fitted = fit(pushed(losses=[2.0, 5.0, 8.0]), data)
         assert [row["fl/loss"] for row in fitted.rows] == pytest.approx([2.0, 5.0, 8.0])
 
 
 class TestSubModels:
     def test_random_terms_of_random_weights_are_told_once_with_the_figure(self, data: Any, fit: Fit) -> None:
-        (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=random_start()))
+        (message,) = said_during(lambda: fit(seeded(wide), data, algorithm=random_start()))
         assert message.startswith("Round 0: sub-models of keep ratio 0.1 are mostly noise: the expected")
         figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "be below"))
         assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
@@ -167,9 +153,9 @@ class TestSubModels:
 
     def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
         algorithm = random_start(spectral_start=ls.algorithms.SpectralStart())  # half of what Unbiased draws is tail
-        (message,) = said_during(lambda: fit(seeded(LitWide), data, algorithm=algorithm))
+        (message,) = said_during(lambda: fit(seeded(wide), data, algorithm=algorithm))
         assert "Use a larger keep ratio or TopN(), which has the least error;" in message
-        assert said_during(lambda: fit(seeded(LitWide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
+        assert said_during(lambda: fit(seeded(wide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
 
     @pytest.mark.parametrize(
         "algorithm",
@@ -183,18 +169,18 @@ class TestSubModels:
         ids=repr,
     )
     def test_a_healthy_run_is_told_nothing(self, algorithm: Any, data: Any, fit: Fit) -> None:
-        run = partial(fit, seeded(LitWide), data, algorithm=algorithm)
+        run = partial(fit, seeded(wide), data, algorithm=algorithm)
         assert said_during(lambda: run(callbacks=[ls.plugin.callbacks.UpdateAlignment(1)])) == []
 
     def test_a_resumed_run_has_been_told(self, data: Any, fit: Fit, tmp_path: Any) -> None:
         fitted: list[Fitted] = []
-        assert len(said_during(lambda: fitted.append(fit(seeded(LitWide), data, algorithm=random_start())))) == 1
+        assert len(said_during(lambda: fitted.append(fit(seeded(wide), data, algorithm=random_start())))) == 1
         fitted[0].trainer.save_checkpoint(ckpt := tmp_path / "three rounds.ckpt")
-        resumed = partial(fit, seeded(LitWide), data, max_epochs=5, ckpt_path=ckpt, algorithm=random_start())
+        resumed = partial(fit, seeded(wide), data, max_epochs=5, ckpt_path=ckpt, algorithm=random_start())
         assert said_during(resumed) == []
 
     def test_the_worst_keep_ratio_is_named(self) -> None:
-        algorithm, server = random_start(), seeded(LitWide)
+        algorithm, server = random_start(), seeded(wide)
         cohort = Cohort(0, 0, {ratio: (WorkUnit(2 * i), WorkUnit(2 * i + 1)) for i, ratio in enumerate((0.5, 0.1))})
         half = algorithm.bind(server)
         opened: Any = half.open(cohort)
@@ -208,7 +194,7 @@ class TestSubModels:
         "strategy", [ls.Unbiased(), ls.Collective(), ls.PriSM(), ls.sharding.Scaled(ls.TopN())], ids=repr
     )
     def test_the_figure_is_the_mean_over_draws(self, strategy: Any) -> None:
-        server, num_draws = seeded(LitWide), 2000
+        server, num_draws = seeded(wide), 2000
         units = tuple(map(WorkUnit, range(num_draws)))
         algorithm = random_start(strategy=strategy, keep_ratio=0.3)
         opened: Any = algorithm.bind(server).open(Cohort(0, 0, {0.3: units}))
@@ -224,7 +210,7 @@ class TestSubModels:
 
 
 def test_a_second_fit_is_watched_anew(data: Any, fit: Fit) -> None:
-    model = ls.FederatedModule(seeded(LitPushed, lr=3.0), clients_per_round=2)
+    model = ls.FederatedModule(seeded(pushed, lr=3.0), clients_per_round=2)
     told = [said_during(lambda: fit(model, data, max_epochs=1)) for _ in range(2)]
     assert [len(texts) for texts in told] == [1, 0]  # by then the weights are as large as the updates
 
@@ -236,21 +222,9 @@ def test_a_default_fit_on_clients_that_differ_is_told_nothing(lit_mlp: Any, toy:
         assert said_during(lambda run=run: run()) == []
 
 
-class LitNorm(LitWide):
+def normed() -> LitNet:
     """With a BatchNorm whose averages can be estimated."""
-
-    example_input_array = torch.zeros(2, 6)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-
-    def forward(self, x: Any) -> Any:
-        return self.net(self.norm(x))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
+    return LitNet(nn.Sequential(nn.BatchNorm1d(6), *wide().net), lr=0.05, example=torch.zeros(2, 6))
 
 
 KEPT = {"*.running_*": "server"}
@@ -268,23 +242,23 @@ STEP_WIDTHS = ls.WidthSharding(keep_ratio=1.0, step_widths=(0.5, 1.0))
     ids=repr,
 )
 def test_averages_that_nobody_sets_are_named(options: dict[str, Any], data: Any, fit: Fit) -> None:
-    (said,) = said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2, **options))
-    assert said.startswith("Round 0: the running averages of norm are still 0 and 1")
+    (said,) = said_during(lambda: fit(seeded(normed), data, max_epochs=2, **options))
+    assert said.startswith("Round 0: the running averages of net.0 are still 0 and 1")
     estimation = ls.plugin.callbacks.BatchNormEstimation(every_n_rounds=2)
-    assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2, callbacks=[estimation], **options)) == []
-    learned = seeded(LitNorm)
-    learned.norm.running_mean += 0.1
+    assert said_during(lambda: fit(seeded(normed), data, max_epochs=2, callbacks=[estimation], **options)) == []
+    learned = seeded(normed)
+    learned.net[0].running_mean += 0.1
     assert said_during(lambda: fit(learned, data, max_epochs=1, **options)) == []
 
 
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
-    kept = Known(buffer_rules(seeded(LitNorm), KEPT))
+    kept = Known(buffer_rules(seeded(normed), KEPT))
     narrow, at_server, whole = (
         half.advice(Moment.RESTING_AVERAGES)
         for half in (
-            STEP_WIDTHS.bind(seeded(LitNorm)),
-            STEP_WIDTHS.bind(seeded(LitNorm), known=kept),
-            ls.WidthSharding().bind(seeded(LitNorm)),
+            STEP_WIDTHS.bind(seeded(normed)),
+            STEP_WIDTHS.bind(seeded(normed), known=kept),
+            ls.WidthSharding().bind(seeded(normed)),
         )
     )
     assert narrow
@@ -293,5 +267,5 @@ def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
 
 
 def test_averages_of_clients_and_those_of_a_round_without_any_are_not_named(data: Any, fit: Fit) -> None:
-    assert said_during(lambda: fit(seeded(LitNorm), data, max_epochs=2)) == []
-    assert said_during(lambda: fit(seeded(LitNorm), data, buffers=KEPT, local_epochs=0, max_epochs=2)) == []
+    assert said_during(lambda: fit(seeded(normed), data, max_epochs=2)) == []
+    assert said_during(lambda: fit(seeded(normed), data, buffers=KEPT, local_epochs=0, max_epochs=2)) == []

@@ -7,13 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from federation import Fit, same_state, seeded
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, LitNet, squared_error
 
 import lightning_spectral as ls
 
@@ -112,24 +111,14 @@ def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str
         make()
 
 
-class LitLine(pl.LightningModule):
+def line() -> LitNet:
     """One full batch and one step of learning rate 0.1 per client: the mean change is -0.1 times a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line = nn.Linear(6, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        x, y = batch
-        return (self.line(x).squeeze(1) - y.float()).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    return LitNet(nn.Linear(6, 1), loss=squared_error)
 
 
 @pytest.mark.parametrize("choice", BY_WEIGHT, ids=repr)
 def test_the_server_steps_on_the_mean_change_of_the_clients(choice: Any, toy: Any, fit: Fit) -> None:
-    module = LitLine().double()
+    module = line().double()
     central = copy.deepcopy(module)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4), batch_size=1000)
     fit(module, data, max_epochs=3, server_optimizer=choice, trainer={"precision": "64-true"})

@@ -7,6 +7,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from torch import nn
+from toy_models import variant
 
 import lightning_spectral as ls
 
@@ -30,7 +31,7 @@ def test_hooks_of_local_steps_run_on_the_module_itself_in_lightnings_order(lit_m
     ]
     data.val = None
     data.batch_size = 100
-    server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
+    server = variant(lit_mlp, **{name: spy(name) for name in names})()
     fit(server, data, algorithm=ls.FedAvg(), max_epochs=1, clients_per_round=2, local_epochs=2)
     assert calls == 4 * names
 
@@ -51,7 +52,7 @@ def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, f
         *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
         *("on_train_end", "on_fit_end", "teardown"),
     ]
-    server = type("LitSpied", (lit_mlp,), {name: spy(name) for name in names})()
+    server = variant(lit_mlp, **{name: spy(name) for name in names})()
     fit(server, data, max_epochs=1)
     assert calls == names
 
@@ -60,11 +61,8 @@ def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, f
 def test_batch_hooks_act_on_evaluation_data_with_and_without_a_data_module(
     lit_mlp: Any, data: Any, toy: Any, quiet: Any
 ) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [torch.zeros_like(batch[0]), batch[1]]
-
-    model = ls.FederatedModule(module := Lit(), clients_per_round=2)
+    kind = variant(lit_mlp, on_after_batch_transfer=lambda self, batch, _: [torch.zeros_like(batch[0]), batch[1]])
+    model = ls.FederatedModule(module := kind(), clients_per_round=2)
     loader = torch.utils.data.DataLoader(toy, batch_size=120, num_workers=0)
     x, y = toy.tensors
     with torch.no_grad():
@@ -80,19 +78,18 @@ def test_logging_in_evaluation_hooks_reaches_the_trainer(lit_mlp: Any, data: Any
         self.log("own", 3.0)
         self.log_dict({"one": 1.0, "two": 2.0})
 
-    history = fit(type("Lit", (lit_mlp,), {"on_validation_epoch_end": log})(), data).history
+    history = fit(variant(lit_mlp, on_validation_epoch_end=log)(), data).history
     assert [history.column(name) for name in ("own", "one", "two")] == [[3.0, 3.0], [1.0, 1.0], [2.0, 2.0]]
 
 
 @pytest.mark.parametrize("log", ["log", "log_dict"])
 def test_a_name_of_the_rounds_own_metrics_is_refused_in_evaluation(log: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_validation_epoch_end(self) -> None:
-            self.log("fl/mine", 1.0)  # is nobody else's
-            getattr(self, log)(*(("fl/loss", 3.0) if log == "log" else ({"fl/loss": 3.0},)))
+    def log_both(self: Any) -> None:
+        self.log("fl/mine", 1.0)  # is nobody else's
+        getattr(self, log)(*(("fl/loss", 3.0) if log == "log" else ({"fl/loss": 3.0},)))
 
     with pytest.raises(ValueError, match="An evaluation hook logs fl/loss, under which the federation logs a metric"):
-        fit(Lit(), data)
+        fit(variant(lit_mlp, on_validation_epoch_end=log_both)(), data)
 
 
 def test_a_modules_own_log_acts_on_clients_and_in_evaluation(lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -117,16 +114,13 @@ def test_a_modules_own_log_acts_on_clients_and_in_evaluation(lit_mlp: Any, data:
 
 def test_minus_one_at_a_batch_ends_the_local_epoch(lit_mlp: Any, data: Any, fit: Fit) -> None:
     trained: list[int] = []
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 1 else None
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            trained.append(batch_idx)
-
+    kind = variant(
+        lit_mlp,
+        on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None,
+        on_train_batch_end=lambda self, outputs, batch, batch_idx: trained.append(batch_idx),
+    )
     data.val = None
-    fit(Lit(), data, max_epochs=1, clients_per_round=2, local_epochs=2)  # three batches a client
+    fit(kind(), data, max_epochs=1, clients_per_round=2, local_epochs=2)  # three batches a client
     assert trained == [0] * 4
 
 
@@ -169,22 +163,19 @@ def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, fit: Fit) ->
         def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
             started.append(trainer.current_epoch)
 
-    fit(type("Lit", (lit_mlp,), {"configure_callbacks": lambda self: Mine()})(), data)
+    fit(variant(lit_mlp, configure_callbacks=lambda self: Mine())(), data)
     assert started == [0, 1]
 
 
 def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        note = "new"
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["note"] = "old"
-
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.note = checkpoint["note"]
-
-    fit(Lit(), data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = fit(Lit(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
+    kind = variant(
+        lit_mlp,
+        note="new",
+        on_save_checkpoint=lambda self, checkpoint: checkpoint.update(note="old"),
+        on_load_checkpoint=lambda self, checkpoint: setattr(self, "note", checkpoint["note"]),
+    )
+    fit(kind(), data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = fit(kind(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
     assert resumed.module.note == "old"
 
 
@@ -219,20 +210,17 @@ def test_batch_hooks_of_the_data_module_do_what_those_of_the_module_do(lit_mlp: 
     )
     plain, in_module = run(lit_mlp, still), run(type("Lit", (MovesBatches, lit_mlp), {}), still)
     in_data = run(lit_mlp, moving)
-    in_both = run(type("Lit", (lit_mlp,), {"on_after_batch_transfer": lambda *args: args[1]}), moving)
+    in_both = run(variant(lit_mlp, on_after_batch_transfer=lambda *args: args[1]), moving)
     assert in_module.rows == in_data.rows == in_both.rows
     assert same_state(in_module.state, in_data.state)
     assert not same_state(plain.state, in_data.state)
 
 
 def test_batch_norm_is_estimated_on_batches_that_the_data_module_moved(lit_mlp: Any, toy: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.insert(0, nn.BatchNorm1d(6))
-
+    lit = lit_mlp()
+    lit.net.insert(0, nn.BatchNorm1d(6))
     data = DataMovesBatches(toy, ls.IIDPartitioner(12), batch_size=4)
-    mean = fit(Lit(), data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]).state["net.0.running_mean"]
+    mean = fit(lit, data, callbacks=[ls.plugin.callbacks.BatchNormEstimation()]).state["net.0.running_mean"]
     assert mean == pytest.approx((3.0 * (toy.tensors[0] + 1.0) - 2.0).mean(0), abs=1e-5)
 
 
@@ -249,17 +237,13 @@ def test_a_layer_replaced_in_a_hook_is_an_error(hook: str, lit_mlp: Any, data: A
     def replace_layer(self: Any, *args: Any) -> None:
         self.net[2] = nn.Linear(12, 12)
 
-    lit = type("Lit", (lit_mlp,), {hook: replace_layer})()
+    lit = variant(lit_mlp, **{hook: replace_layer})()
     with pytest.raises(REPLACING[hook], match=r"Lit no longer has what its SGD trains \(parameter 2 of group 0"):
         fit(lit, data, algorithm=ls.FedAvg())
 
 
 def test_a_layer_may_be_replaced_in_setup_and_its_values_at_any_time(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def setup(self, stage: str) -> None:
-            self.net[2] = nn.Linear(12, 12)
+    def setup(self: Any, stage: str) -> None:
+        self.net[2] = nn.Linear(12, 12)
 
-        def on_train_start(self) -> None:
-            nn.init.zeros_(self.net[2].bias)
-
-    fit(Lit(), data)
+    fit(variant(lit_mlp, setup=setup, on_train_start=lambda self: nn.init.zeros_(self.net[2].bias))(), data)

@@ -10,14 +10,14 @@ import torch
 from federation import Fit
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from toy_models import LitSmall
+from toy_models import LitSmall, variant
 
 import lightning_spectral as ls
 
 
 def with_optimizer(lit_mlp: Any, configure: Callable[[Any], Any]) -> Any:
     """The usual module with another ``configure_optimizers``."""
-    return type("Lit", (lit_mlp,), {"configure_optimizers": configure})()
+    return variant(lit_mlp, configure_optimizers=configure)()
 
 
 def with_sgd(lit_mlp: Any, parameters: Callable[[Any], Any], lr: float = 0.1) -> Any:
@@ -92,13 +92,12 @@ def test_a_schedule_without_the_metric_that_it_waits_for_is_refused(lit_mlp: Any
 
 
 def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches == 4
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            steps = self.trainer.estimated_stepping_batches
-            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+    def one_cycle(self: Any) -> Any:
+        assert self.trainer.estimated_stepping_batches == 4
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
@@ -108,7 +107,7 @@ def test_estimated_steps_are_rounds(lit_mlp: Any, data: Any, fit: Fit) -> None:
         optimizer.step()
         if len(expected) < 4:
             schedule.step()
-    assert fit(Lit(), data, max_epochs=4).history.column("fl/lr") == expected
+    assert fit(with_optimizer(lit_mlp, one_cycle), data, max_epochs=4).history.column("fl/lr") == expected
 
 
 def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -133,16 +132,15 @@ def test_frozen_parameters_stay_and_travel_down_only(lit_mlp: Any, data: Any, fi
 def test_an_optimizer_with_foreign_parameters_is_refused_with_their_place(
     keep: Any, place: str, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def configure_optimizers(self) -> Any:
-            layer = nn.Linear(3, 4)
-            keep(self, layer)
-            FOREIGN[1:] = []  # a variable that this function uses
-            return torch.optim.SGD([{"params": self.parameters()}, {"params": layer.parameters()}], lr=0.1)
+    def configure_optimizers(self: Any) -> Any:
+        layer = nn.Linear(3, 4)
+        keep(self, layer)
+        FOREIGN[1:] = []  # a variable that this function uses
+        return torch.optim.SGD([{"params": self.parameters()}, {"params": layer.parameters()}], lr=0.1)
 
     FOREIGN.clear()
     with pytest.raises(ValueError, match=rf"^Parameters of SGD are not Lit's, .* of group 1, of shape \(4, 3\){place}"):
-        fit(Lit(), data)
+        fit(with_optimizer(lit_mlp, configure_optimizers), data)
 
 
 FOREIGN: list[nn.Module] = []
@@ -221,18 +219,18 @@ def test_gradients_from_before_the_fit_are_not_mistaken_for_a_leak(lit_mlp: Any,
 
 
 def test_clipping_the_weight_of_a_sharded_layer_is_an_error_that_names_it(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Critic(lit_mlp):  # type: ignore[misc]
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            for layer in self.net:
-                if hasattr(layer, "weight"):
-                    layer.weight.data.clamp_(-0.01, 0.01)
+    def clip_weights(self: Any, *args: Any) -> None:
+        for layer in self.net:
+            if hasattr(layer, "weight"):
+                layer.weight.data.clamp_(-0.01, 0.01)
 
+    critic = variant(lit_mlp, on_train_batch_end=clip_weights)
     with pytest.raises(ls.ClientError, match=r"`net.2.weight` cannot be written.*exclude=\['net.2'\]"):
-        fit(Critic(), data)
+        fit(critic(), data)
     excluded = ls.SpectralSharding(layers=ls.LayerChoices(keep_first_and_last_dense=False, exclude=["net.2"]))
     with pytest.raises(ls.ClientError, match=r"`net.0.weight` cannot be written"):
-        fit(Critic(), data, algorithm=excluded)
-    clipped = fit(Critic(), data, algorithm=ls.FedAvg()).module.net[2].weight
+        fit(critic(), data, algorithm=excluded)
+    clipped = fit(critic(), data, algorithm=ls.FedAvg()).module.net[2].weight
     assert float(clipped.detach().abs().max()) <= 0.0101
 
 

@@ -10,55 +10,47 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from observed_runs import acting
 from torch import nn
 from torchmetrics import MeanMetric
+from toy_models import variant
 
 import lightning_spectral as ls
 
 
 def test_what_clients_log_is_weighted_by_their_examples(lit_mlp: Any, toy: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("size", float(len(batch[0])))
-            return super().training_step(batch, batch_idx)
-
+    kind = variant(lit_mlp, before_step=lambda lit, batch: lit.log("size", float(len(batch[0]))))
     data = ls.FederatedDataModule(toy, ls.NaturalPartitioner([0] * 90 + [1] * 30), batch_size=1000)
-    history = fit(Lit(), data, max_epochs=1, clients_per_round=2).history
+    history = fit(kind(), data, max_epochs=1, clients_per_round=2).history
     assert history.column("size") == [pytest.approx((90 * 90 + 30 * 30) / 120)]
 
 
 def test_a_layer_that_the_first_batch_skips_still_takes_part(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        batch_of_all_layers = 1
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            return None
+        layers = self.net if batch_idx == self.batch_of_all_layers else nn.Sequential(self.net[0], self.net[5])
+        return nn.functional.cross_entropy(layers(batch[0]), batch[1])
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if batch_idx == 0:
-                return None
-            layers = self.net if batch_idx == self.batch_of_all_layers else nn.Sequential(self.net[0], self.net[5])
-            return nn.functional.cross_entropy(layers(batch[0]), batch[1])
-
-    class Never(Lit):
-        batch_of_all_layers = -1
-
-    ls.algorithms.spectral_start(lit := Lit(), 0.5)  # now, so that only training changes the weights
+    lit, never = (variant(lit_mlp, training_step=training_step, batch_of_all_layers=i)() for i in (1, -1))
+    ls.algorithms.spectral_start(lit, 0.5)  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
     assert not torch.equal(fit(lit, data).module.net[2].weight, before)
     with pytest.warns(ls.SpectralWarning, match=r"no client has given a gradient to these sharded layers: net\.2\."):
-        fit(Never(), data)
+        fit(never, data)
 
 
 def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[dict[str, Any]] = []
 
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx).reshape(1)
-            return [loss, UserDict(loss=loss, more=7), None][batch_idx]
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        loss = lit_mlp.training_step(self, batch, batch_idx).reshape(1)
+        return [loss, UserDict(loss=loss, more=7), None][batch_idx]
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(outputs)
-
-    fit(Lit(), data, max_epochs=1, clients_per_round=1)  # batches of 4, 4 and 2
+    kind = variant(
+        lit_mlp, training_step=training_step, on_train_batch_end=lambda self, outputs, *_: seen.append(outputs)
+    )
+    fit(kind(), data, max_epochs=1, clients_per_round=1)  # batches of 4, 4 and 2
     assert [sorted(outputs) for outputs in seen] == [["loss"], ["loss", "more"], []]
     assert not any(outputs["loss"].requires_grad for outputs in seen[:2])
 
@@ -68,7 +60,7 @@ def test_outputs_of_a_step_are_what_lightning_gives(lit_mlp: Any, data: Any, fit
     [({"train_loss": 1.0}, r"mapping without 'loss' \(keys: train_loss\)"), (3.0, "must return a tensor.*got float")],
 )
 def test_an_output_without_a_loss_is_refused(output: Any, message: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
-    lit = type("Lit", (lit_mlp,), {"training_step": lambda self, batch, batch_idx: output})
+    lit = variant(lit_mlp, training_step=lambda self, batch, batch_idx: output)
     with pytest.raises(ls.ClientError, match=message):
         fit(lit(), data)
 
@@ -83,7 +75,7 @@ def test_signatures_of_steps(form: str, lit_mlp: Any, data: Any, fit: Fit) -> No
         "keyword only": lambda self, batch, *, extra=None: step(self, batch),
         "keywords": lambda self, batch, **more: {"loss": step(self, batch), "more": 1},
     }
-    lit = type("Lit", (lit_mlp,), {"training_step": kinds[form], "validation_step": kinds[form]})
+    lit = variant(lit_mlp, training_step=kinds[form], validation_step=kinds[form])
     assert fit(lit(), data, max_epochs=1).history.column("fl/loss")[0] > 0
 
 
@@ -98,7 +90,7 @@ def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: A
     def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
-    kind = type("Lit", (lit_mlp,), {"validation_step": validation_step})
+    kind = variant(lit_mlp, validation_step=validation_step)
     scores = []
     for val in (toy, Plain(), torch.utils.data.DataLoader(toy, batch_size=64), [toy, Plain()]):
         data.val = val
@@ -110,65 +102,47 @@ def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: A
 
 def test_metrics_of_a_client_never_sync_over_processes(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[bool] = []
-
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.train_acc.distributed_available_fn = lambda: True
-
-        def on_train_epoch_end(self) -> None:
-            seen.append(self.train_acc.distributed_available_fn())
-
-    fit(Lit(), data, max_epochs=1)
+    kind = variant(
+        lit_mlp,
+        lambda lit: setattr(lit.train_acc, "distributed_available_fn", lambda: True),
+        on_train_epoch_end=lambda self: seen.append(self.train_acc.distributed_available_fn()),
+    )
+    fit(kind(), data, max_epochs=1)
     assert seen == [False] * 3
 
 
 def test_a_metric_that_is_no_part_of_the_module_starts_empty_for_each_client(lit_mlp: Any, data: Any, fit: Fit) -> None:
     counts: list[list[int]] = []
 
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.listed, self.named, self.pair = [MeanMetric()], {"a": [MeanMetric()]}, (0, MeanMetric())
-            self.beside = SimpleNamespace(mean=MeanMetric())
+    def prepare(lit: Any) -> None:
+        lit.listed, lit.named, lit.pair = [MeanMetric()], {"a": [MeanMetric()]}, (0, MeanMetric())
+        lit.beside = SimpleNamespace(mean=MeanMetric())
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            metrics = [self.listed[0], self.named["a"][0], self.pair[1], self.beside.mean]
-            for metric in metrics:
-                metric.update(1.0)
-            counts.append([metric.update_count for metric in metrics])
-            return super().training_step(batch, batch_idx)
+    def update(lit: Any, batch: Any) -> None:
+        metrics = [lit.listed[0], lit.named["a"][0], lit.pair[1], lit.beside.mean]
+        for metric in metrics:
+            metric.update(1.0)
+        counts.append([metric.update_count for metric in metrics])
 
-    fit(Lit(), data, max_epochs=1)
+    fit(variant(lit_mlp, prepare, before_step=update)(), data, max_epochs=1)
     assert counts == [[step] * 4 for _ in range(3) for step in (1, 2, 3)]  # three clients of three batches
 
 
 def test_a_value_under_the_name_of_the_federations_own_metric_is_refused(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("fl/loss", 7.0)
-            return super().training_step(batch, batch_idx)
-
+    kind = variant(lit_mlp, before_step=lambda lit, batch: lit.log("fl/loss", 7.0))
     with pytest.raises(ValueError, match="`training_step` logs fl/loss, under which the federation logs"):
-        fit(Lit(), data)
+        fit(kind(), data)
 
 
 def test_batch_norm_statistics_are_the_mean_of_clients_and_counters_the_servers(
     lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net.insert(1, nn.BatchNorm1d(12))
-
-    module = Lit()
+    module = lit_mlp(norm=True)
     means: list[torch.Tensor] = []
-
-    class Keep(ls.RoundCallback):
-        def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
-            means.append(turn.upload.tensors["net.1.running_mean"].clone())
-
-    fit(module, data, max_epochs=1, callbacks=[Keep()])
+    keep = acting(
+        on_client_end=lambda trainer, model, turn: means.append(turn.upload.tensors["net.1.running_mean"].clone())
+    )
+    fit(module, data, max_epochs=1, callbacks=[keep])
     torch.testing.assert_close(module.net[1].running_mean, torch.stack(means).mean(0))
     assert module.net[1].num_batches_tracked == 0
 

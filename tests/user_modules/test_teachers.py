@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, said_during, seeded
+from observed_runs import acting
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from toy_models import variant
 
 import lightning_spectral as ls
 
@@ -19,23 +21,18 @@ ALGORITHMS = [
 def with_teacher(lit_mlp: Any, **attributes: Any) -> Any:
     """A module whose teacher follows the student, layer by layer."""
 
-    class Lit(lit_mlp):  # type: ignore[misc]
-        example_input_array = torch.zeros(2, 6)
+    @torch.no_grad()
+    def follow(self: Any, *args: Any) -> None:
+        for own, of in zip(self.teacher, self.net, strict=True):
+            if isinstance(own, nn.Linear):
+                own.weight.data = 0.5 * own.weight.data + 0.5 * of.weight.detach()
+                own.bias.lerp_(of.bias, 0.5)
 
-        def __init__(self) -> None:
-            super().__init__(momentum=0.0)
-            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+    def prepare(lit: Any) -> None:
+        lit.teacher = copy.deepcopy(lit.net).requires_grad_(False)
 
-        @torch.no_grad()
-        def on_train_batch_end(self, *args: Any) -> None:
-            for own, of in zip(self.teacher, self.net, strict=True):
-                if isinstance(own, nn.Linear):
-                    own.weight.data = 0.5 * own.weight.data + 0.5 * of.weight.detach()
-                    own.bias.lerp_(of.bias, 0.5)
-
-    for name, value in attributes.items():
-        setattr(Lit, name, value)
-    return seeded(Lit)
+    members = {"example_input_array": torch.zeros(2, 6), "on_train_batch_end": follow, **attributes}
+    return seeded(variant(lit_mlp, prepare, **members), momentum=0.0)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -55,19 +52,17 @@ def test_a_teacher_that_nobody_updates_is_not_mentioned(lit_mlp: Any, data: Any,
 
 
 def test_an_average_of_weights_that_needs_gradients_is_named(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Lit(lit_mlp):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.ema = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    def prepare(lit: Any) -> None:
+        lit.ema = AveragedModel(lit.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.ema.update_parameters(self.net)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.parameters(), lr=0.1)
-
+    kind = variant(
+        lit_mlp,
+        prepare,
+        on_train_batch_end=lambda self, *args: self.ema.update_parameters(self.net),
+        configure_optimizers=lambda self: torch.optim.SGD(self.net.parameters(), lr=0.1),
+    )
     with pytest.warns(ls.SpectralWarning, match=r"clients change ema\.module\.0\.bias.*averaged_parameters"):
-        fit(Lit(), data, algorithm=ls.FedAvg(), max_epochs=1)
+        fit(kind(), data, algorithm=ls.FedAvg(), max_epochs=1)
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, ls.Scaffold()])
@@ -81,24 +76,21 @@ def test_a_teacher_that_is_named_is_averaged(algorithm: Any, lit_mlp: Any, data:
 
 def test_a_teacher_is_the_clients_mean(lit_mlp: Any, data: Any, fit: Fit) -> None:
     seen: list[torch.Tensor] = []
-
-    class Spy(ls.RoundCallback):
-        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
-            seen.append(turn.upload.tensors["teacher.2.weight"].clone())
-
+    spy = acting(
+        on_client_end=lambda trainer, model, turn: seen.append(turn.upload.tensors["teacher.2.weight"].clone())
+    )
     module = with_teacher(lit_mlp, averaged_parameters=["teacher.*"])
-    fit(module, data, algorithm=ls.FedAvg(), max_epochs=1, callbacks=[Spy()])
+    fit(module, data, algorithm=ls.FedAvg(), max_epochs=1, callbacks=[spy])
     assert len(seen) == 3
     torch.testing.assert_close(module.teacher[2].weight, torch.stack(seen).mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_teacher_may_be_updated_at_the_server(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class Follow(ls.RoundCallback):
-        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
-            pl_module.module.teacher.load_state_dict(pl_module.module.net.state_dict())
-
+    follow = acting(
+        on_round_end=lambda trainer, model, summary: model.module.teacher.load_state_dict(model.module.net.state_dict())
+    )
     module = with_teacher(lit_mlp, on_train_batch_end=lambda *args: None)
-    fit(module, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), callbacks=[Follow()])
+    fit(module, data, algorithm=ls.SpectralSharding(keep_ratio=0.5), callbacks=[follow])
     assert torch.equal(module.teacher[2].weight, module.net[2].weight)
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from observed_runs import acting, with_and_without
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP, LitSmall
+from toy_models import LitMLP, LitSmall, variant
 
 import lightning_spectral as ls
 from lightning_spectral.errors import RoundError
@@ -236,15 +236,15 @@ def test_what_has_no_averages_to_estimate_is_refused(quiet: Any) -> None:
 
 
 def test_a_step_that_fails_is_named(toy: TensorDataset, fit: Fit) -> None:
-    class LitPenalty(LitTwo):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, batch_idx)
-            return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
+    def penalised(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss = LitTwo.training_step(self, batch, batch_idx)
+        return loss + torch.autograd.grad(loss, self.net[0].bias, create_graph=True)[0].square().sum()
 
-    lit = seeded(LitPenalty)
+    kind = variant(LitTwo, training_step=penalised)
+    lit = seeded(kind)
     with pytest.raises(RoundError, match=r"Round 0, BatchNorm estimation: RuntimeError: .*does not require grad"):
         fit(lit, clients(toy), callbacks=[BatchNormEstimation()])
-    plain = fit(seeded(LitPenalty), clients(toy), max_epochs=1)
+    plain = fit(seeded(kind), clients(toy), max_epochs=1)
     assert same_state(lit.state_dict(), plain.state)  # the clients' averages are kept
 
 
@@ -278,17 +278,14 @@ class TestFaults:
 
     @pytest.mark.filterwarnings("ignore:.*failed:lightning_spectral.SpectralWarning")
     def test_a_batch_on_which_the_step_fails_is_left_out_too(self, toy: TensorDataset, fit: Fit) -> None:
-        class LitPicky(LitTwo):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                loss = super().training_step(batch, batch_idx)
-                if batch[0].isnan().any():
-                    raise ValueError("NaN in a batch")
-                return loss
+        def picky(lit: Any, batch: Any) -> None:
+            if batch[0].isnan().any():
+                raise ValueError("NaN in a batch")
 
         faults = ls.server.Faults(on_error=ls.server.LeaveOut())
         with pytest.warns(ls.SpectralWarning, match="BatchNorm estimation: 1 of 12 batches are left out"):
             fitted = fit(
-                seeded(LitPicky),
+                seeded(variant(LitTwo, before_step=picky)),
                 self.broken(toy, eval_batch_size=10),
                 callbacks=[BatchNormEstimation()],
                 max_epochs=1,

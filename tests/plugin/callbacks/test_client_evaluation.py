@@ -12,6 +12,7 @@ from observed_runs import Draws, Stirring, assert_only_adds, metrics_by_hand
 from one_by_one import Noisy
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.partition import Partition
@@ -47,14 +48,9 @@ def test_the_table_is_of_the_final_model_on_examples_nobody_trained_on(
     lit_mlp: Any, toy: TensorDataset, data: ls.FederatedDataModule, fit: Fit
 ) -> None:
     trained_on: list[Tensor] = []
-
-    class Watched(lit_mlp):  # type: ignore[misc]
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            trained_on.append(batch[0])
-            return super().training_step(batch, batch_idx)
-
+    watched = seeded(variant(lit_mlp, before_step=lambda lit, batch: trained_on.append(batch[0])))
     evaluation = ls.ClientEvaluation()
-    fitted = fit(seeded(Watched), data, clients_per_round=10, callbacks=[evaluation])
+    fitted = fit(watched, data, clients_per_round=10, callbacks=[evaluation])
     table = table_of(evaluation)
     assert table.round_idx == 1
     assert [row.client_id for row in table.rows] == list(range(1, 10))
@@ -177,12 +173,9 @@ def test_several_models_have_tables_and_resume_with_them(
 
 @pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
 def test_batches_come_through_the_users_hooks(lit_mlp: Any, toy: TensorDataset, data: Any, fit: Fit) -> None:
-    class Doubling(lit_mlp):  # type: ignore[misc]
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            return [2 * batch[0], batch[1]]
-
+    doubling = variant(lit_mlp, on_after_batch_transfer=lambda self, batch, _: [2 * batch[0], batch[1]])
     evaluation = ls.ClientEvaluation()
-    fitted = fit(seeded(Doubling), data, callbacks=[evaluation])
+    fitted = fit(seeded(doubling), data, callbacks=[evaluation])
     row = table_of(evaluation).rows[-1]
     x, y = toy[data.held_out[row.client_id]]
     expected = metrics_by_hand(fitted.module, (2 * x, y))
@@ -223,12 +216,9 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
         fit(lit, ls.FederatedDataModule(toy, ls.IIDPartitioner(4)), callbacks=[callback])
     with pytest.raises(TypeError, match="ClientEvaluation needs federated clients, but LitMLP trains on batches"):
         callback.setup(pl.Trainer(**quiet), lit, "fit")
-
-    class WithoutStep(lit_mlp):  # type: ignore[misc]
-        validation_step = pl.LightningModule.validation_step
-
-    with pytest.raises(ValueError, match=r"needs `WithoutStep\.validation_step`; define it"):
-        fit(seeded(WithoutStep), data, callbacks=[callback])
+    without_step = variant(lit_mlp, validation_step=pl.LightningModule.validation_step)
+    with pytest.raises(ValueError, match=r"needs `Lit\.validation_step`; define it"):
+        fit(seeded(without_step), data, callbacks=[callback])
     for clients in ("some", True, 0.5):
         with pytest.raises(TypeError, match=f"`clients` must be a whole number, got {clients!r}; "):
             ls.ClientEvaluation(clients=clients)  # type: ignore[arg-type]

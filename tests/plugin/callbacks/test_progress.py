@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 from federation import Fit, Fitted
 from lightning.pytorch.callbacks import TQDMProgressBar
+from observed_runs import acting
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
@@ -239,12 +240,9 @@ def test_a_resumed_run_goes_on_counting_bytes(lit: Any, data: Any, fit: Fit, lin
 
 
 def test_without_a_limit_no_time_is_left_to_tell(lit: Any, toy: TensorDataset, fit: Fit, lines: list[str]) -> None:
-    class Stop(pl.Callback):
-        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            trainer.should_stop = True
-
+    stop = acting(on_train_epoch_end=lambda trainer, model: setattr(trainer, "should_stop", True))
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4)
-    fit(lit, data, max_epochs=-1, callbacks=[RoundLines(0), Stop()])
+    fit(lit, data, max_epochs=-1, callbacks=[RoundLines(0), stop])
     (line,) = lines
     assert line.startswith("Round 1: loss ")
     assert line.endswith(" s a round")

@@ -13,6 +13,7 @@ from observed_runs import Draws, Stirring, acting, assert_only_adds, metrics_by_
 from one_by_one import Noisy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SampledNetworks
@@ -109,20 +110,19 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
 def test_dataloaders_and_limits_are_those_of_the_validation(
     lit_mlp: Any, data: Any, toy: TensorDataset, fit: Fit
 ) -> None:
-    class Several(lit_mlp):  # type: ignore[misc]
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            x, y = batch
-            logits = self(x)
-            self.val_acc(logits, y)
-            self.log("val_acc", self.val_acc)
-            self.log("loss", nn.functional.cross_entropy(logits, y), on_step=True, on_epoch=True)
-            self.log(f"own_{dataloader_idx}", float(batch_idx), add_dataloader_idx=False, batch_size=1)
-            self.log("alone", 1.0, on_step=True, on_epoch=False)
-            self.log("largest", x.max(), reduce_fx="max")
+    def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        logits = self(x)
+        self.val_acc(logits, y)
+        self.log("val_acc", self.val_acc)
+        self.log("loss", nn.functional.cross_entropy(logits, y), on_step=True, on_epoch=True)
+        self.log(f"own_{dataloader_idx}", float(batch_idx), add_dataloader_idx=False, batch_size=1)
+        self.log("alone", 1.0, on_step=True, on_epoch=False)
+        self.log("largest", x.max(), reduce_fx="max")
 
     data.val = [toy, TensorDataset(*(tensor[:70] for tensor in toy.tensors))]
     fitted = fit(
-        seeded(Several),
+        seeded(variant(lit_mlp, validation_step=validation_step)),
         data,
         max_epochs=1,
         local_epochs=0,  # so bits stay certain, and every sampled network is the expected one
@@ -158,16 +158,16 @@ def test_one_network_has_no_standard_deviation() -> None:
 
 
 def test_a_step_that_logs_nothing_is_warned_about(lit_mlp: Any, data: Any, fit: Fit) -> None:
-    class AtTheEnd(lit_mlp):  # type: ignore[misc]
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.val_acc.update(self(batch[0]), batch[1])
+    def update(self: Any, batch: Any, batch_idx: int) -> None:
+        self.val_acc.update(self(batch[0]), batch[1])
 
-        def on_validation_epoch_end(self) -> None:
-            self.log("val_acc", self.val_acc.compute())
-            self.val_acc.reset()
+    def log(self: Any) -> None:
+        self.log("val_acc", self.val_acc.compute())
+        self.val_acc.reset()
 
-    with pytest.warns(ls.SpectralWarning, match="`AtTheEnd.validation_step` logs no mean"):
-        fit(seeded(AtTheEnd), data, max_epochs=1, callbacks=[SampledNetworks(2)])
+    lit = seeded(variant(lit_mlp, validation_step=update, on_validation_epoch_end=log))
+    with pytest.warns(ls.SpectralWarning, match="`Lit.validation_step` logs no mean"):
+        fit(lit, data, max_epochs=1, callbacks=[SampledNetworks(2)])
 
 
 def test_what_cannot_be_sampled_is_refused_before_the_first_round(lit: Any, data: Any, fit: Fit, quiet: Any) -> None:

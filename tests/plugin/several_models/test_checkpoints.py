@@ -12,6 +12,7 @@ from federation import HARDLY_MOVED, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two, two_lines
 from torch.utils.data import TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.settings import check_checkpoint
@@ -89,15 +90,16 @@ def test_another_configuration_is_not_resumed() -> None:
 
 
 def test_each_hook_of_a_user_sees_its_own_part_of_the_checkpoint(run: Any, tmp_path: Path) -> None:
-    class Noted(LitLine):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            checkpoint["width"] = next(iter(checkpoint["state_dict"].values())).numel()
+    def save(self: LitLine, checkpoint: dict[str, Any]) -> None:
+        checkpoint["width"] = next(iter(checkpoint["state_dict"].values())).numel()
 
-        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.seen = checkpoint["width"]
+    def load(self: Any, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["width"]
+
+    noted = variant(LitLine, on_save_checkpoint=save, on_load_checkpoint=load)
 
     def fresh() -> ls.MultiModelModule:
-        models = {name: ls.FederatedModule(seeded(Noted, width)) for name, width in WIDTHS.items()}
+        models = {name: ls.FederatedModule(seeded(noted, width)) for name, width in WIDTHS.items()}
         return ls.MultiModelModule(models, participation=ls.Uniform(active=3))
 
     data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})

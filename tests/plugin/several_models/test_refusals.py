@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -37,21 +37,38 @@ def test_bad_arguments_are_named(models: Any, options: dict[str, Any], message: 
         ls.MultiModelModule(models, **{"participation": ls.Uniform(active=1), **options})
 
 
-@pytest.mark.parametrize(("data", "message"), [({}, "is empty"), ({"a": 3}, "FederatedDataModule")])
-def test_bad_data_are_named(data: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        ls.MultiModelDataModule(data)
+REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "no data": (lambda run: ls.MultiModelDataModule({}), ValueError, "is empty"),
+    "data of another type": (lambda run: ls.MultiModelDataModule({"a": 3}), TypeError, "FederatedDataModule"),
+    "two arguments for who takes part": (
+        lambda run: ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1)),
+        ValueError,
+        "both say",
+    ),
+    "data of one model": (
+        lambda run: run(ls.MultiModelModule(two(), participation=ls.Uniform(active=1)), lines(3, (4, 5))),
+        TypeError,
+        "MultiModelModule needs clients",
+    ),
+    "a cohort that a sampler drew, cut": (
+        lambda run: run(*two_lines(ls.Uniform(active=3)), limit_train_batches=2),
+        ValueError,
+        "lower its `active` instead",
+    ),
+}
 
 
-def test_only_one_argument_says_who_takes_part() -> None:
-    with pytest.raises(ValueError, match="both say"):
-        ls.FederatedModule(LitLine(), clients_per_round=2, participation=ls.Uniform(active=1))
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_cannot_work_is_refused(wrong: str, run: Any) -> None:
+    call, error, message = REFUSED[wrong]
+    with pytest.raises(error, match=message):
+        call(run)
 
 
 @pytest.mark.parametrize("part", ["module", "layer"])
 def test_models_cannot_share_weights(part: str) -> None:
     modules = {"words": LitLine(), "images": LitLine()}
-    modules["images"].line = modules["words"].line
+    modules["images"].net = modules["words"].net
     if part == "module":
         modules["images"] = modules["words"]
     shared = {name: ls.FederatedModule(module) for name, module in modules.items()}
@@ -84,16 +101,6 @@ def test_what_does_not_fit_is_refused_before_the_first_round(
     data = ls.MultiModelDataModule({name: lines(3, of) for name, of in sizes.items()})
     with pytest.raises(ValueError, match=message):
         run(model, data)
-
-
-def test_data_of_one_model_is_not_enough(run: Any) -> None:
-    with pytest.raises(TypeError, match="MultiModelModule needs clients"):
-        run(ls.MultiModelModule(two(), participation=ls.Uniform(active=1)), lines(3, (4, 5)))
-
-
-def test_a_cohort_that_a_sampler_drew_is_not_cut(run: Any) -> None:
-    with pytest.raises(ValueError, match="lower its `active` instead"):
-        run(*two_lines(ls.Uniform(active=3)), limit_train_batches=2)
 
 
 def test_batch_hooks_of_all_models_together_are_refused(run: Any) -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_versions import HAS_2_5_3, needs_2_5_3
 from mixed_federation import MIXED
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from toy_models import LitMLP, LitSmall
+from toy_models import LitMLP, LitSmall, variant
 
 import lightning_spectral as ls
 
@@ -52,8 +52,7 @@ class Falling(LitMLP):
         }
 
 
-class WaitsForTraining(Falling):
-    monitor, strict = "train_loss", True
+WaitsForTraining = variant(Falling, monitor="train_loss", strict=True)
 
 
 class FailsInHook(Falling):

@@ -19,6 +19,7 @@ from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
 from lightning_spectral.participation import Uniform
+from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
 from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
 from lightning_spectral.sums.exact_mean import Peers
@@ -143,19 +144,23 @@ class ClientPrivacy(Filter):
             )
 
     def server(self, fit: Fit) -> "PrivateEnd":
-        if names := sorted(fit.half.rules.returned):  # a variance with noise may be negative
-            raise ValueError(
-                "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
-                f"{first_of(names, 3)}. "
-                'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
-                '"server"}), if they are known before training.'
-            )
+        self.check_buffers(fit.half.rules)
         if paths := KeptState(fit.half.server).not_kept():  # what one client leaves there could move the next one
             raise ValueError(
                 f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
                 "to be put back after each of them; register it as a buffer."
             )
         return PrivateEnd(self, fit)
+
+    def check_buffers(self, rules: BufferRules) -> None:
+        """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
+        if names := sorted(rules.returned):
+            raise ValueError(
+                "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
+                f"{first_of(names, 3)}. "
+                'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
+                '"server"}), if they are known before training.'
+            )
 
 
 Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds

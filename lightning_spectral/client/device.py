@@ -526,10 +526,8 @@ class Device:
         """Prepare the client's tasks, most often one; each begins with the state that the server has."""
         known, _, local_optimizers = self._local_optimizers.get(download.capacity, (None, {}, ()))
         if known is not form:
-            names, stand_ins = (
-                {id(t): name for name, t in form.server.items()},
-                self.instructions.side.stand_ins(self.module),
-            )
+            names = {id(tensor): name for name, tensor in form.server.items()}
+            stand_ins = self.instructions.side.stand_ins(self.module)
             local_optimizers = tuple(LocalOptimizer(one, names, self.module, stand_ins) for one in self.optimizers)
             self._local_optimizers[download.capacity] = form, stand_ins, local_optimizers
         for local, options in zip(local_optimizers, download.options, strict=True):

@@ -91,7 +91,7 @@ class Holders(ls.RoundCallback):
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:
         self.num_rounds += 1
-        for name, draws in opened.term_draws.items():
+        for name, draws in opened.observed().term_draws.items():
             for group in draws.groups.values():
                 self.sums[name] = self.sums[name] + group.num_clients * group.inclusion_probs
 

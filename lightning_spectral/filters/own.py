@@ -69,6 +69,7 @@ class FrozenBase(ServerEnd):
 
     Example:
         >>> from lightning_spectral.protocol.exchange import frozen_parameters
+        >>> from torch import nn
         >>> net, client = nn.Linear(2, 2).requires_grad_(False), WorkUnit(3)
         >>> base = FrozenBase(lambda: frozen_parameters(net))
         >>> base.refresh()

@@ -13,6 +13,7 @@ from aggregations import AGGREGATIONS
 from federation import HARDLY_MOVED, Fit, same_state, seeded
 from lightning.pytorch.loggers import CSVLogger
 from one_client import client_of
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitFrozenParts, LitMLP, LitNet, Net, plain_sgd, variant
@@ -128,7 +129,9 @@ def capacity_free(algorithm: Any) -> Any:
 
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
-@pytest.mark.parametrize(("make", "algorithm", "capacities", "buffers"), CASES, ids=lambda value: repr(value)[:70])
+@pytest.mark.parametrize(
+    ("make", "algorithm", "capacities", "buffers"), slow_but(CASES[::2], CASES), ids=lambda value: repr(value)[:70]
+)
 def test_bytes_are_those_of_rounds(
     make: Any, algorithm: Any, capacities: Any, buffers: Any, toy: Any, fit: Fit
 ) -> None:
@@ -475,6 +478,12 @@ def choice_of(name: str) -> tuple[Any, list[float]]:
     return EVERY_KIND[name]
 
 
+LARGER = [
+    *((network, name) for network in ("cnn", "gpt", "lstm") for name in ("Unbiased", "fjord", "zampling")),
+    *((network, "folded") for network in ("cnn", "gpt")),
+]
+
+
 class TestWithoutValues:
     """Counted on fake tensors, an algorithm costs what it costs on the module's own."""
 
@@ -504,8 +513,7 @@ class TestWithoutValues:
         ("network", "name"),
         [
             *(("mlp", name) for name in EVERY_KIND),
-            *((network, name) for network in ("cnn", "gpt", "lstm") for name in ("Unbiased", "fjord", "zampling")),
-            *((network, "folded") for network in ("cnn", "gpt")),
+            *slow_but([("cnn", "Unbiased"), ("gpt", "fjord"), ("lstm", "zampling")], LARGER),
         ],
     )
     def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from federation import seeded
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitNet, Net
@@ -107,7 +108,10 @@ def largest_tensor(module: nn.Module, example: Tensor) -> int:
 
 @pytest.mark.parametrize(
     ("network", "name"),
-    [*(("mlp", name) for name in ALGORITHMS), *(("cnn", name) for name in ("fedavg", "spectral", "width", "zampling"))],
+    [
+        *(("mlp", name) for name in ALGORITHMS),
+        *slow_but([("cnn", "spectral")], [("cnn", name) for name in ("fedavg", "spectral", "width", "zampling")]),
+    ],
 )
 def test_the_memory_of_training_is_what_the_allocator_hands_out(network: str, name: str) -> None:
     """Besides what single operations allocate and free: a copy of an argument and of the result, in another layout."""

@@ -75,7 +75,7 @@ def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, ag
     agree(*(run(lit(), data, max_epochs=2, **SYSTEMS[name]) for run in (fit, there)))
 
 
-@pytest.mark.parametrize("name", slow_but(["SpectralSharding", "LoRA", "StaleUpdates"], doctor.ALGORITHMS))
+@pytest.mark.parametrize("name", slow_but(["LoRA"], doctor.ALGORITHMS))
 def test_the_doctor_finds_nothing_wrong(name: str, device: Any, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = {name: doctor.ALGORITHMS[name]}
     assert doctor.main(["--device", str(device.torch)], chosen) == 0, capsys.readouterr().out

@@ -133,6 +133,7 @@ def test_evaluation_alone_is_the_same(data: Any, quiet: dict[str, Any], device: 
         assert without_seconds(there) == pytest.approx(without_seconds(here), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_that_share_a_device_train_as_one(device: Any, tmp_path: Path) -> None:
     name = "pretended" if device.is_pretended else "cuda"
     command = [sys.executable, launched_run.__file__, str(tmp_path / "weights"), "2", "1", "1", name]

@@ -277,6 +277,7 @@ def audited(noise: float, num_runs: int = 1000) -> float:
     return lower_bound(scores[True], scores[False], PRIVACY.delta)
 
 
+@pytest.mark.slow
 def test_an_audit_finds_no_more_than_is_claimed_and_finds_too_little_noise() -> None:
     claim = epsilon(1.0, 1.0, 1, PRIVACY.delta)
     assert 0.5 < audited(1.0) <= claim

@@ -14,6 +14,8 @@ from other_process import toy_data
 from toy_models import LitMLP, LitSmall
 
 pytest.importorskip("cryptography", reason="masks need the extra `secure`")
+from slow_cases import slow_but
+
 import lightning_spectral as ls
 from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import Kind, Part, handshake_of, handshake_parts, record_of, record_parts
@@ -91,7 +93,7 @@ def unread(parts: Parts) -> Parts:
     return {name: data[:-1] for name, data in parts.items()}
 
 
-@pytest.mark.parametrize("after", [lost, late, unread])
+@pytest.mark.parametrize("after", slow_but([lost], [lost, late, unread]))
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.filterwarnings("ignore:.*is left out of the average")
 def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed(

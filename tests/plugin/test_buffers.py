@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import HARDLY_MOVED, Fit, same_state, seeded
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import variant
@@ -200,7 +201,7 @@ def test_bounds_on_updates_and_norms_leave_extremes_alone(fit: Fit) -> None:
     assert torch.isfinite(fitted.weights).all()
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "StaleUpdates", "Scaffold"])
+@pytest.mark.parametrize("name", slow_but(["StaleUpdates"], ["FedAvg", "StaleUpdates", "Scaffold"]))
 def test_they_keep_the_contract(name: str) -> None:
     """In any order, over two processes, over the codec, and resumed."""
     x = torch.cat(examples())[:12]

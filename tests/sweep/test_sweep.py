@@ -110,6 +110,7 @@ def sweep(capfd: pytest.CaptureFixture[str]) -> Callable[..., Told]:
     return start
 
 
+@pytest.mark.slow
 def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told]) -> None:
     told = sweep(*KINDS, "--jobs", "2")
     assert told.status == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
@@ -70,6 +71,12 @@ DRAWING = {
     "LoRA, padded": RESTING.pop("LoRA with PaddedFactors"),
     "LoRA, truncated": RESTING.pop("LoRA with TruncatedProducts"),
 }
+# One of each class and of what acts in rounds in a way of its own; the others are slow
+QUICK = [
+    *("FedAvg", "spectral", "outputs cut", "FIARSE", "stale updates", "SCAFFOLD", "Ditto", "q-FedAvg", "width"),
+    *("averages of each width", "LoRA with restarts", "LoRA with SampledTerms", "LoRA with FoldedTerms"),
+    *("spectral, within reach", "Zampling", "FedDyn", "LoRA, truncated"),
+]
 
 
 @pytest.fixture
@@ -86,13 +93,13 @@ def module() -> Iterator[LitMLP]:
 
 
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")  # of a frozen module
-@pytest.mark.parametrize("name", RESTING)
+@pytest.mark.parametrize("name", slow_but(QUICK, RESTING))
 def test_every_algorithm_passes(name: str, module: LitMLP, batch: Any) -> None:
     check_algorithm(RESTING[name], LitSmall() if "averages" in name else module, batch)
 
 
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("name", slow_but(QUICK, DRAWING))
 def test_what_averages_draws_passes_but_for_resting(name: str, module: LitMLP, batch: Any) -> None:
     check_algorithm(DRAWING[name], module, batch, rests=False)
     with pytest.raises(AssertionError, match="nobody trained, but the server's weights changed: "):

@@ -16,6 +16,7 @@ from lightning_spectral.testing import doctor
 CPU = ["--device", "cpu"]
 
 
+@pytest.mark.slow  # `test_check_algorithm` checks the same algorithms
 def test_every_algorithm_is_right_and_nothing_stays_behind(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
 def networks(fitted: Fitted, num_samples: int) -> list[Any]:
     """Copies of the trained module, each with weights Qz computed from all entries of Q."""
     model, found = fitted.model, []
-    weights = ZAMPLING.weights_of(model.module)
+    weights = ZAMPLING.scheme().weights_of(model.module)
     columns, values = ZAMPLING.scheme().matrix(weights, model.seed).entries()
     for k in range(num_samples):
         generator = derived_generator(model.seed, "sampled networks", fitted.trainer.current_epoch - 1, k)

@@ -163,9 +163,6 @@ class Observed:
     histograms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-NOTHING = Observed()
-
-
 class Round(ABC):
     """One open round: what the server read from its weights, and the running sums of what clients send back."""
 
@@ -210,7 +207,7 @@ class Round(ABC):
 
     def observed(self) -> Observed:
         """What there is to log and to show of the round, which may still be open; by default nothing."""
-        return NOTHING
+        return Observed()
 
     def expected_update(self, unit: WorkUnit) -> Mapping[str, Tensor]:
         """The change of the server's tensors, by name, that is expected of a unit before it trains; by default none."""

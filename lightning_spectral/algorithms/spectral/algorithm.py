@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer
 
 from lightning_spectral.algorithms.base import (
-    NOTHING,
     UNKNOWN,
     Algorithm,
     Decisions,
@@ -538,7 +537,7 @@ class SpectralRound(DenseRound):
     def observed(self) -> Observed:
         """Share of terms visited, normalised inclusion entropy and the largest multiplier, if a layer is sharded."""
         if not self.layers:
-            return NOTHING
+            return Observed()
         visited = {name: layer.mean.visited for name, layer in self.layers.items()}
         plans = [plan for draws in self.term_draws.values() for plan in draws.groups.values()]
         entropies = [float(marginal_entropy(plan.inclusion_probs)) for plan in plans]

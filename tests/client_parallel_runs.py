@@ -467,7 +467,7 @@ def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name:
     keep(name, run(mine, trainer=trainer, **options))
 
 
-def main(folder: Path, ports: dict[int, int]) -> None:
+def main(folder: Path, num_processes: int, port: int) -> None:
     """Import once, then fork."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*LeafSpec")
@@ -475,12 +475,11 @@ def main(folder: Path, ports: dict[int, int]) -> None:
     warnings.filterwarnings("ignore", message=".*exists and is not empty|The dirpath has changed|.*num_workers")
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")  # each gets all data
     torch.set_num_threads(1)
-    for num_processes, port in ports.items():
-        start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")
-        for name in ["the last ends", "the first ends", "the last is away"][: 5 - num_processes]:
-            arguments = (num_processes, port, folder, name)
-            start_processes(a_lost_process, arguments, nprocs=num_processes, start_method="fork")
+    start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")
+    for name in [*LOST][: 5 - num_processes]:
+        arguments = (num_processes, port, folder, name)
+        start_processes(a_lost_process, arguments, nprocs=num_processes, start_method="fork")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), {2: int(sys.argv[2]), 3: int(sys.argv[3])})
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

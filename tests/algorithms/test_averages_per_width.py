@@ -222,6 +222,7 @@ def test_weights_are_those_of_shared_averages(data: Any, fit: Fit) -> None:
     assert not any(torch.equal(on.state[name], off.state[name]) for name in AVERAGES)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
     """By hand: the averages of each narrower width, and eight bytes for each count of steps."""
     table, without = (

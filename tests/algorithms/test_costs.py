@@ -393,7 +393,7 @@ class TestBudgets:
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need}) == rank
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need - 1}) == rank - 1
 
-    @pytest.mark.parametrize("downlink_bits", [None, 3])
+    @pytest.mark.parametrize("downlink_bits", slow_but([3], [None, 3]))
     def test_the_answer_fits_and_no_smaller_compression_does(self, downlink_bits: int | None) -> None:
         module, degree = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)), 2
         weights = Compression(1, degree).weights_of(module)

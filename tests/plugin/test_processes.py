@@ -12,7 +12,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from federation import seeded
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_versions import HAS_2_5_3
 from ports import free_port
+from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import singular_terms
@@ -49,9 +50,9 @@ SAME = [name for name in RUNS.RUNS if "fails" not in name]
 CASES = [(name, n) for name in SAME for n in (2, 3) if n == 2 or name not in RUNS.ONLY_WITH_TWO]
 
 
-def run_in_several(folder: Path, ports: list[str]) -> None:
+def run_in_several(folder: Path, num_processes: int) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPT), str(folder), *ports]
+    command = [sys.executable, str(SCRIPT), str(folder), str(num_processes), str(free_port())]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -65,10 +66,11 @@ def run_in_several(folder: Path, ports: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Results:
-    """The final state of each process of each run."""
+    """The final state of each process of each run; runs are done when the first of them is looked at."""
 
     folder: Path
     alone: dict[str, dict[str, Any]]
+    done: set[int] = field(default_factory=set)
 
     def __call__(self, name: str, num_processes: int) -> list[dict[str, Any]]:
         if num_processes == 1:
@@ -76,10 +78,17 @@ class Results:
         return [self.of(name, num_processes, rank) for rank in range(num_processes)]
 
     def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
+        self.run(num_processes)
         found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
         return found
 
+    def run(self, num_processes: int) -> None:
+        if num_processes > 1 and num_processes not in self.done:
+            self.done.add(num_processes)
+            run_in_several(self.folder, num_processes)
+
     def checkpoint(self, name: str, num_processes: int) -> Path:
+        self.run(num_processes)
         return self.folder / str(num_processes) / name / "0.ckpt"
 
 
@@ -92,7 +101,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         warnings.simplefilter("ignore", ls.SpectralWarning)
         for name, options in RUNS.RUNS.items():
             alone[name] = RUNS.run(folder / "1" / name, **options)
-    run_in_several(folder, [str(free_port()) for _ in range(2)])
     return Results(folder, alone)
 
 
@@ -105,7 +113,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert repr(ours[key]) == repr(theirs[key]), key
 
 
-@pytest.mark.parametrize(("name", "num_processes"), CASES)
+@pytest.mark.parametrize(("name", "num_processes"), slow_but([case for case in CASES if case[1] == 2], CASES))
 def test_every_process_ends_as_a_single_one(name: str, num_processes: int, results: Results) -> None:
     (alone,) = results(name, 1)
     assert alone["error"] is None
@@ -137,6 +145,7 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
 
 def test_one_process_writes_the_dashboard_of_all(results: Results) -> None:
     def record(num_processes: int, rank: int) -> Path:
+        results.run(num_processes)
         return results.folder / str(num_processes) / f"several models, process {rank}" / NAME
 
     def histograms(num_processes: int) -> list[Any]:
@@ -161,7 +170,7 @@ def test_two_processes_start_from_the_weights_that_the_plain_function_makes(resu
             assert all(torch.equal(value, one["weights"][name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_a_run_resumes_with_another_number_of_processes(num_processes: int, results: Results) -> None:
     (whole,) = results(RUNS.RESUMED, 1)
     for one in results("resumed", num_processes):
@@ -169,13 +178,13 @@ def test_a_run_resumes_with_another_number_of_processes(num_processes: int, resu
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_a_checkpoint_of_several_processes_resumes_in_one(num_processes: int, results: Results, tmp_path: Path) -> None:
     ckpt = results.checkpoint(RUNS.RESUMED, num_processes)
     assert_same_run(RUNS.run(tmp_path, ckpt=ckpt, **RUNS.RUNS[RUNS.RESUMED]), *results(RUNS.RESUMED, 1))
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_a_failing_client_ends_every_process_with_its_address(num_processes: int, results: Results) -> None:
     words = "ClientError: Round 1, client 0, local training: FloatingPointError: example 0"
     (alone,) = results("a client fails", 1)
@@ -187,14 +196,14 @@ def test_a_failing_client_ends_every_process_with_its_address(num_processes: int
         assert_same_run({**one, "error": None}, {**alone, "error": None})
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_a_failing_callback_names_the_client_too(num_processes: int, results: Results) -> None:
     for one in results("a callback fails", num_processes):
         assert one["error"].startswith("ClientError: Round 0, client ")
         assert one["error"].endswith(f"KeyError: 'mine' (process {num_processes - 1})")
 
 
-@pytest.mark.parametrize("num_processes", [1, 2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([1, 2], [1, 2, 3]))
 @pytest.mark.parametrize("algorithm", ["dense", "spectral"])
 def test_broken_server_weights_end_every_process_alike(algorithm: str, num_processes: int, results: Results) -> None:
     """The weights are the same everywhere, so the error is too, whichever process saw a client fail."""
@@ -205,7 +214,7 @@ def test_broken_server_weights_end_every_process_alike(algorithm: str, num_proce
         assert "process" not in one["error"]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
     *others, last = results("hung up", num_processes)
     assert last["error"] == "KeyError: 'mine alone'"
@@ -214,7 +223,9 @@ def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, res
 
 @pytest.mark.parametrize(
     ("name", "num_processes"),
-    [("the last ends", 2), ("the last ends", 3), ("the first ends", 2), ("the first ends", 3), ("the last is away", 2)],
+    slow_but(
+        [(name, 2) for name in RUNS.LOST], [*((name, 2) for name in RUNS.LOST), *((n, 3) for n in [*RUNS.LOST][:2])]
+    ),
 )
 def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, results: Results) -> None:
     lost = RUNS.LOST[name][0] % num_processes
@@ -230,14 +241,14 @@ def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, 
         assert torch.load(saved, weights_only=True)["global_step"] == 1
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_processes_of_different_runs_are_refused(num_processes: int, results: Results) -> None:
     for one in results("other seeds", num_processes):
         assert one["error"].startswith("ValueError: The processes are set up for different runs")
         assert "seed: 0 in process 0, 1 in process 1" in one["error"]
 
 
-@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
 def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, results: Results) -> None:
     for said in results("said", num_processes):
         assert said["gathered"] == list(range(num_processes))

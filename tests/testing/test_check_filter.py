@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from slow_cases import slow_but
 from ternary import Ternary, TernaryEnd
 from torch import nn
 
@@ -47,7 +48,7 @@ OWN: dict[str, tuple[Filter, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", slow_but([*OWN][::2], OWN))
 def test_what_keeps_the_contract_passes(name: str) -> None:
     own, options = OWN[name]
     check_filter(own, Net(), BATCH, **options)

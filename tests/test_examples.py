@@ -21,7 +21,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 class Finished:
     """An example that ran in a folder of its own, with a home of its own."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, script: str, *arguments: str, path: str = "") -> None:
         self.folder = folder
         self.home = folder.with_name(f"{folder.name} home")
         for new in (self.folder, self.home):
@@ -29,7 +29,7 @@ class Finished:
         command = [sys.executable, "-W", "error", EXAMPLES / script, *arguments]
         kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
         caches = {"MPLCONFIGDIR": str(folder.with_name("matplotlib")), "PYTHONDONTWRITEBYTECODE": "1"}
-        env = {**kept, **caches, "HOME": str(self.home), "PYTHONPATH": ""}
+        env = {**kept, **caches, "HOME": str(self.home), "PYTHONPATH": path}
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=1200, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         self.errors = done.stderr

@@ -543,8 +543,9 @@ class OpenRound:
 
     def _moves_server(self) -> bool:
         """Whether the round changes the server: some client is left, none is needed, or it is private."""
-        needs_none = self.engine.is_private or promises_of(self.engine.algorithm).steps_without_clients
-        return needs_none or not all(outcome.left_out for outcome in self.gathered)
+        if not all(outcome.left_out for outcome in self.gathered):
+            return True
+        return self.engine.is_private or promises_of(self.engine.algorithm).steps_without_clients
 
     def apply(self) -> RoundSummary:
         """Turn the sums into pseudo-gradients, unless no client is left, and summarise the round."""

@@ -57,7 +57,7 @@ class SpectralDiagnostics(RoundCallback):
         return round_idx % self.every_n_rounds == 0
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
-        if opened.observed().term_draws and self.is_due(trainer.current_epoch):
+        if self.is_due(trainer.current_epoch) and opened.observed().term_draws:
             by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
             figures = spectral_figures(opened, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}

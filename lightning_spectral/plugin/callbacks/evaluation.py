@@ -80,9 +80,11 @@ class ValidatedBeside(Recorder):
         held = [(own, own.data, tensors[name]) for name, own in named_state(self.module).items() if name in tensors]
         for own, data, other in held:
             own.data = other.to(data).clone()  # a step may change it
-        yield  # if it raises, `entered` puts back all
-        for own, data, _ in held:
-            own.data = data
+        try:
+            yield
+        finally:
+            for own, data, _ in held:
+                own.data = data
 
     def start(self) -> None:
         """Forget what was logged so far, and reset the module's metrics: other data follows."""

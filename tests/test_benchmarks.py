@@ -54,9 +54,11 @@ def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path, run: Run
         rows = np.random.default_rng(0).integers(0, 10, (60, 1 + 3 * 32 * 32), np.uint8)
         rows.tofile(tmp_path / f"{name}.bin")
     toy = ("gpu.py", "--device", "cpu", "--toy", "--cifar10")
-    said = run(*toy, str(tmp_path), "--parts", "rounds", "factorise", "shared", "stacked", "cifar10")
+    parts = "rounds", "factorise", "shared", "stacked", "captured", "cifar10"
+    said = run(*toy, str(tmp_path), "--parts", *parts)
     beside = [r"tiny +\d+\.\d +\d+\.\d +\d+\.\d\d +\d+\.\d +\d+\.\d\d", r"GPT +\d", r"tiny, 2 +\d+\.\d +\d"]
     beside += [r"tiny +\d+\.\d +\d+\.\d +\d\.\d\d +(0e\+00|\de-0[789])"]  # the same weights, to rounding
+    beside += [r"tiny, sharded +\d.* 0e\+00 +0e\+00"]  # the same bits
     for row in (*beside, r"12x20( +\d+\.\d){5}", r"2 +\d+\.\d\d +\d.*%"):
         assert re.search(rf"^{row}", said, re.MULTILINE), said
     assert "failed" not in said

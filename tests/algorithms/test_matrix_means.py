@@ -298,7 +298,7 @@ def test_terms_that_nobody_could_hold_are_not_computed(
         before = {name: matrix(server, name).clone() for name in SHARDED}
         opened, moved = play(half, server, ratios, size=0.01)
         assert len(whole_terms) == (0 if suffice and server is first else len(half.plan.blocks))
-        seen.append((opened, opened.observed().figures | spectral_figures(opened)))
+        seen.append((opened, opened.observed().figures | spectral_figures(opened.term_draws)))
         for name, draws in opened.term_draws.items():
             change = sum((c + 1) * one[name] for c, one in enumerate(moved)) / sum(range(len(ratios) + 1))
             u, s, vh = torch.linalg.svd(before[name].double(), full_matrices=False)

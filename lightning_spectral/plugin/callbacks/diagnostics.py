@@ -12,9 +12,8 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.fed_avg import FedAvg
-from lightning_spectral.algorithms.term_draws import GroupPlan
+from lightning_spectral.algorithms.term_draws import GroupPlan, TermDraws
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.figures import (
@@ -57,17 +56,17 @@ class SpectralDiagnostics(RoundCallback):
         return round_idx % self.every_n_rounds == 0
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
-        if self.is_due(trainer.current_epoch) and opened.observed().term_draws:
-            by_layer = self.by_layer[pl_module.name] = layer_figures(opened)
-            figures = spectral_figures(opened, by_layer)
+        if self.is_due(trainer.current_epoch) and (draws := opened.observed().term_draws):
+            by_layer = self.by_layer[pl_module.name] = layer_figures(draws)
+            figures = spectral_figures(draws, by_layer)
             values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
             pl_module.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
 
-def layer_figures(opened: Round) -> dict[str, dict[str, float]]:
-    """The figures of each sharded layer in one open round."""
+def layer_figures(draws: Mapping[str, TermDraws]) -> dict[str, dict[str, float]]:
+    """The figures of each sharded layer in one round."""
     found = {}
-    for name, layer in opened.observed().term_draws.items():
+    for name, layer in draws.items():
         s, plans = layer.singular_values, layer.groups
         num_singular, squared_norm = len(s), float((s**2).sum())
         errors = sum(error * plans[ratio].num_clients for ratio, error in layer.client_errors().items())
@@ -82,11 +81,13 @@ def layer_figures(opened: Round) -> dict[str, dict[str, float]]:
     return found
 
 
-def spectral_figures(opened: Round, by_layer: Mapping[str, Mapping[str, float]] | None = None) -> dict[str, float]:
-    """The figures of one open round, by the names under which they are logged."""
-    by_layer = layer_figures(opened) if by_layer is None else by_layer
+def spectral_figures(
+    draws: Mapping[str, TermDraws], by_layer: Mapping[str, Mapping[str, float]] | None = None
+) -> dict[str, float]:
+    """The figures of one round, by the names under which they are logged."""
+    by_layer = layer_figures(draws) if by_layer is None else by_layer
     chosen = {}  # the strategy's own figures on its choices for a layer, averaged over keep ratios
-    for name, layer in opened.observed().term_draws.items():
+    for name, layer in draws.items():
         figures, s = layer.strategy.figures, layer.singular_values
         chosen[name] = _means(figures(s, plan.num_terms, float(plan.num_clients)) for plan in layer.groups.values())
     means = {**_means(by_layer.values()), **_means(chosen.values())}

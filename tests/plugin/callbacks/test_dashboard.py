@@ -163,7 +163,7 @@ def test_figures_are_computed_once_a_round(
 ) -> None:
     calls = []
     own = diagnostics.layer_figures
-    monkeypatch.setattr(diagnostics, "layer_figures", lambda opened: calls.append(1) or own(opened))
+    monkeypatch.setattr(diagnostics, "layer_figures", lambda draws: calls.append(1) or own(draws))
     watchers = [] if interval is None else [SpectralDiagnostics(interval)]
     fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[ls.RoundDashboard(3), *watchers])
     assert len(calls) == {1: 4, 2: 3, None: 2}[interval]  # the dashboard needs those of rounds 0 and 3

@@ -39,7 +39,7 @@ def test_figures_are_the_pure_functions_of_a_round() -> None:
     server = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 2))
     algorithm = ls.SpectralSharding(ls.Collective(), keep_ratio=0.5)
     opened = algorithm.bind(server).open(Cohort(0, 0, {0.5: tuple(map(WorkUnit, range(3)))}))
-    figures = spectral_figures(opened)
+    figures = spectral_figures(opened.term_draws)
     layer = opened.term_draws["1"]
     pi, s = layer.groups[0.5].inclusion_probs, layer.singular_values
     expected = group_discrepancy(s, pi, collective_multipliers(pi, 3), 3) / (s**2).sum()
@@ -59,7 +59,7 @@ def test_the_clients_error_is_the_mean_over_clients_of_all_keep_ratios() -> None
         errors = [(s**2 * (1 / layer.groups[ratio].inclusion_probs - 1)).sum() / (s**2).sum() for ratio in (0.25, 0.5)]
         by_hand.append(float(4 * errors[0] + errors[1]) / 5)
     assert len(by_hand) == 2
-    assert spectral_figures(opened)["fl/client_error"] == pytest.approx(sum(by_hand) / 2)
+    assert spectral_figures(opened.term_draws)["fl/client_error"] == pytest.approx(sum(by_hand) / 2)
 
 
 @pytest.mark.parametrize("wrap", [lambda strategy: strategy, ls.sharding.Scaled], ids=["alone", "Scaled"])
@@ -70,7 +70,7 @@ def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any
     cohort = Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]})
     algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)))
     opened = algorithm.bind(server).open(cohort)
-    figures = spectral_figures(opened)
+    figures = spectral_figures(opened.term_draws)
     per_layer = []
     for name, layer in opened.term_draws.items():
         sizes = [effective_cohort_size(layer.singular_values, n, size, 0.5) for n, size in ((2, 4.0), (4, 2.0))]
@@ -78,7 +78,7 @@ def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any
         assert figures[f"fl/effective_cohort/{name}"] == pytest.approx(per_layer[-1])
     assert figures["fl/effective_cohort"] == pytest.approx(sum(per_layer) / 2)
     assert 1.0 < figures["fl/effective_cohort"] < 4.0
-    plain = spectral_figures(ls.SpectralSharding(ls.Collective()).bind(server).open(cohort))
+    plain = spectral_figures(ls.SpectralSharding(ls.Collective()).bind(server).open(cohort).term_draws)
     assert not [name for name in plain if "effective_cohort" in name]
 
 
@@ -100,7 +100,9 @@ def test_discrepancy_is_that_of_the_weighted_average(cohort: Any, scale: float) 
             average += size / sum(sizes) * held * plan.multipliers
     errors = ((1 - average) ** 2 @ s**2) / (s**2).sum()
     deviation = float(errors.std() / num_draws**0.5)
-    assert spectral_figures(opened)["fl/discrepancy"] == pytest.approx(float(errors.mean()), abs=5 * deviation)
+    assert spectral_figures(opened.term_draws)["fl/discrepancy"] == pytest.approx(
+        float(errors.mean()), abs=5 * deviation
+    )
 
 
 def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
@@ -108,7 +110,7 @@ def test_coordination_lowers_the_discrepancy_and_raises_the_coverage() -> None:
     server = nn.Sequential(nn.Linear(4, 30), nn.Linear(30, 20), nn.Linear(20, 2))
     cohort = Cohort(0, 0, {0.2: tuple(WorkUnit(c, coefficient=10) for c in range(6))})
     apart, together = (
-        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).bind(server).open(cohort))
+        spectral_figures(ls.SpectralSharding(ls.Unbiased(), 0.2, design=design).bind(server).open(cohort).term_draws)
         for design in (None, ls.designs.Coordinated())
     )
     assert together["fl/discrepancy"] < apart["fl/discrepancy"]

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import nn
 
 from lightning_spectral.algorithms.base import ServerHalf, promises_of
-from lightning_spectral.algorithms.filter import Filter, Form, Plan
-from lightning_spectral.arguments import Whole, as_patterns, check_fields, check_matches, matches_any
+from lightning_spectral.algorithms.filter import Filter, Fit, Form, Plan, ServerEnd
+from lightning_spectral.arguments import Whole, as_patterns, check_fields, check_matches, first_of, matches_any
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn, StepActions
 from lightning_spectral.protocol.exchange import load_tensors, named_state, select_tensors
 from lightning_spectral.protocol.records import Tensors, Upload
@@ -53,6 +53,19 @@ class PersonalEnd(DeviceEnd):
 
     def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
         return upload, select_tensors(turn.client, self.names)
+
+
+@dataclass(eq=False)
+class PersonalServerEnd(ServerEnd):
+    """Says that the server's own values do not learn."""
+
+    names: tuple[str, ...]
+
+    def remarks(self) -> Sequence[str]:
+        return [
+            f"Personal: {first_of(self.names, 2)} stay with clients, and the server's own do not learn, so validation "
+            "says little of what clients get; `ClientEvaluation` judges each with its own."
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,3 +140,6 @@ that stay with each client, such as Personal(["head.*"]).
 
     def device(self, half: ServerHalf) -> PersonalEnd:
         return PersonalEnd(self.stays(half.server), self.epochs)
+
+    def server(self, fit: Fit) -> PersonalServerEnd:
+        return PersonalServerEnd(self.stays(fit.half.server))

@@ -214,6 +214,13 @@ def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
     assert not torch.equal(own["net.1.running_mean"], before["net.1.running_mean"])
 
 
+def test_it_is_said_once_that_the_servers_own_do_not_learn(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(seeded(with_norm), toy_data(), filters=[ls.Personal(["net.1.*"])], max_epochs=2)
+    assert caplog.text.count("Personal: net.1.weight, net.1.bias and 3 more stay with clients") == 1
+    assert "`ClientEvaluation` judges each with its own" in caplog.text
+
+
 @pytest.mark.parametrize("options", [{"filters": [ls.Personal(HEAD)]}, {"algorithm": ls.Ditto()}], ids=repr)
 def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(options: Any, fit: Fit) -> None:
     whole = toy_data()

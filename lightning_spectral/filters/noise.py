@@ -15,9 +15,9 @@ from lightning_spectral.algorithms.filter import Filter, Fit, Plan
 from lightning_spectral.arguments import Number, check_fields, first_of
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.errors import DeviceError
+from lightning_spectral.filters.private_sums import SLACK, Normals, SecretNormals
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.records import Tensors, Upload
-from lightning_spectral.sums.private import SLACK, Normals, SecretNormals
 
 NO_BUFFERS = (
     "`LocalNoise` hides parameters, and clients would send back the buffers {}; leave them at the server, "

@@ -18,10 +18,11 @@ from lightning_spectral.arguments import Number, Whole, check_fields, first_of
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
+from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
 from lightning_spectral.participation import Uniform
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
-from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
+from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_mean import Peers
 
 LARGEST_CLIP = 1024.0  # what exact sums have room for

@@ -1,14 +1,11 @@
 """Exact sums over clients, whose bits depend neither on the clients' order nor on their processes."""
 
 from lightning_spectral.sums.exact_mean import MeanBits, MeanChange, RunningMean, SummandError, add_up, check_summable
-from lightning_spectral.sums.private import PrivateSums, SecretNormals
 
 __all__ = [
     "MeanBits",
     "MeanChange",
-    "PrivateSums",
     "RunningMean",
-    "SecretNormals",
     "SummandError",
     "add_up",
     "check_summable",

@@ -21,11 +21,11 @@ from lightning_spectral.client.device import DeviceTurn, Instructions
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError
 from lightning_spectral.filters import Filter
+from lightning_spectral.filters.private_sums import SecretNormals
 from lightning_spectral.network import ClientData, LocalNoise
 from lightning_spectral.network.line import Question
 from lightning_spectral.network.messages import record_of
 from lightning_spectral.protocol.records import Download, LoggedValue, Upload, WorkUnit
-from lightning_spectral.sums import SecretNormals
 
 CLIENT = WorkUnit(0)
 SHAPES = {"weight": (3, 4), "bias": (5,)}

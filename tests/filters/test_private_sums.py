@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.sums import MeanChange, PrivateSums, SecretNormals
+from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
+from lightning_spectral.sums import MeanChange
 from lightning_spectral.testing.trial import Peer
 
 WEIGHT, TOTAL = 0.25, 2.5  # of a client; of all ten that may take part

@@ -145,6 +145,7 @@ def toy_line(
         ClientData(
             examples,
             batch_size=4,
+            labels=examples.tensors[1],
             keep_ratio=ratios.get(i),
             budget_bytes=budgets.get(i),
             state_folder=None if folder is None else str(folder / str(i)),

@@ -11,7 +11,7 @@ IN_PACKAGES = {
         AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans narrow_model
         save_peft_adapter spectral_start
     """,
-    "client": "GradientClip LocalHook MaskedLogits ProximalTerm",
+    "client": "CalibratedLogits FixedBatchNorm GradientClip LocalHook LogitsHook MaskedLogits ProximalTerm",
     "designs": "Coordinated Design JointDesign RandomSystematic",
     "errors": "LostProcessError RoundError",
     "filters": "Packing",

@@ -173,15 +173,24 @@ class ClientData:
 
     def __post_init__(self) -> None:
         self.num_examples = examples_per_epoch(len(self.indices), self.batch_size, self.drop_last)
-        self._classes: Tensor | None = None
+        self._counted: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def round_idx(self) -> int:
+        """The round in which the client trains, counted from 0."""
+        return int(self.ids[0])
 
     def classes(self) -> Tensor:
         """The classes of the client's examples, ascending, int64, shape ``(num_classes,)``."""
+        return self.class_counts()[0]
+
+    def class_counts(self) -> tuple[Tensor, Tensor]:
+        """The same classes, and the number of examples of each, int64."""
         if self.labels is None:
             raise ValueError("The classes of this client's examples are not known; give ClientData(..., labels=...).")
-        if self._classes is None:
-            self._classes = torch.unique(self.labels()[self.indices])
-        return self._classes
+        if self._counted is None:
+            self._counted = torch.unique(self.labels()[self.indices], return_counts=True)
+        return self._counted
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """Make one shuffled pass over the client's examples: pairs of (batch, number of examples in it).

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.optim import Optimizer
 
-from lightning_spectral.arguments import Number, check_fields
+from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.client.batches import ClientData
 from lightning_spectral.errors import SpectralWarning
 
 BeforeStep = Callable[[], None]
+Change = Callable[[Tensor], Tensor]  # of logits
 Rows = Mapping[str, Tensor]
 
 
-class LocalHook(ABC):
-    """Base class of local hooks, which are started once per client and called before every step.
+class LocalHook:
+    """Base class of local hooks, which act before every step of a client, or around all of them; by default not at all.
 
     A hook is a frozen dataclass without state, and its ``repr`` is saved in checkpoints. The state of one client
-    belongs in the function that `start_client` returns, or in the block of `while_training`. Only `start_client` must
-    be implemented.
+    belongs in the function that `start_client` returns, or in the block of `while_training`.
     """
 
-    @abstractmethod
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep | None:
         """Prepare for a client, and return the function to call before each of its steps; ``None`` for nothing.
 
@@ -44,6 +45,7 @@ class LocalHook(ABC):
             module: The sub-model, loaded with what the client was sent.
             optimizer: The optimizer of its parameters; if a module has several, the hook is started for each of them.
         """
+        return None
 
     def while_training(self, module: nn.Module, data: ClientData) -> AbstractContextManager[None]:
         """Return a context manager that is entered once around all local steps of a client; does nothing by default.
@@ -76,7 +78,8 @@ class LocalHook(ABC):
 
         Args:
             module: The server's module.
-            labels: Returns the class of each training example; it raises ``ValueError`` if they have none.
+            labels: Returns the class of each training example, or nothing if only devices know them; it raises
+                ``ValueError`` if there are none.
         """
         return None
 
@@ -165,38 +168,140 @@ class GradientClip(LocalHook):
         return clip
 
 
+@dataclass(frozen=True)
+class LogitsHook(LocalHook, ABC):
+    """Base class of hooks that change a layer's logits while a client trains, by the classes of its data.
+
+    ``training_step`` needs no change: its loss and metrics see the logits as they are changed. Evaluation does not.
+
+    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on, after the data set's
+    ``target_transform`` if the labels are read from it. They are indices into the logits, counted from 0; negative
+    labels, which losses ignore, are not classes. Class names are numbered in sorted order. If your logits are in
+    another order, the wrong ones are changed without a warning; give numbers in that case.
+
+    Args:
+        layer: Dotted name of the layer whose output is the logits, as in ``named_modules()``; ``""`` for the module
+            itself, if ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
+            and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
+
+    Raises:
+        ValueError: When training starts, if the module has no such layer, the examples have no labels, or the layer has
+            fewer outputs than there are classes.
+    """
+
+    layer: str = "head"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layer, str):
+            raise TypeError(f"`layer` must be the dotted name of a layer, got {self.layer!r}; write layer='head'.")
+
+    @abstractmethod
+    def changing(self, data: ClientData, logits: Tensor, dim: int) -> Change | None:
+        """Return the function that changes a client's logits; ``None`` to leave them as they are.
+
+        Args:
+            data: The client's data.
+            logits: Its first logits, whose shape, type and device are known.
+            dim: Their dimension of classes.
+        """
+
+    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
+        """Check that the layer exists, can be changed, and has an output for each class."""
+        hook, layers = type(self).__name__, dict(module.named_modules(remove_duplicate=False))
+        if self.layer not in layers:
+            close = difflib.get_close_matches(self.layer, list(layers), cutoff=0.5) or list(layers)[1:][-3:]
+            raise ValueError(
+                f"{hook}: {type(module).__name__} has no layer {self.layer!r}; it has {', '.join(map(repr, close))}."
+            )
+        paths = ["", *itertools.accumulate(self.layer.split("."), "{}.{}".format)]
+        if compiled := [path for path in paths[:-1] if hasattr(layers[path], "_orig_mod")]:
+            raise ValueError(  # it does not notice hooks being added
+                f"{hook} cannot change {self.layer!r} inside of {compiled[0]!r}, which is compiled for all clients at "
+                "once; compile the layers below the logits alone."
+            )
+        try:
+            largest = int(found.max()) if len(found := labels()) else -1
+        except ValueError as error:
+            raise ValueError(
+                f"{hook} needs the class of every training example, FederatedDataModule(..., labels=...). {error} "
+                "Leave the hook out where an example has several classes, or none."
+            ) from error
+        layer = layers[self.layer]
+        num_outputs = getattr(layer, "out_features", getattr(layer, "out_channels", None))
+        if num_outputs is not None:
+            self._check_outputs(num_outputs, largest)
+
+    @contextmanager
+    def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
+        """Change the output of the layer within the block."""
+        hook, changes = type(self).__name__, list[Change | None]()  # known from the first pass on
+
+        def act(layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
+            if not changes:
+                if not isinstance(output, Tensor) or output.ndim < 2:
+                    is_tensor = isinstance(output, Tensor)
+                    got = f"a tensor of shape {tuple(output.shape)}" if is_tensor else type(output).__name__
+                    raise ValueError(
+                        f"{hook} changes a tensor of logits, one for each class, and the output of {self.layer!r} is "
+                        f"{got}; name the layer that makes the logits."
+                    )
+                dim, classes = -1 if hasattr(layer, "out_features") else 1, data.classes()
+                self._check_outputs(output.shape[dim], int(classes.max()) if len(classes) else -1)
+                changes.append(self.changing(data, output, dim))
+            return None if changes[0] is None else changes[0](output)
+
+        handle = module.get_submodule(self.layer).register_forward_hook(act)
+        try:
+            yield
+        finally:
+            handle.remove()
+        if not changes:  # there was no forward pass
+            warnings.warn(
+                f"{hook} has changed nothing: the layer {self.layer!r} was not called while a client "
+                "trained. Name the one that `training_step` calls.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def _check_outputs(self, num_outputs: int, largest: int) -> None:
+        if largest < num_outputs:
+            return
+        start = f"{type(self).__name__}: the layer {self.layer!r} has"
+        if num_outputs == 1:
+            raise ValueError(
+                f"{start} one output, and there are examples of class {largest}; a single logit cannot be changed by "
+                "class: leave the hook out, or train one output per class with cross-entropy."
+            )
+        raise ValueError(
+            f"{start} {num_outputs} outputs, and there are examples of class {largest}; name the layer that makes the "
+            "logits, or number classes from 0: FederatedDataModule(..., labels=...)."
+        )
+
+
 ABSENT = Number(
     below=math.inf, finite=False, hint="0 as in HeteroFL, or -inf for a loss over the present classes alone"
 )
 
 
 @dataclass(frozen=True)
-class MaskedLogits(LocalHook):
+class MaskedLogits(LogitsHook):
     r"""Replaces the logits of classes missing from a client's data with a constant while the client trains.
 
     Masked logits have no gradient, so a client does not unlearn the classes that only other clients have. The constant
     0 is that of HeteroFL; an absent class then still adds :math:`e^0 = 1` to the sum of the softmax. With minus
-    infinity the loss is that of the present classes alone. ``training_step`` needs no change: its loss and metrics see
-    the masked logits. Evaluation is not masked, and a client that has all classes trains as it would without the hook.
-
-    A client's classes are the ``FederatedDataModule.labels`` of the examples it trains on, after the data set's
-    ``target_transform`` if the labels are read from it. They are indices into the logits, counted from 0; negative
-    labels, which losses ignore, are not classes. Class names are numbered in sorted order. If your logits are in
-    another order, the wrong ones are masked without a warning; give numbers in that case.
+    infinity the loss is that of the present classes alone. A client that has all classes trains as it would without the
+    hook. `LogitsHook` says which classes a client has.
 
     `WidthSharding` averages the layer's rows of absent classes over the clients that have the class, as it averages
     every entry over the clients that hold it. Other algorithms include the unchanged rows in the average.
 
     Args:
-        layer: Dotted name of the layer whose output is the logits, as in ``named_modules()``; ``""`` for the module
-            itself, if ``training_step`` calls ``self(x)``. Classes are along the last dimension of a linear layer,
-            and along dimension 1 otherwise, as in `torch.nn.functional.cross_entropy`.
+        layer: The layer that makes the logits, as in `LogitsHook`.
         absent: The constant, less than infinity. With minus infinity a loss must not use absent logits in any other
             way, as label smoothing does, and a client with a single class learns nothing, because its loss is 0.
 
     Raises:
-        ValueError: If the constant is infinity or NaN; or, when training starts, if the module has no such layer, the
-            examples have no labels, or the layer has fewer outputs than there are classes.
+        ValueError: If the constant is infinity or NaN, and as for `LogitsHook`.
 
     Reference:
         Diao et al. (2021), HeteroFL, section 3: the masked cross-entropy. Its constant is that of the published code.
@@ -211,75 +316,22 @@ class MaskedLogits(LocalHook):
         tensor([[0., 0.]], grad_fn=<SliceBackward0>)
     """
 
-    layer: str = "head"
     absent: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layer, str):
-            raise TypeError(f"`layer` must be the dotted name of a layer, got {self.layer!r}; write layer='head'.")
+        super().__post_init__()
         check_fields(self, absent=ABSENT)
 
-    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
-        """Check that the layer exists, can be masked, and has an output for each class."""
-        layer = _found(module, self.layer)
-        try:
-            num_classes = 1 + int(labels().max())
-        except ValueError as error:
-            raise ValueError(
-                "MaskedLogits needs the class of every training example, FederatedDataModule(..., labels=...). "
-                f"{error} Leave the hook out where an example has several classes, or none."
-            ) from error
-        num_outputs = next(
-            (getattr(layer, name) for name in ("out_features", "out_channels") if hasattr(layer, name)), None
-        )
-        if num_outputs is not None and num_outputs < num_classes:
-            raise ValueError(_too_few(self.layer, num_outputs, num_classes - 1))
+    def changing(self, data: ClientData, logits: Tensor, dim: int) -> Change | None:
+        absent = _absent(data.classes(), logits.shape[dim]).to(logits.device)
 
-    def start_client(self, module: nn.Module, optimizer: Optimizer) -> None:
-        """Nothing to do in each step."""
-
-    @contextmanager
-    def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
-        """Mask the output of the layer within the block."""
-        classes, absent = data.classes(), list[Tensor]()  # the absent ones are known from the first pass on
-
-        def mask(layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
-            dim = -1 if hasattr(layer, "out_features") else 1
-            if not absent:
-                absent.append(self._absent_from(output, dim, classes))
-            if not len(absent[0]):
-                return None
-            constant, largest = self.absent, torch.finfo(output.dtype).max
+        def mask(logits: Tensor) -> Tensor:
+            constant, largest = self.absent, torch.finfo(logits.dtype).max
             if not math.isinf(constant):
                 constant = max(-largest, min(constant, largest))  # half precision has no -1e9
-            masked: Tensor = output.index_fill(dim, absent[0], constant)
-            return masked
+            return logits.index_fill(dim, absent, constant)
 
-        handle = module.get_submodule(self.layer).register_forward_hook(mask)
-        try:
-            yield
-        finally:
-            handle.remove()
-        if not absent:  # there was no forward pass
-            warnings.warn(
-                f"MaskedLogits has masked nothing: the layer {self.layer!r} was not called while a client trained. "
-                "Name the one that `training_step` calls.",
-                SpectralWarning,
-                stacklevel=2,
-            )
-
-    def _absent_from(self, output: Any, dim: int, classes: Tensor) -> Tensor:
-        """The classes among the logits that are not a client's, on the device of the output."""
-        if not isinstance(output, Tensor) or output.ndim < 2:
-            got = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(
-                f"MaskedLogits masks a tensor of logits, one for each class, and the output of {self.layer!r} is "
-                f"{got}; name the layer that makes the logits."
-            )
-        largest = int(classes.max()) if len(classes) else -1
-        if largest >= output.shape[dim]:
-            raise ValueError(_too_few(self.layer, output.shape[dim], largest))
-        return _absent(classes, output.shape[dim]).to(output.device)
+        return mask if len(absent) else None
 
     def untrained_rows(self, module: nn.Module, data: ClientData) -> Mapping[str, Tensor]:
         """The rows of absent classes in the parameters of a linear layer or convolution that no other layer shares."""
@@ -292,40 +344,115 @@ class MaskedLogits(LocalHook):
         return {name: rows for name, owner in own.items() if len(rows) and owners.count(owner) == 1}
 
 
+@dataclass(frozen=True)
+class CalibratedLogits(LogitsHook):
+    r"""Adds the logarithms of a client's label shares to its logits while it trains, less and less over the rounds.
+
+    Where clients have few labels each, a local step mostly learns which labels a client has. With these shares in the
+    logits, the loss does not ask for that. For class c of K, and a client with :math:`n_c` of n examples, in round t:
+
+    .. math::
+        z_c + \tau_t \log\frac{n_c + 0.1}{n + 0.1 K} , \qquad
+        \tau_t = \tfrac12 \big(1 + \cos(\pi \min(1, t / \text{rounds}))\big)
+
+    Use it with `GradientClip`. On networks with BatchNorm, `FixedBatchNorm` helps as well.
+
+    Args:
+        layer: The layer that makes the logits, as in `LogitsHook`.
+        rounds: Rounds after which logits are as they are, most often all rounds of the fit: shares that stay do harm.
+
+    Raises:
+        ValueError: If an argument is out of range, and as for `LogitsHook`.
+
+    Reference:
+        Zhang et al. (2022), FedLC, whose margins differ; Menon et al. (2021), logit adjustment. The schedule is ours.
+
+    Example:
+        >>> from lightning_spectral.client.batches import BatchSource
+        >>> head, labels = nn.Linear(2, 2), torch.tensor([1, 1, 1])
+        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
+        >>> data = ClientData(source, torch.arange(3), 3, seed=0, ids=(50, 0), labels=lambda: labels)
+        >>> with CalibratedLogits(layer="", rounds=100).while_training(head, data):
+        ...     calibrated = head(torch.zeros(1, 2))
+        >>> calibrated - head.bias  # half of log(0.1 / 3.2), log(3.1 / 3.2)
+        tensor([[-1.7329, -0.0159]], grad_fn=<SubBackward0>)
+    """
+
+    rounds: int = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, rounds=Whole(at_least=1))
+
+    def changing(self, data: ClientData, logits: Tensor, dim: int) -> Change | None:
+        weight = (1 + math.cos(math.pi * min(1.0, data.round_idx / self.rounds))) / 2
+        classes, counts = data.class_counts()
+        shares = torch.zeros(logits.shape[dim], dtype=torch.float64)
+        shares[classes[classes >= 0]] = counts[classes >= 0].double()
+        shift = weight * ((shares + 0.1) / (shares + 0.1).sum()).log()
+        shift = shift.to(logits).view(-1, *[1] * (logits.ndim - 2 if dim == 1 else 0))
+        return None if weight == 0.0 else lambda logits: logits + shift
+
+
+@dataclass(frozen=True)
+class FixedBatchNorm(LocalHook):
+    """Lets clients normalise by the server's running averages, from a round on, instead of by their own batches.
+
+    A batch of a client with few labels is normalised by statistics that no other client has. BatchNorm layers are in
+    eval mode while a client trains: their averages stay as they are, and weights and biases still learn. Without
+    `GradientClip` such training may diverge.
+
+    Args:
+        from_round: The first round, about half of all rounds: before it, averages have to be learned.
+
+    Raises:
+        ValueError: When training starts, if no BatchNorm layer has running averages.
+
+    Reference:
+        Zhong et al. (2023), FixBN.
+
+    Example:
+        >>> from lightning_spectral.client.batches import BatchSource
+        >>> norm, labels = nn.BatchNorm1d(2), torch.tensor([1, 1, 1])
+        >>> source = BatchSource(torch.utils.data.TensorDataset(torch.ones(3, 2), labels))
+        >>> for round_idx in (49, 50):
+        ...     data = ClientData(source, torch.arange(3), 3, seed=0, ids=(round_idx, 0))
+        ...     with FixedBatchNorm(50).while_training(norm, data):
+        ...         print(norm.training)
+        True
+        False
+    """
+
+    from_round: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, from_round=Whole(at_least=0))
+
+    def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
+        """Check that there is such a layer."""
+        if not _with_averages(module):
+            raise ValueError(
+                f"FixedBatchNorm finds no BatchNorm layer with running averages in {type(module).__name__}; leave it "
+                "out, or build the layers with `track_running_stats=True`."
+            )
+
+    @contextmanager
+    def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
+        """Put the layers into eval mode within the block."""
+        layers = [one for one in _with_averages(module) if one.training and data.round_idx >= self.from_round]
+        for layer in layers:
+            layer.eval()
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.train()
+
+
+def _with_averages(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
+
+
 def _absent(classes: Tensor, num_classes: int) -> Tensor:
     """All classes from 0 to ``num_classes - 1`` that are not in ``classes``."""
     return torch.ones(num_classes, dtype=torch.bool).index_fill_(0, classes[classes >= 0], False).nonzero().squeeze(1)
-
-
-def _too_few(layer: str, num_outputs: int, largest: int) -> str:
-    if num_outputs == 1:
-        return (
-            f"MaskedLogits: the layer {layer!r} has one output, and there are examples of class {largest}; a single "
-            "logit cannot be masked by class: leave the hook out, or train one output per class with cross-entropy."
-        )
-    return (
-        f"MaskedLogits: the layer {layer!r} has {num_outputs} outputs, and there are examples of class {largest}; "
-        "name the layer that makes the logits, or number classes from 0: FederatedDataModule(..., labels=...)."
-    )
-
-
-def _found(module: nn.Module, name: str) -> nn.Module:
-    """The layer with a given name.
-
-    Raises:
-        ValueError: If there is none, or it is inside a compiled module, which does not notice hooks being added.
-    """
-    layers: dict[str, nn.Module] = dict(module.named_modules(remove_duplicate=False))
-    if name not in layers:
-        close = difflib.get_close_matches(name, list(layers), cutoff=0.5) or list(layers)[1:][-3:]
-        raise ValueError(
-            f"MaskedLogits: {type(module).__name__} has no layer {name!r}; it has {', '.join(map(repr, close))}."
-        )
-    *above, _ = ["", *(name[:i] for i, letter in enumerate(name) if letter == "."), name] if name else [""]
-    compiled = [path for path in above if hasattr(layers[path], "_orig_mod")]
-    if compiled:
-        raise ValueError(
-            f"MaskedLogits cannot mask {name!r} inside of {compiled[0]!r}, which is compiled for all clients at once; "
-            "compile the layers below the logits alone."
-        )
-    return layers[name]

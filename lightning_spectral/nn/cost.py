@@ -352,11 +352,11 @@ def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
     return {storage._cdata: storage for storage in storages if storage.nbytes()}
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1]))
-
-
-_UNKNOWN_TO_TORCH = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+_UNKNOWN_TO_TORCH: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: int(
+        2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    )
+}
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

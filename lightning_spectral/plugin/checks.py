@@ -10,19 +10,23 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import first_of
+from lightning_spectral.client.local_hooks import LogitsHook
 from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
-from lightning_spectral.plugin.data import ServerData
+from lightning_spectral.plugin.data import FederatedDataModule, ServerData
 from lightning_spectral.plugin.processes import ClientParallelStrategy
 from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.buffer_rules import check_averaged_parameters
 
+LOOKED_AT = 1000  # clients whose labels are counted
 # By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
     {
@@ -91,6 +95,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
     if data.has_val and not is_overridden(module, "validation_step"):
         raise ValueError(f"{type(module).__name__} needs `validation_step` for `val`; define it, or leave `val` out.")
     warn_of_labels(module, data)
+    remark_on_few_labels(owner, data)
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
         if owner.faults.ends_run("no_data"):
@@ -106,6 +111,30 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
             f"VirtualClock(keep_first={owner.conditions.clock.keep_first}) leaves out clients that a sampler drew, and "
             "every step would be too short; leave it out, or give the sampler normalize=True."
         )
+
+
+def remark_on_few_labels(owner: Any, data: ServerData) -> None:
+    """Say what helps where most clients have one or two of many labels, unless a hook acts on logits already."""
+    labels = data.stored_labels
+    if labels is None or not isinstance(data, FederatedDataModule):
+        return
+    num_clients = min(data.num_clients, LOOKED_AT)
+    owners = torch.arange(num_clients).repeat_interleave(data.partition.sizes[:num_clients])
+    pairs = torch.unique(torch.stack([owners, labels[data.partition.indices[: len(owners)]]]), dim=1)
+    num_labels = pairs[0, pairs[1] >= 0].bincount()
+    have_any, have_few = int((num_labels > 0).sum()), int(((num_labels == 1) | (num_labels == 2)).sum())
+    num_classes, parts = 1 + int(labels.max()), dict(owner.module.named_modules())
+    heads = [name for name, part in parts.items() if getattr(part, "out_features", None) == num_classes]
+    is_treated = any(isinstance(hook, LogitsHook) for hook in owner.local_hooks)
+    if is_treated or not heads or num_classes < 4 or 2 * have_few < have_any:
+        return
+    rounds = max(1, owner.part_of.runtime.trainer.max_epochs or 1)
+    hooks = [f"CalibratedLogits({heads[-1]!r}, rounds={rounds})", "GradientClip(1.0)"]
+    hooks += [f"FixedBatchNorm({max(1, rounds // 2)})"] * any(isinstance(part, _BatchNorm) for part in parts.values())
+    rank_zero_info(
+        f"{have_few} of {have_any} clients have one or two of the {num_classes} labels. If training is unstable, "
+        f"try local_hooks=[{', '.join(hooks)}]."
+    )
 
 
 def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:

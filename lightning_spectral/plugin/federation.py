@@ -266,11 +266,12 @@ class Cohorts:
                 cohort = participation.cohort(member.engine.clients.num_clients, generator).tolist()[: self._most_units]
                 sizes = member.engine.clients.sizes_of(cohort)
                 return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(cohort, sizes, strict=True)]
-        if not self.sampled.has_drawn(round_idx):
+        if self.sampled.drawn is None or self.sampled.drawn[0] != round_idx:
             with self._runtime.profile("plan"):
                 for index, member in enumerate(self._members.values()):
                     if due := self.sampled.due(round_idx, index):  # clients whose figures are to be measured
-                        self.sampled.note_measured(index, member.engine.measure(round_idx, due))
+                        self.sampled.measured[index] = outcomes = member.engine.measure(round_idx, due)
+                        self.sampled.note(index, outcomes)
                 is_cut = self.limit != 1.0 or isinstance(self.limit, int)  # only in a quick try
                 self.sampled.draw(round_idx, self._most_units if is_cut else None)
         return self.sampled.units
@@ -284,7 +285,7 @@ class Cohorts:
         if self.sampled is None or summary.is_private:
             return summary
         own = self.sampled.diagnostics(index, summary.clients)
-        measured = self.sampled.measured(index)
+        measured = tuple(self.sampled.measured.get(index, ()))
         self.sampled.note(index, summary.clients)
         return replace(summary, diagnostics={**summary.diagnostics, **own}, measured=measured)
 

@@ -82,6 +82,8 @@ class SampledCohorts:
         figures: The figures that the sampler uses: the last known loss or update norm of each client and model, NaN
             where none is known, shape ``(N, S)``, float64.
         units: The cohort that was drawn last.
+        drawn: The round for which it was drawn, and how it came about; ``None`` before the first.
+        measured: The turns that were measured before this round, by model.
 
     Raises:
         ValueError: If the sampler cannot serve this population.
@@ -93,8 +95,8 @@ class SampledCohorts:
         self.keys = tuple(keys)
         self.figures = torch.full(population.num_examples.shape, math.nan, dtype=torch.float64)
         self.units: list[WorkUnit] = []
-        self._drawn: tuple[int, Assignment] | None = None
-        self._measured: dict[int, tuple[ClientOutcome, ...]] = {}
+        self.drawn: tuple[int, Assignment] | None = None
+        self.measured: dict[int, Sequence[ClientOutcome]] = {}
 
     @property
     def usual_size(self) -> int:
@@ -105,10 +107,6 @@ class SampledCohorts:
             return int(min(possible, active))
         return min(possible, math.ceil(active + MARGIN * math.sqrt(active)))
 
-    def has_drawn(self, round_idx: int) -> bool:
-        """Whether a round's cohort is the one that was drawn last."""
-        return self._drawn is not None and self._drawn[0] == round_idx
-
     def draw(self, round_idx: int, most: int | None = None) -> None:
         """Draw the cohort of a round; if it has more than ``most`` units, only the first ``most`` take part."""
         generator = derived_generator(self.seed, "participation", round_idx)
@@ -117,11 +115,11 @@ class SampledCohorts:
         triples = zip(drawn.clients, drawn.models, drawn.coefficients, strict=True)
         units = [WorkUnit(client, self.keys[model], coefficient) for client, model, coefficient in triples]
         self.units = units[:most]
-        self._drawn = round_idx, drawn
+        self.drawn = round_idx, drawn
 
     def due(self, round_idx: int, model: int) -> list[WorkUnit]:
         """The units whose figure for one model is to be measured before a round."""
-        self._measured.pop(model, None)
+        self.measured.pop(model, None)
         able = (self.population.shares[:, model] > 0).nonzero().squeeze(1)
         how = self.sampler.measure
         if how == "last":
@@ -130,15 +128,6 @@ class SampledCohorts:
             generator = derived_generator(self.seed, "measuring", round_idx, model)
             able = able[torch.randperm(len(able), generator=generator)[:how]].sort().values
         return [WorkUnit(client, self.keys[model], 0.0) for client in able.tolist()]
-
-    def note_measured(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
-        """Record what was measured before a round."""
-        self._measured[model] = tuple(outcomes)
-        self.note(model, outcomes)
-
-    def measured(self, model: int) -> tuple[ClientOutcome, ...]:
-        """The turns that were measured before this round."""
-        return self._measured.get(model, ())
 
     def note(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
         """Remember the figures of the clients that trained; figures that are not finite are ignored."""
@@ -161,8 +150,8 @@ class SampledCohorts:
         - ``sampled_loss_variance``, or ``sampled_update_variance`` for independent draws: variance of the estimate of
           the mean loss or update, as far as figures are known.
         """
-        assert self._drawn is not None
-        drawn = self._drawn[1]
+        assert self.drawn is not None
+        drawn = self.drawn[1]
         active = {"active_processors": float(drawn.active[model])}
         if self.sampler.normalize:
             return active
@@ -193,4 +182,4 @@ class SampledCohorts:
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore the known figures."""
         self.figures = state_dict.get("figures", self.figures).clone()
-        self._drawn = None
+        self.drawn = None

@@ -289,7 +289,7 @@ def test_targets_that_are_no_single_class_are_refused_before_training(target: Te
         (nn.Sequential(nn.Linear(2, 3)), r"the layer '' has 3 outputs, and there are examples of class 4"),
         (
             nn.Linear(2, 1),
-            r"'' has one output, .* of class 4; a single logit cannot be masked by class: leave the hook out",
+            r"'' has one output, .* of class 4; a single logit cannot be changed by class: leave the hook out",
         ),
         (nn.LSTM(2, 5), r"the output of '' is tuple; name the layer that makes the logits"),
         (nn.Flatten(0), r"the output of '' is a tensor of shape \(4,\)"),
@@ -303,7 +303,7 @@ def test_outputs_that_are_no_logits_are_refused(layer: Any, message: str) -> Non
 def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
     lit = seeded(LitHead)
     lit.idle = nn.Linear(12, 5)
-    with pytest.warns(ls.SpectralWarning, match="has masked nothing: the layer 'idle' was not called"):
+    with pytest.warns(ls.SpectralWarning, match="has changed nothing: the layer 'idle' was not called"):
         fit(lit, clients(), local_hooks=[ls.client.MaskedLogits("idle")])
 
 

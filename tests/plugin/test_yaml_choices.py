@@ -131,6 +131,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("[MaskedLogits]", [ls.client.MaskedLogits()]),
         ("[{class_path: MaskedLogits, init_args: {layer: net.6, absent: -.inf}}]",
          [ls.client.MaskedLogits("net.6", -float("inf"))]),
+        ("[{class_path: CalibratedLogits, init_args: {rounds: 9}}]", [ls.client.CalibratedLogits(rounds=9)]),
+        ("[{class_path: FixedBatchNorm, init_args: {from_round: 4}}]", [ls.client.FixedBatchNorm(4)]),
     ],
     "faults": [
         ("{on_error: LeaveOut, on_not_finite: Raise, on_late: {class_path: LeaveOut, init_args: {max_share: 0.2}}}",
@@ -249,6 +251,9 @@ def test_every_choice_has_a_config_here() -> None:
     bases = (*bases, ls.partition.Partitioner, ls.functional.zampling.Link)
     classes = {name: kind for name, kind in PUBLIC.items() if isinstance(kind, type)}
     choices = [name for name, kind in classes.items() if issubclass(kind, (*bases, FedOptimizer))]
-    abstract = [base.__name__ for base in (*bases, ls.designs.JointDesign, ls.UpdateBound, ls.filters.Packing)]
+    abstract = [
+        base.__name__
+        for base in (*bases, ls.client.LogitsHook, ls.designs.JointDesign, ls.UpdateBound, ls.filters.Packing)
+    ]
     abstract += [] if SECURE else ["SecureSums"]  # which needs the extra
     assert not [name for name in choices if name not in abstract and f"{name}(" not in known]

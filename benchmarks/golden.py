@@ -589,7 +589,7 @@ def spectral_cases() -> dict[str, Case]:
             }
         ),
         **built(
-            {"spectral/spatial convolutions": lambda: spectral(layers=ls.LayerChoices(spatial_convolutions=True))},
+            {"spectral/spatial convolutions": lambda: spectral(layers=ls.LayerChoices(convolutions="spatial"))},
             make=Conv,
         ),
     }

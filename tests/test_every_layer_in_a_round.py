@@ -102,7 +102,10 @@ def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
     """Options with which any layer can be sharded, and weights change only by training."""
     split = {"core.1": 3} if name == "split" else {}
     choices = ls.LayerChoices(
-        exclude=["head"], split=split, keep_first_and_last_dense=False, spatial_convolutions=name == "spatial conv2d"
+        exclude=["head"],
+        split=split,
+        keep_first_and_last_dense=False,
+        convolutions="spatial" if name == "spatial conv2d" else "matrix",
     )
     return ls.SpectralSharding(keep_ratio=keep_ratio, frobenius_decay=0.0, layers=choices, spectral_start=None)
 

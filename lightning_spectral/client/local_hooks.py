@@ -278,11 +278,6 @@ class LogitsHook(LocalHook, ABC):
         )
 
 
-ABSENT = Number(
-    below=math.inf, finite=False, hint="0 as in HeteroFL, or -inf for a loss over the present classes alone"
-)
-
-
 @dataclass(frozen=True)
 class MaskedLogits(LogitsHook):
     r"""Replaces the logits of classes missing from a client's data with a constant while the client trains.
@@ -320,7 +315,8 @@ class MaskedLogits(LogitsHook):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, absent=ABSENT)
+        hint = "0 as in HeteroFL, or -inf for a loss over the present classes alone"
+        check_fields(self, absent=Number(below=math.inf, finite=False, hint=hint))
 
     def changing(self, data: ClientData, logits: Tensor, dim: int) -> Change | None:
         absent = _absent(data.classes(), logits.shape[dim]).to(logits.device)

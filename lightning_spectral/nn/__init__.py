@@ -23,6 +23,7 @@ from lightning_spectral.nn.layers.sequences import (
 )
 from lightning_spectral.nn.layers.sharded import ShardedLayer, SpectralShardedLayer
 from lightning_spectral.nn.layers.terms import SingularTerms, WeightBlock, sharded_layers
+from lightning_spectral.nn.layers.tucker import TuckerConv
 from lightning_spectral.nn.optimizer_hooks import EffectiveLRClip, FrobeniusDecay
 from lightning_spectral.nn.plan.module_plan import BufferPlan, LayerChoices, LayerPlan, ModulePlan
 from lightning_spectral.nn.plan.planner import allocate_terms, plan_layers, plan_of, replace_layers, validate
@@ -57,6 +58,7 @@ __all__ = [
     "SpectralShardedSplitLinear",
     "SpectralShardedSplitTransposedLinear",
     "SpectralShardedTransposedLinear",
+    "TuckerConv",
     "WeightBlock",
     "WidthPlan",
     "allocate_terms",

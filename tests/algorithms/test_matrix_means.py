@@ -172,7 +172,7 @@ def test_what_travels_and_what_is_visited_do_not_depend_on_the_aggregation(fit: 
 def test_spatial_matrices_are_averaged_and_put_back_into_kernels() -> None:
     """The whole of FedHM: its selection, its matrices and its average."""
     server = net().double()
-    ours = algorithm(ls.TopN(), layers=ls.LayerChoices(spatial_convolutions=True))
+    ours = algorithm(ls.TopN(), layers=ls.LayerChoices(convolutions="spatial"))
     _, sent = draw(ours, server, MIXED)
     seen = run_round(ours, server, MIXED)
     expected = mean(sent_matrices(seen, sent, "1"))

@@ -115,7 +115,7 @@ ANY: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "one image without a batch": (lambda: nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(3))), normal(3, 9, 9), {}),
     "cnn, outputs cut": (cnn, normal(5, 3, 18, 18), {"output_ratio": 0.3}),
     "cnn, spatial, ends sharded": (
-        cnn, normal(5, 3, 18, 18), {"spatial_convolutions": True, "keep_first_and_last_dense": False},
+        cnn, normal(5, 3, 18, 18), {"convolutions": "spatial", "keep_first_and_last_dense": False},
     ),
     "mlp, outputs cut": (mlp, normal(2000, 6), {"output_ratio": 0.5}),
     "vit, outputs cut": (vit, normal(3, 3, 8, 8), {"output_ratio": 0.4}),

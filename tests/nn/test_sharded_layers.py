@@ -259,7 +259,7 @@ def test_weight_has_the_dense_shape(dense: Any) -> None:
 )
 @pytest.mark.parametrize("spatial", [False, True])
 def test_user_code_finds_the_options_of_the_dense_layer(dense: Any, spatial: bool) -> None:
-    layer_type: Any = sharded_type(dense, spatial=spatial)
+    layer_type: Any = sharded_type(dense, convolutions="spatial" if spatial else "matrix")
     blocks = layer_type.blocks_of(dense)
     sharded = layer_type.like(dense, [1] * len(blocks) if len(blocks) > 1 else 1)
     of_transposed = {"output_padding"}  # which torch gives all convolutions

@@ -43,6 +43,7 @@ from lightning_spectral.algorithms.spectral.start import (
     of_each_matrix,
     with_absent_rows,
 )
+from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
@@ -53,6 +54,7 @@ from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, singular_terms
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.nn.layers.terms import sharded_layers
+from lightning_spectral.nn.layers.tucker import PARTS
 from lightning_spectral.nn.optimizer_hooks import TermRates, decaying
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
@@ -103,8 +105,11 @@ class SpectralSide(DenseSide):
             return {"weight_decay": 0.0, DECAY: self.frobenius_decay + of_weight.get("weight_decay", 0.0)}
 
         weights = {name: self.plan.blocks[name].parameter for name in sharded_layers(client)}
-        u = {f"{name}.u": StandIn(weight, options, layer=name) for name, weight in weights.items()}
-        return u | {f"{name}.v": StandIn(weight, options) for name, weight in weights.items()}
+        found = {f"{name}.u": StandIn(weight, options, layer=name) for name, weight in weights.items()}
+        found |= {f"{name}.v": StandIn(weight, options) for name, weight in weights.items()}
+        for name in self.plan.tucker:  # whose factors have the weight's own options
+            found |= {f"{name}.{part}": StandIn(f"{name}.weight", layer=name) for part in PARTS}
+        return found
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
         """Frobenius decay, then clipping, just before each step."""
@@ -278,11 +283,11 @@ class SpectralSharding(Algorithm):
         return plan_of(server, self.layers)
 
     @property
-    def capacities(self) -> KeepRatios[SpectralSharding]:
-        return KeepRatios(
+    def capacities(self) -> SharesOfTerms:
+        return SharesOfTerms(
             self,
             self.keep_ratio,
-            lambda server: {block.ratio_factor * block.num_singular for block in self.plan(server).blocks.values()},
+            lambda server: {block.ratio_factor * block.num_singular for block in self.plan(server).matrices.values()},
         )
 
     @property
@@ -314,7 +319,7 @@ class SpectralSharding(Algorithm):
 
     def _check_optimizer(self, template: Optimizer, plan: ModulePlan) -> None:
         """Warn about optimizers that the clip does not affect, and say where the optimizer's weight decay goes."""
-        if not plan.sharded:
+        if not plan.blocks:
             return
         kind = type(template).__name__
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
@@ -335,11 +340,30 @@ class SpectralSharding(Algorithm):
                 stacklevel=2,
             )
 
+    def new_state(self, server: nn.Module, seed: int) -> TuckerState | None:
+        """The factors of convolutions, if clients hold some."""
+        layers = self.plan(server).tucker if self._layer_choices.convolutions == "tucker" else {}
+        return TuckerState(server, layers, max(entries_of(self.keep_ratio))) if layers else None
+
     def bind(self, server: nn.Module, state: nn.Module | None = None, known: Known = UNKNOWN) -> SpectralHalf:
         """Decide which layers are sharded; layers stay dense if no optimizer steps one of their weights."""
         missing_rank = None if known.decisions is None else known.decisions.get("missing_rank", {})
         plan = plan_of(server, self.layers, missing_rank=missing_rank).keeping_dense(known.untrained, "in no optimizer")
-        return SpectralHalf(self, server, plan, known.rules, known.decisions)
+        factors = state if isinstance(state, TuckerState) else None
+        without = [f"{name}.weight" for name in plan.tucker if factors is None or name not in factors.names]
+        plan = plan.keeping_dense(without, "without factors: its weight was constant before")
+        return SpectralHalf(self, server, plan, known.rules, known.decisions, factors)
+
+
+class SharesOfTerms(KeepRatios[SpectralSharding]):
+    """Keep ratios, the largest of which says how large the server's factors of convolutions are, if it has some."""
+
+    def choices(self, capacities: Sequence[float]) -> Mapping[float, tuple[SpectralSharding, float]]:
+        found = super().choices(capacities)
+        if self.choice._layer_choices.convolutions != "tucker":
+            return found
+        choice = replace(self.choice, keep_ratio=tuple(found))
+        return {keep_ratio: (choice, keep_ratio) for keep_ratio in found}
 
 
 class SpectralHalf(DenseHalf):
@@ -359,8 +383,10 @@ class SpectralHalf(DenseHalf):
         plan: ModulePlan,
         rules: BufferRules | None = None,
         decisions: Decisions = None,
+        state: TuckerState | None = None,
     ) -> None:
         super().__init__(server, rules)
+        self.state = state
         self.choice, self.plan = choice, plan.keeping_dense(self.rules.stays, "personal")
         self.apart, self.started = self.plan.sharded_weights, frozenset((decisions or {}).get("started", ()))
         self.held_entries = self.plan.cut_biases(server)  # of biases whose outputs clients do not compute in full
@@ -377,9 +403,10 @@ class SpectralHalf(DenseHalf):
     @cached_property
     def client_side(self) -> SpectralSide:
         """Sends back factors and all that is dense, but no multipliers."""
-        choice, factors = self.choice, (f"{name}.{factor}" for name in self.plan.blocks for factor in "uv")
+        choice, plan = self.choice, self.plan
+        vectors = (f"{name}.{factor}" for name in plan.blocks for factor in "uv")
         return choice.side(
-            returned=(*self.returned(), *factors),
+            returned=(*self.returned(), *vectors, *(f"{name}.{part}" for name in plan.tucker for part in PARTS)),
             plan=self.plan,
             clip_tau=choice.clip_tau,
             clip_weight_lr=choice.clip_weight_lr,
@@ -404,6 +431,10 @@ class SpectralHalf(DenseHalf):
             self.started = frozenset(report.changed)
             said.append(str(report))
         return "\n".join(filter(None, said))
+
+    def settle(self) -> None:
+        if self.state is not None:
+            self.state.settle(self.server, self.plan.tucker)
 
     def open(self, cohort: Cohort) -> SpectralRound:
         choice, blocks, idx = self.choice, self.plan.blocks, cohort.round_idx
@@ -492,7 +523,10 @@ class SpectralRound(DenseRound):
 
     def __init__(self, half: SpectralHalf, cohort: Cohort, layers: Mapping[str, LayerRound]) -> None:
         super().__init__(half, cohort)
-        self.tensors, self.layers = half.leading(self.tensors), layers
+        self.tensors, self.layers, self.tucker = half.leading(self.tensors), layers, list[TuckerRound]()
+        if half.state is not None and (convolutions := half.plan.tucker):
+            is_mixed = len(set(entries_of(half.choice.keep_ratio))) > 1
+            self.tucker = [TuckerRound(half.state, convolutions, cohort, is_mixed)]
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)
@@ -500,6 +534,8 @@ class SpectralRound(DenseRound):
         for name, layer in self.layers.items():
             terms[name], parts = layer.send(self.cohort, unit)
             tensors.update(parts)
+        for convolutions in self.tucker:
+            tensors.update(convolutions.leading(convolutions.running.before, keep_ratio))
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
@@ -509,6 +545,8 @@ class SpectralRound(DenseRound):
         super().add(receipt, upload)
         for mean, own in trained:
             mean.add(own, receipt.unit.coefficient)
+        for convolutions in self.tucker:
+            convolutions.add(upload, receipt.unit.coefficient, receipt.capacity)
 
     def positions(self, receipt: Receipt) -> dict[str, Tensor]:
         """Where a unit's terms are among all of each matrix."""
@@ -516,17 +554,22 @@ class SpectralRound(DenseRound):
         for name, layer in self.layers.items():
             u = layer.mean.u[: layer.mean.held_rows]
             found |= places_of_terms(receipt.drawn[name], u, layer.mean.v, f"{name}.u", f"{name}.v")
+        for convolutions in self.tucker:
+            found |= convolutions.positions(receipt.capacity)
         return found
 
     @property
     def sums(self) -> Sequence[RunningMean]:
-        return [self.mean, *(layer.mean.running for layer in self.layers.values())]
+        of_layers = (layer.mean.running for layer in self.layers.values())
+        return [self.mean, *of_layers, *(convolutions.running for convolutions in self.tucker)]
 
     def close(self) -> None:
         server, plan, held = self.half.server, self.half.plan, self.half.held_entries
         changes = self.mean.finish()  # entries that no client holds do not change
         whole = ((n, with_absent_rows(c, len(server.get_parameter(n))) if n in held else c) for n, c in changes)
         apply_mean_change(server, whole)
+        for convolutions in self.tucker:
+            convolutions.close()
         means = {name: layer.mean for name, layer in self.layers.items()}
         for weight, change in assembled(server, plan, lambda name: means[name].weight_change()):
             weight.grad = -change

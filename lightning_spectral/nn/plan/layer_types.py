@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_spectral.functional.checks import has_values
-from lightning_spectral.nn.layers import conv, linear, sequences
+from lightning_spectral.nn.layers import conv, linear, sequences, tucker
 from lightning_spectral.nn.layers.sharded import ShardedLayer
 from lightning_spectral.nn.layers.terms import WeightBlock
 
@@ -65,12 +66,15 @@ def is_uninitialised(layer: nn.Module) -> bool:
     return any(is_lazy(parameter) for parameter in layer.parameters(recurse=False))
 
 
-def sharded_type(layer: nn.Module, num_parts: int = 1, spatial: bool = False) -> ShardedType | None:
+def sharded_type(layer: nn.Module, num_parts: int = 1, convolutions: str = "matrix") -> ShardedType | None:
     """The class that replaces a dense layer; subclasses may compute anything, so they have none."""
     if getattr(layer, "groups", 1) != 1:
         return GROUPED.get(type(layer))
-    if spatial and type(layer) is nn.Conv2d and layer.kernel_size != (1, 1):
-        return conv.SpectralShardedSpatialConv2d
+    if type(layer) in GROUPED and set(cast(_ConvNd, layer).kernel_size) != {1}:
+        if convolutions == "tucker":
+            return tucker.TuckerConv
+        if convolutions == "spatial" and type(layer) is nn.Conv2d:
+            return conv.SpectralShardedSpatialConv2d
     whole = SHARDED_LAYERS.get(type(layer)) or BY_NAME.get(qualified_name(layer))
     return whole if whole is None or num_parts == 1 else SPLIT.get(whole)
 

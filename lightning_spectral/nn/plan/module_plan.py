@@ -6,13 +6,24 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-from lightning_spectral.arguments import Number, Rule, Whole, as_patterns, check_fields, first_match, flag, matches_any
+from lightning_spectral.arguments import (
+    Number,
+    OneOf,
+    Rule,
+    Whole,
+    as_patterns,
+    check_fields,
+    first_match,
+    flag,
+    matches_any,
+)
 from lightning_spectral.functional.spectra import GRANULARITY
 from lightning_spectral.nn.layers.terms import WeightBlock, as_rows, by_parameter, join
+from lightning_spectral.nn.layers.tucker import TuckerConv
 from lightning_spectral.nn.plan.layer_types import ONE, ZERO, ShardedType
 from lightning_spectral.tables import Block, Tabular
 
@@ -26,6 +37,7 @@ def _by_pattern(argument: str, given: Any, rule: Rule, what: str, example: str) 
     return {pattern: rule(f"{argument}[{pattern!r}]", value) for pattern, value in given.items()}
 
 
+CONVOLUTIONS = OneOf(("matrix", "spatial", "tucker"))
 PARTS = Whole(at_least=2, hint="leave the pattern out to factorise the layer whole")
 FACTOR = Number(above=0, hint="name the layers in `exclude` to leave them whole")
 OUTPUT_RATIO = Number(above=0, at_most=1, hint="it is the share of output channels that a client computes")
@@ -50,9 +62,11 @@ class LayerChoices:
             them; this raises a warning, or an error if it applies to every layer.
         output_ratio: Share q of the output channels that a client computes of each linear layer or convolution that is
             sharded whole: the leading ceil(q c_out) channels; the others are zero.
-        spatial_convolutions: Factorise each two-dimensional convolution without groups into one along the rows of the
-            image and one along its columns: its matrix is ``(c_out k, c_in k)``, with more and smaller terms. Such a
-            layer keeps all of its outputs.
+        convolutions: How clients hold convolutions without groups whose kernel is larger than one position:
+            ``"matrix"`` for terms of the matrix ``(c_out, c_in k^2)``; ``"spatial"`` for terms of ``(c_out k, c_in k)``
+            in two dimensions, so one convolution along the rows of the image and one along its columns, with more and
+            smaller terms; or ``"tucker"`` for Tucker-2 factors, three convolutions with as many values as the terms,
+            which are averaged as they are. With the last two such a layer keeps all of its outputs.
 
     Reference:
         Korzhenkov & Louizos (2024), section 4.1, keep the first and the last layer dense. Niu et al. (2023), section
@@ -70,7 +84,7 @@ class LayerChoices:
     ratio_factors: Mapping[str, float] = field(default_factory=dict)
     term_granularity: int = 1
     output_ratio: float = 1.0
-    spatial_convolutions: bool = False
+    convolutions: str = "matrix"
 
     def __post_init__(self) -> None:
         check_fields(
@@ -81,8 +95,13 @@ class LayerChoices:
             ratio_factors=partial(_by_pattern, rule=FACTOR, what="factors", example="{'*attn*': 5.0}"),
             term_granularity=GRANULARITY,
             output_ratio=OUTPUT_RATIO,
-            spatial_convolutions=flag,
+            convolutions=CONVOLUTIONS,
         )
+        if self.convolutions == "tucker" and self.output_ratio != 1.0:
+            raise ValueError(
+                f"`output_ratio={self.output_ratio:g}` cuts the outputs of matrices, not Tucker factors; leave it out, "
+                "or write convolutions='matrix'."
+            )
 
     def excludes(self, name: str) -> bool:
         return matches_any(name, self.exclude)
@@ -155,9 +174,20 @@ class ModulePlan(Tabular):
         return {layer.name: layer.reason for layer in self.layers if layer.reason.endswith((ZERO, ONE))}
 
     @property
-    def blocks(self) -> Mapping[str, WeightBlock]:
-        """The matrices that are sharded, by the name of the module that holds their terms in a sub-model."""
+    def tucker(self) -> Mapping[str, LayerPlan]:
+        """The convolutions that are held as Tucker-2 factors, by name."""
+        return {n: layer for n, layer in self.sharded.items() if issubclass(cast(type, layer.sharded), TuckerConv)}
+
+    @property
+    def matrices(self) -> Mapping[str, WeightBlock]:
+        """The matrices of all sharded layers, by the name of the module that holds them in a sub-model."""
         return {block.name: block for layer in self.sharded.values() for block in layer.blocks}
+
+    @property
+    def blocks(self) -> Mapping[str, WeightBlock]:
+        """Those of which clients hold singular terms."""
+        factors = self.tucker
+        return {name: block for name, block in self.matrices.items() if name not in factors}
 
     @property
     def whole(self) -> Mapping[str, int]:
@@ -169,7 +199,7 @@ class ModulePlan(Tabular):
     @property
     def sharded_weights(self) -> tuple[str, ...]:
         """Names of the dense weights that are sharded, once each."""
-        return tuple(dict.fromkeys(block.parameter for block in self.blocks.values()))
+        return tuple(dict.fromkeys(block.parameter for block in self.matrices.values()))
 
     def cut_biases(self, module: nn.Module) -> dict[str, int]:
         """The number of leading entries that clients hold of each bias that is cut; frozen biases are held whole."""
@@ -209,7 +239,7 @@ class ModulePlan(Tabular):
         elif frozen := [name for name in self.sharded_weights if not own[name].requires_grad]:
             difference = f"in this one {', '.join(frozen)} would be sharded but is frozen"
         else:
-            for name, blocks in by_parameter(list(self.blocks.values())):
+            for name, blocks in by_parameter(list(self.matrices.values())):
                 planned = blocks[-1].rows[1], blocks[0].shape[1]
                 found = tuple(as_rows(own[name], blocks[0].transposed, blocks[0].spatial).shape)
                 if not difference and found != planned:
@@ -226,6 +256,7 @@ class ModulePlan(Tabular):
             if layer.sharded is not None:
                 (rows_held, num_rows) = layer.blocks[0].held_rows, layer.blocks[0].shape[0]
                 held = "sharded" if rows_held is None else f"sharded, {rows_held} of {num_rows} outputs"
+                held = "Tucker factors" if issubclass(layer.sharded, TuckerConv) else held
             weights, counts = map(_size, layer.shapes), (str(block.num_singular) for block in layer.blocks)
             was_run = {None: "?", True: "yes", False: "no"}[layer.in_forward]
             rows.append((layer.name, layer.type_name, _counted(weights), _counted(counts), was_run, held, layer.reason))

@@ -73,7 +73,7 @@ def plan_layers(
     plans = []
     for name, layer in layers.items():
         parts, reason = choices.num_parts(name), stays_dense[name]
-        sharded = None if reason else sharded_type(layer, parts, choices.spatial_convolutions)
+        sharded = None if reason else sharded_type(layer, parts, choices.convolutions)
         factor = first_match(name, choices.ratio_factors) or 1.0
         options: dict[str, Any] = {"ratio_factor": factor, "granularity": choices.term_granularity}
         blocks = [replace(block.within(name), **options) for block in _blocks(layer, choices, parts)]
@@ -99,7 +99,7 @@ def _policies(module: nn.Module, buffers: Rules) -> tuple[BufferPlan, ...]:
 
 
 def _blocks(layer: nn.Module, choices: LayerChoices, num_parts: int = 1) -> tuple[WeightBlock, ...]:
-    sharded = sharded_type(layer, num_parts, choices.spatial_convolutions) if is_affine(layer) else None
+    sharded = sharded_type(layer, num_parts, choices.convolutions) if is_affine(layer) else None
     if sharded is None or is_uninitialised(layer) or refusal(layer):
         return ()
     try:

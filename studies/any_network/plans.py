@@ -17,13 +17,14 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import ALLOCATED, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import ALLOCATED, FEW_LABELS, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
 NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, zero init", "transformer")
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 MAIN = ("FedAvg", "sharding")
+LAYOUTS = ("Tucker factors", NARROW)
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
@@ -72,7 +73,7 @@ def begin(
     if net not in ONLY_ON.get(setup, (net,)):
         return None
     rate = ADAMW_RATE if net == "transformer" else FIRST_RATE
-    return Spec(data, split, net, setup, server, 1.0 if setup == "FedAvg" else keep_ratio, rate, seed=0)
+    return Spec(data, split, net, setup, server, 1.0 if setup.endswith("FedAvg") else keep_ratio, rate, seed=0)
 
 
 def main(split: str) -> Iterator[Spec | None]:
@@ -140,11 +141,43 @@ def systems() -> Iterator[Spec | None]:
         yield begin(NEAR_IID, net, setup, "averaging")
 
 
+def layouts() -> Iterator[Spec | None]:
+    """Other layouts of a sub-model, and a narrow network for all, at the same bytes."""
+    for setup, net in product(LAYOUTS, (NETS[0], NETS[2])):
+        yield begin(NEAR_IID, net, setup, "momentum")
+
+
+def few_labels() -> Iterator[Spec | None]:
+    """The hooks for clients with few labels, where most have one or two."""
+    for setup, net in product(("FedAvg", "sharding", *LAYOUTS), (NETS[0], NETS[2])):
+        yield begin(EXTREME, net, f"{FEW_LABELS}{setup}", "momentum")
+
+
 PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
     plan.__name__: plan
-    for plan in (near_iid, extreme, skewed, fifth, steps, allocation, parts, papers, fashion, systems)
+    for plan in (
+        near_iid,
+        extreme,
+        skewed,
+        fifth,
+        layouts,
+        few_labels,
+        steps,
+        allocation,
+        parts,
+        papers,
+        fashion,
+        systems,
+    )
 }
-THREE_SEEDS = ("near_iid", "extreme", "skewed", "fifth")  # plans whose best rates have two more seeds
+THREE_SEEDS = (
+    "near_iid",
+    "extreme",
+    "skewed",
+    "fifth",
+    "layouts",
+    "few_labels",
+)  # plans whose best rates have two more seeds
 
 
 def missing(plan: str) -> Iterator[Spec]:

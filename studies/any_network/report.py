@@ -23,6 +23,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plans import (
     BOTH,
+    LAYOUTS,
     MAIN,
     NEAR_IID,
     NETS,
@@ -34,7 +35,7 @@ from plans import (
 )
 from records import keep
 from run import EVERY
-from setups import SERVERS, SETUPS
+from setups import FEW_LABELS, SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
 from tasks import ALPHAS, IMAGES
 
@@ -85,7 +86,7 @@ def table(runs: Sequence[Run], contenders: Sequence[Contender], **where: Any) ->
 
     def found(net: str, contender: Contender) -> list[Run]:
         setup, server = contender
-        return select(runs, net=net, setup=setup, server=server, **(anywhere if setup == "FedAvg" else where))
+        return select(runs, net=net, setup=setup, server=server, **(anywhere if setup.endswith("FedAvg") else where))
 
     rows = [net for net in NETS if any(found(net, one) for one in contenders if one[0] != "FedAvg")]
     columns = [one for one in contenders if any(found(net, one) for net in rows)]
@@ -117,6 +118,8 @@ def tables(runs: Sequence[Run]) -> str:
         "": [*product(MAIN, BOTH)],
         ", as published": [*product(PUBLISHED, BOTH)],
         ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
+        ", other layouts": [(setup, "momentum") for setup in (*MAIN, *LAYOUTS)],
+        ", hooks for few labels": [(f"{FEW_LABELS}{setup}", "momentum") for setup in (*MAIN, *LAYOUTS)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
     parts: dict[str, list[str]] = {}

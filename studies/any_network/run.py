@@ -22,7 +22,7 @@ import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
-from setups import OWN_ROUNDS, SERVERS, algorithm_of
+from setups import NARROW, OWN_ROUNDS, SERVERS, algorithm_of, hooks_of, narrowed
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal
 
 import lightning_spectral as ls
@@ -40,9 +40,11 @@ def train(spec: Spec) -> dict[str, Any]:
         curves, turn, error = fedlrt.train(module, data, float(spec.keep_ratio), spec.seed, EVERY)
         return record(spec, curves, {} if error else {str(spec.keep_ratio): turn}, error, begun)
     try:
+        module = narrowed(module, float(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
         model = ls.FederatedModule(
             module,
             algorithm=algorithm_of(spec.setup, spec.keep_ratio, module),
+            local_hooks=hooks_of(spec.setup, module, spec.num_rounds),
             clients_per_round=CLIENTS_PER_ROUND,
             local_epochs=LOCAL_EPOCHS,
             server_optimizer=SERVERS[spec.server],

@@ -16,6 +16,8 @@ from torch import nn
 import lightning_spectral as ls
 from lightning_spectral.server.optimizers import FedOptimizer
 
+NARROW = "narrow net"  # another module, so another network for all
+FEW_LABELS = "few labels: "  # a setup with the hooks for clients with few labels
 MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
 KeepRatio = float | str  # a share of the terms, or "mixed"
 EXAMPLES = torch.zeros(2, 1, 14, 14)  # inputs of the networks
@@ -112,6 +114,27 @@ def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     return ls.FIARSE(ratios)
 
 
+def narrowed(module: Any, keep_ratio: float) -> Any:
+    """The network with fewer channels that all clients train alone, at no more bytes than the terms."""
+    algorithm = at_equal("budget_bytes", "round_bytes")(keep_ratio, module)
+    assert isinstance(algorithm, ls.WidthSharding)
+    assert isinstance(algorithm.keep_ratio, float)
+    return ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=algorithm), algorithm.keep_ratio)
+
+
+def hooks_of(setup: str, module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
+    """What a setup adds to local steps."""
+    if not setup.startswith(FEW_LABELS):
+        return []
+    *_, head = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    hooks: list[ls.client.LocalHook] = [
+        ls.client.CalibratedLogits(head, rounds=num_rounds),
+        ls.client.GradientClip(1.0),
+    ]
+    has_averages = any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())
+    return hooks + [ls.client.FixedBatchNorm(num_rounds // 2)] * has_averages
+
+
 SERVERS: dict[str, FedOptimizer] = {
     "averaging": ls.server.FedAvgM(lr=1.0, momentum=0.0),
     "momentum": ls.server.BoundedMomentum(momentum=0.8),
@@ -136,6 +159,11 @@ SETUPS: dict[str, Setup] = {
     "sharding, attention whole": sharding(exclude=["*self_attn*"]),
     # other numbers of terms in each layer, for the same bytes
     **{f"sharding, {kind}": allocated(kind) for kind in ALLOCATIONS},
+    # other layouts, for the same bytes
+    "Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
+    NARROW: dense,
+    **{f"{FEW_LABELS}{name}": make for name, make in {"FedAvg": dense, "sharding": sharding(), NARROW: dense}.items()},
+    f"{FEW_LABELS}Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
     # other systems
     "HeteroFL": by_width(ls.PrefixChannels()),
     "HeteroFL, Scaler": by_width(ls.PrefixChannels(), scaler=True),

@@ -55,6 +55,7 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 SLOW = {"FedAvgM", "FedAdam", "FedAdagrad, bits", "Uniform", "RoundRobin", "UpdateVarianceReduced", "no training"}
+SLOW |= {"FullParticipation", "StaleUpdateVarianceReduced", "VirtualClock", "FedYogi, spectral", "ClientDropout"}
 
 
 @pytest.mark.parametrize("name", slow_but(SETTINGS.keys() - SLOW, SETTINGS))
@@ -105,7 +106,9 @@ CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] =
 }
 
 
-@pytest.mark.parametrize("name", slow_but(CALLBACKS.keys() - {"alignment of whole models", "lines"}, CALLBACKS))
+@pytest.mark.parametrize(
+    "name", slow_but(CALLBACKS.keys() - {"alignment of whole models", "lines", "sampled networks"}, CALLBACKS)
+)
 def test_callbacks_report_the_same(name: str, toy: TensorDataset, fit: Fit, there: Fit, agree: Any) -> None:
     algorithm, make = CALLBACKS[name]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(6), val=toy, batch_size=4, client_val_fraction=0.2)

@@ -177,6 +177,7 @@ def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]
 SLOW = ("--config", "run.yaml", "--vary", "model.module.seconds=0.1", "--seeds", "1", "--trainer.max_epochs=6")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(
     folder: Path, sweep: Callable[..., Told]

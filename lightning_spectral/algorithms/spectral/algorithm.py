@@ -43,7 +43,7 @@ from lightning_spectral.algorithms.spectral.start import (
     of_each_matrix,
     with_absent_rows,
 )
-from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState
+from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState, ranks_of
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
 from lightning_spectral.arguments import Number, as_patterns, check_fields
 from lightning_spectral.client.device import StepActions
@@ -70,6 +70,7 @@ from lightning_spectral.protocol.per_client import (
     values_of,
 )
 from lightning_spectral.protocol.records import Download, Options, Receipt, RoundSummary, Upload, WorkUnit
+from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sharding import Collective, ShardingStrategy, TopN
 from lightning_spectral.sums import RunningMean, check_summable
 
@@ -88,12 +89,16 @@ class SpectralSide(DenseSide):
         clip_tau: Bound on the learning rate of a term's vectors.
         clip_weight_lr: Bound on the learning rate of the weight.
         frobenius_decay: Coefficient of the penalty on sharded layers, in addition to the optimizer's weight decay.
+        small_steps: Share of a larger client's steps in which it trains no more than the smallest clients hold.
+        smallest: The keep ratio of these.
     """
 
     plan: ModulePlan
     clip_tau: float
     clip_weight_lr: float
     frobenius_decay: float
+    small_steps: float = 0.0
+    smallest: float = 1.0
 
     def take_form(self, module: nn.Module, capacity: float) -> None:
         swap_layers(module, self.plan, lambda sharded, dense, num_terms: sharded.like(dense, num_terms), capacity)
@@ -112,7 +117,7 @@ class SpectralSide(DenseSide):
         return found
 
     def start(self, client: nn.Module, download: Download) -> StepActions:
-        """Frobenius decay, then clipping, just before each step."""
+        """Frobenius decay, then clipping, just before each step; in small steps, only the first terms act."""
         layers, rates = sharded_layers(client), TermRates(client, self.clip_tau, self.clip_weight_lr)
         rates.start_client()
         acts: dict[int, Sequence[Callable[[], None]]] = {}
@@ -132,7 +137,31 @@ class SpectralSide(DenseSide):
             for act in acts[id(optimizer)]:
                 act()
 
-        return StepActions(before_step=before_step)
+        if self.small_steps == 0.0 or download.capacity <= self.smallest:
+            return StepActions(before_step=before_step)
+        generator = derived_generator(download.seed, "small steps", *download.ids)
+        whole = [layer.omega.clone() for layer in layers.values()]
+        first = [omega.clone() for omega in whole]
+        for omega, name in zip(first, layers, strict=True):
+            omega[self.plan.blocks[name].num_terms(self.smallest) :] = 0.0
+        convolutions: list[tuple[Any, tuple[int, int]]] = [
+            (client.get_submodule(name), ranks_of(layer, self.smallest)) for name, layer in self.plan.tucker.items()
+        ]
+
+        @torch.no_grad()
+        def draw() -> None:
+            is_small = float(torch.rand((), generator=generator)) < self.small_steps
+            for layer, omega in zip(layers.values(), first if is_small else whole, strict=True):
+                layer.omega.copy_(omega)
+            for convolution, ranks in convolutions:
+                convolution.active = ranks if is_small else None
+
+        def end(optimizer: Optimizer) -> None:
+            for convolution, _ in convolutions:
+                convolution.active = None
+            before_step(optimizer)
+
+        return StepActions(draw, end)
 
 
 @dataclass(frozen=True)
@@ -164,6 +193,9 @@ class SpectralSharding(Algorithm):
         output_ratio: Share q of each sharded layer's output channels, the leading ones, that a client computes. The
             others are zero on the client and take no memory there. Short for ``layers=LayerChoices(output_ratio=...)``,
             where it is stored.
+        small_steps: With mixed keep ratios, the share of a larger client's local steps in which only as many of its
+            terms act as the smallest clients hold, in ``[0, 1)``. Otherwise large and small clients train two functions
+            that drift apart, above all where they have different labels.
         aggregation: How the clients' sub-models are combined into one weight: `TermMeans`, or `MatrixMeans` as in
             FedHM. ``None`` for means of matrices where the spectral start has moved energy, whose other terms hold
             nothing worth keeping, and means of terms elsewhere, as in the paper.
@@ -202,10 +234,12 @@ class SpectralSharding(Algorithm):
     spectral_start: SpectralStart | None = SpectralStart()
     output_ratio: float | None = field(default=None, repr=False, compare=False)  # also moves into `layers`
     aggregation: TermAggregation | None = None
+    small_steps: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(
             self,
+            small_steps=Number(at_least=0, below=1, hint="larger clients would never train the rest of their terms"),
             keep_ratio=partial(check_per_client, rule=KEEP_RATIO),
             clip_tau=TAU,
             frobenius_decay=Number(at_least=0),
@@ -411,6 +445,8 @@ class SpectralHalf(DenseHalf):
             clip_tau=choice.clip_tau,
             clip_weight_lr=choice.clip_weight_lr,
             frobenius_decay=choice.frobenius_decay,
+            small_steps=choice.small_steps,
+            smallest=min(entries_of(choice.keep_ratio)),
         )
 
     @property

@@ -8,11 +8,15 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from federation import Fit, check_resumes, seeded
+from fake_line import line_of
+from federation import Fit, check_resumes, same_state, seeded
 from small_convs import LitConvs, LitOnlyConvs, images_of
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.network.device import ClientData
+from lightning_spectral.network.remote_clients import RemoteClients
 from lightning_spectral.nn.layers.tucker import PARTS, compose, tucker_factors
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Upload, WorkUnit
@@ -131,3 +135,15 @@ def test_learning(images: Any, fit: Fit) -> None:
         fitted = fit(seeded(LitConvs), images, algorithm=sharded(keep_ratio=keep_ratio), max_epochs=12)
         losses = [float(row["fl/loss"]) for row in fitted.rows]
         assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
+def test_devices_train_as_the_simulation_does(keep_ratio: Any, images: Any, fit: Fit) -> None:
+    whole = images.train.tensors
+    own = [TensorDataset(*(tensor[part] for tensor in whole)) for part in images.partition]
+    line = line_of([{"": LitConvs}] * 6, [{"": ClientData(examples, batch_size=6)} for examples in own])
+    data = RemoteClients(line, val=images.val, wait_for=6, patience=0.2)
+    options = {"algorithm": sharded(keep_ratio=keep_ratio, small_steps=0.5), "clients_per_round": 6}
+    ours, theirs = (fit(seeded(LitConvs), each, **options) for each in (data, images))
+    assert same_state(ours.tensors, theirs.tensors)
+    assert [row["fl/loss"] for row in ours.rows] == [row["fl/loss"] for row in theirs.rows]

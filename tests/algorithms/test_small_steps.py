@@ -1,20 +1,23 @@
 """Steps in which a larger client trains no more than the smallest ones hold: against steps written out."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from federation import seeded
 from masked_heads import LitHead, clients
-from small_convs import LitOnlyConvs, images_of
+from small_convs import LitConvs, LitOnlyConvs, images_of
 from torch import nn
 from torch.nn import functional as F
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.local_loop import LocalSettings
 from lightning_spectral.client.user_optimizer import options_of
 from lightning_spectral.nn.layers.tucker import tucker_ranks
+from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
@@ -94,3 +97,25 @@ def test_the_smallest_clients_take_no_small_steps() -> None:
 def test_a_share_of_one_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`small_steps` must be in \[0, 1\), got 1.*larger clients would never train"):
         ls.SpectralSharding(small_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("lit", "algorithm", "callbacks", "said"),
+    [
+        (LitConvs, ls.SpectralSharding(keep_ratio=MIXED, small_steps=0.5), [], True),
+        (LitConvs, ls.SpectralSharding(keep_ratio=MIXED, small_steps=0.5), [BatchNormEstimation()], False),
+        (LitConvs, ls.SpectralSharding(keep_ratio=0.3, small_steps=0.5), [], False),
+        (LitConvs, ls.SpectralSharding(keep_ratio=MIXED), [], False),
+        (LitOnlyConvs, ls.SpectralSharding(keep_ratio=MIXED, small_steps=0.5), [], False),
+    ],
+    ids=["alone", "estimated", "equal", "no small steps", "no averages"],
+)
+def test_running_averages_of_small_steps_are_warned_of(lit: Any, algorithm: Any, callbacks: Any, said: bool) -> None:
+    module = lit()
+    plan = Plan(module, algorithm, optimizers=[module.configure_optimizers()], callbacks=callbacks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        algorithm.check(plan)
+    found = [str(each.message) for each in caught if "small_steps" in str(each.message)]
+    assert len(found) == said
+    assert all("running averages of net.3 are mostly those of small steps" in each for each in found)

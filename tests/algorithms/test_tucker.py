@@ -137,6 +137,7 @@ def test_learning(images: Any, fit: Fit) -> None:
         assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.filterwarnings("ignore:With `small_steps` the running averages")
 @pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
 def test_devices_train_as_the_simulation_does(keep_ratio: Any, images: Any, fit: Fit) -> None:
     whole = images.train.tensors

@@ -45,7 +45,7 @@ from lightning_spectral.algorithms.spectral.start import (
 )
 from lightning_spectral.algorithms.spectral.tucker import TuckerRound, TuckerState, ranks_of
 from lightning_spectral.algorithms.term_draws import TermDraws, first_terms, places_of_terms, plan_draws
-from lightning_spectral.arguments import Number, as_patterns, check_fields
+from lightning_spectral.arguments import Number, as_patterns, check_fields, first_of
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.designs import Design
@@ -58,6 +58,7 @@ from lightning_spectral.nn.layers.tucker import PARTS
 from lightning_spectral.nn.optimizer_hooks import TermRates, decaying
 from lightning_spectral.nn.plan.module_plan import LayerChoices, ModulePlan
 from lightning_spectral.nn.plan.planner import check_layers, plan_of, swap_layers, untraced_ends
+from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import apply_mean_change
@@ -334,6 +335,16 @@ class SpectralSharding(Algorithm):
         for template in plan.optimizers:
             self._check_optimizer(template, held)
         if plan.optimizers:
+            estimates = any(getattr(callback, "estimates_averages", False) for callback in plan.callbacks)
+            is_mixed = len(set(entries_of(self.keep_ratio))) > 1
+            if self.small_steps and is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
+                warnings.warn(
+                    f"With `small_steps` the running averages of {first_of(list(norms), 3)} are mostly those of small "
+                    "steps, and evaluation of the whole model reads them. Add the callback BatchNormEstimation(), or "
+                    "use another norm.",
+                    SpectralWarning,
+                    stacklevel=3,
+                )
             return
         if not held.sharded:
             warnings.warn(

@@ -42,6 +42,7 @@ CONTENDERS: dict[str, ls.Algorithm] = {
             ("mixed", MIXED, {}),
             ("mixed, small steps 0.8", MIXED, {"small_steps": 0.8}),
             ("mixed, small steps 0.9", MIXED, {"small_steps": 0.9}),
+            ("mixed, small steps 0.95", MIXED, {"small_steps": 0.95}),
         )
     },
 }

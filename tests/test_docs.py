@@ -50,6 +50,7 @@ class ToyTrainer(pl.Trainer):
 
 @pytest.fixture
 def toy_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    importlib.import_module("lightning.pytorch.cli")  # it keeps the Trainer that is there when it is first imported
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pl, "Trainer", ToyTrainer)
     monkeypatch.setattr(lightning, "Trainer", ToyTrainer)

@@ -426,7 +426,7 @@ class FixedBatchNorm(LocalHook):
 
     def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
         """Check that there is such a layer."""
-        if not _with_averages(module):
+        if not batch_norms(module):
             raise ValueError(
                 f"FixedBatchNorm finds no BatchNorm layer with running averages in {type(module).__name__}; leave it "
                 "out, or build the layers with `track_running_stats=True`."
@@ -435,7 +435,7 @@ class FixedBatchNorm(LocalHook):
     @contextmanager
     def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
         """Put the layers into eval mode within the block."""
-        layers = [one for one in _with_averages(module) if one.training and data.round_idx >= self.from_round]
+        layers = [one for one in batch_norms(module) if one.training and data.round_idx >= self.from_round]
         for layer in layers:
             layer.eval()
         try:
@@ -445,7 +445,8 @@ class FixedBatchNorm(LocalHook):
                 layer.train()
 
 
-def _with_averages(module: nn.Module) -> list[nn.Module]:
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The BatchNorm layers with running averages."""
     return [one for one in module.modules() if isinstance(one, _BatchNorm) and one.running_mean is not None]
 
 

@@ -49,16 +49,19 @@ class UserStep:
         self.on_before_backward = hook("on_before_backward")
         self.on_after_backward = hook("on_after_backward")
         self.on_before_optimizer_step = hook("on_before_optimizer_step")
-        # what the loop does itself unless the user has another way: Lightning's own methods need a Trainer
-        is_lightnings = hasattr(module, "automatic_optimization")
-        own = {name: getattr(module, name) for name in OWN_WAYS if is_lightnings and defines(module, name)}
+        # what the loop does itself unless the user has another way
         self.optimizer_step, self.optimizer_zero_grad, self.backward, self.configure_gradient_clipping = (
-            None if name not in own or own[name].__module__.startswith("lightning.") else own[name] for name in OWN_WAYS
+            getattr(module, name) if _has_own_way(module, name) and defines(module, name) else None for name in OWN_WAYS
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Call the user's step with as many arguments as it takes."""
         return self.module.training_step(*(batch, batch_idx)[: self.num_arguments])
+
+
+def _has_own_way(module: Any, name: str) -> bool:
+    """Whether a LightningModule's method among `OWN_WAYS` is not Lightning's own, which needs a Trainer."""
+    return hasattr(module, "automatic_optimization") and not getattr(module, name).__module__.startswith("lightning.")
 
 
 def num_accepted(method: Callable[..., Any], num_offered: int) -> int:

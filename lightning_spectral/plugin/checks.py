@@ -11,13 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import first_of
-from lightning_spectral.client.local_hooks import LogitsHook
+from lightning_spectral.client.local_hooks import LogitsHook, batch_norms
 from lightning_spectral.client.local_loop import metrics_of
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Sampler, UniformParticipation
@@ -118,19 +117,20 @@ def remark_on_few_labels(owner: Any, data: ServerData) -> None:
     labels = data.stored_labels
     if labels is None or not isinstance(data, FederatedDataModule):
         return
+    module, num_classes = owner.module, 1 + int(labels.max())
+    heads = [name for name, part in module.named_modules() if getattr(part, "out_features", None) == num_classes]
+    if not heads or num_classes < 4 or any(isinstance(hook, LogitsHook) for hook in owner.local_hooks):
+        return
     num_clients = min(data.num_clients, LOOKED_AT)
     owners = torch.arange(num_clients).repeat_interleave(data.partition.sizes[:num_clients])
     pairs = torch.unique(torch.stack([owners, labels[data.partition.indices[: len(owners)]]]), dim=1)
     num_labels = pairs[0, pairs[1] >= 0].bincount()
     have_any, have_few = int((num_labels > 0).sum()), int(((num_labels == 1) | (num_labels == 2)).sum())
-    num_classes, parts = 1 + int(labels.max()), dict(owner.module.named_modules())
-    heads = [name for name, part in parts.items() if getattr(part, "out_features", None) == num_classes]
-    is_treated = any(isinstance(hook, LogitsHook) for hook in owner.local_hooks)
-    if is_treated or not heads or num_classes < 4 or 2 * have_few < have_any:
+    if 2 * have_few < have_any:
         return
     rounds = max(1, owner.part_of.runtime.trainer.max_epochs or 1)
     hooks = [f"CalibratedLogits({heads[-1]!r}, rounds={rounds})", "GradientClip(1.0)"]
-    hooks += [f"FixedBatchNorm({max(1, rounds // 2)})"] * any(isinstance(part, _BatchNorm) for part in parts.values())
+    hooks += [f"FixedBatchNorm({max(1, rounds // 2)})"] * bool(batch_norms(module))
     rank_zero_info(
         f"{have_few} of {have_any} clients have one or two of the {num_classes} labels. If training is unstable, "
         f"try local_hooks=[{', '.join(hooks)}]."

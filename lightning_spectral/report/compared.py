@@ -92,10 +92,16 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
             text = run.name if len(runs) == 1 else f"all {len(runs)} runs"
         seen[text] += 1
         distinct = text if seen[text] == 1 else f"{text} ({seen[text]})"
-        chosen = [(f"/{name}", value) for _, own in found for name, value in own.items() if not name.startswith(SWEEP)]
-        algorithms = {value for name, value in chosen if name.endswith("/algorithm")}
-        groups.append(Group(distinct, tuple(run for run, _ in found), index, algorithms == {"FedAvg"}))
+        groups.append(
+            Group(distinct, tuple(run for run, _ in found), index, all(_is_baseline(own) for _, own in found))
+        )
     return groups, names
+
+
+def _is_baseline(settings: Settings) -> bool:
+    """Whether all models of a run are trained by FedAvg."""
+    chosen = {name: value for name, value in settings.items() if f"/{name}".endswith("/algorithm")}
+    return {value for name, value in chosen.items() if not name.startswith(SWEEP)} == {"FedAvg"}
 
 
 def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:

@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from quiet import quiet_trainer, silence_lightning
-from setups import SERVERS
+from setups import SERVERS, few_label_hooks
 from tasks import BATCH_SIZE, LOCAL_EPOCHS, Classifier
 
 import lightning_spectral as ls
@@ -70,14 +70,13 @@ def train(algorithm: ls.Algorithm, lr: float, seed: int, tied: bool, hooked: boo
     torch.manual_seed(seed)
     module = Classifier("plain, GroupNorm", lr, NUM_ROUNDS)
     module.example_input_array = images[:2]
-    hooks = [ls.client.CalibratedLogits("net.14", rounds=NUM_ROUNDS), ls.client.GradientClip(1.0)] if hooked else []
     model = ls.FederatedModule(
         module,
         algorithm=algorithm,
         clients_per_round=10,
         local_epochs=LOCAL_EPOCHS,
         server_optimizer=SERVERS["momentum"],
-        local_hooks=hooks,
+        local_hooks=few_label_hooks(module, NUM_ROUNDS) if hooked else [],
         seed=seed,
     )
     quiet_trainer(NUM_ROUNDS, [], NUM_ROUNDS).fit(model, deal(images[own], digits[own], tied, others, seed))

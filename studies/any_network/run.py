@@ -22,7 +22,7 @@ import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
-from setups import NARROW, OWN_ROUNDS, SERVERS, algorithm_of, hooks_of, narrowed
+from setups import FEW_LABELS, NARROW, OWN_ROUNDS, SERVERS, algorithm_of, few_label_hooks, narrowed
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal
 
 import lightning_spectral as ls
@@ -44,7 +44,7 @@ def train(spec: Spec) -> dict[str, Any]:
         model = ls.FederatedModule(
             module,
             algorithm=algorithm_of(spec.setup, spec.keep_ratio, module),
-            local_hooks=hooks_of(spec.setup, module, spec.num_rounds),
+            local_hooks=few_label_hooks(module, spec.num_rounds) if spec.setup.startswith(FEW_LABELS) else [],
             clients_per_round=CLIENTS_PER_ROUND,
             local_epochs=LOCAL_EPOCHS,
             server_optimizer=SERVERS[spec.server],

@@ -122,10 +122,8 @@ def narrowed(module: Any, keep_ratio: float) -> Any:
     return ls.algorithms.narrow_model(ls.FederatedModule(module, algorithm=algorithm), algorithm.keep_ratio)
 
 
-def hooks_of(setup: str, module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
-    """What a setup adds to local steps."""
-    if not setup.startswith(FEW_LABELS):
-        return []
+def few_label_hooks(module: nn.Module, num_rounds: int) -> list[ls.client.LocalHook]:
+    """What setups for few labels add to local steps."""
     *_, head = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     hooks: list[ls.client.LocalHook] = [
         ls.client.CalibratedLogits(head, rounds=num_rounds),

@@ -1,6 +1,7 @@
 """Steps in which a larger client trains no more than the smallest ones hold: against steps written out."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 
 MIXED = {0.3: 0.5, 0.9: 0.5}
-EXTREME = {"clip_tau": float("inf"), "clip_weight_lr": float("inf"), "frobenius_decay": 0.0, "spectral_start": None}
+AS_IT_IS = {"clip_tau": float("inf"), "clip_weight_lr": float("inf"), "frobenius_decay": 0.0, "spectral_start": None}
 
 
 def turn(lit: Any, data: Any, algorithm: ls.SpectralSharding, epochs: int) -> tuple[Any, Any]:
@@ -33,7 +34,7 @@ def turn(lit: Any, data: Any, algorithm: ls.SpectralSharding, epochs: int) -> tu
     small, large = WorkUnit(0), WorkUnit(3)
     download, _ = half.open(Cohort(0, 0, {0.3: (small,), 0.9: (large,)})).send(large)
     own = lit.configure_optimizers()
-    sent = download.__class__(**{**vars(download), "options": (options_of(own),), "local_epochs": epochs})
+    sent = replace(download, options=(options_of(own),), local_epochs=epochs)
     device = Device(lit, Instructions(half.client_side), [own], data.client_data, LocalSettings())
     upload = device.run(sent)
     assert upload.failure is None
@@ -48,7 +49,7 @@ def is_small(sent: Any, share: float) -> list[bool]:
 @pytest.mark.parametrize("share", [0.0, 0.6, 0.999])
 def test_terms_beyond_the_first_rest_in_small_steps(share: float) -> None:
     lit, data = seeded(LitHead), clients()
-    sent, upload = turn(lit, data, ls.SpectralSharding(keep_ratio=MIXED, small_steps=share, **EXTREME), epochs=4)
+    sent, upload = turn(lit, data, ls.SpectralSharding(keep_ratio=MIXED, small_steps=share, **AS_IT_IS), epochs=4)
     values = {name: tensor.clone() for name, tensor in sent.tensors.items()}
     trained = {name: t.requires_grad_() for name, t in values.items() if not name.endswith("omega")}
     optimizer, few = torch.optim.SGD(trained.values(), lr=0.3), 4  # ceil(0.3 * 12)

@@ -141,10 +141,10 @@ class SpectralSide(DenseSide):
         if self.small_steps == 0.0 or download.capacity <= self.smallest:
             return StepActions(before_step=before_step)
         generator = derived_generator(download.seed, "small steps", *download.ids)
-        whole = [layer.omega.clone() for layer in layers.values()]
+        blocks, whole = self.plan.blocks, [layer.omega.clone() for layer in layers.values()]
         first = [omega.clone() for omega in whole]
         for omega, name in zip(first, layers, strict=True):
-            omega[self.plan.blocks[name].num_terms(self.smallest) :] = 0.0
+            omega[blocks[name].num_terms(self.smallest) :] = 0.0
         convolutions: list[tuple[Any, tuple[int, int]]] = [
             (client.get_submodule(name), ranks_of(layer, self.smallest)) for name, layer in self.plan.tucker.items()
         ]
@@ -301,7 +301,7 @@ class SpectralSharding(Algorithm):
     def promises(self) -> Promises:  # type: ignore[override]
         """Noise hides clients only where all hold the same terms, whoever takes part."""
         ratios, strategies = set(entries_of(self.keep_ratio)), values_of(self.strategy)
-        same = len(ratios) == 1 and (ratios == {1.0} or all(type(each) is TopN for each in strategies))
+        same = not self.is_mixed and (ratios == {1.0} or all(type(each) is TopN for each in strategies))
         known = type(self.aggregation) in (type(None), TermMeans, MatrixMeans)
         return Promises(
             new_values=True,
@@ -326,6 +326,11 @@ class SpectralSharding(Algorithm):
         )
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether clients have different keep ratios."""
+        return len(set(entries_of(self.keep_ratio))) > 1
+
+    @property
     def _layer_choices(self) -> LayerChoices:
         return self.layers.choices if isinstance(self.layers, ModulePlan) else self.layers
 
@@ -336,8 +341,7 @@ class SpectralSharding(Algorithm):
             self._check_optimizer(template, held)
         if plan.optimizers:
             estimates = any(getattr(callback, "estimates_averages", False) for callback in plan.callbacks)
-            is_mixed = len(set(entries_of(self.keep_ratio))) > 1
-            if self.small_steps and is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
+            if self.small_steps and self.is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
                 warnings.warn(
                     f"With `small_steps` the running averages of {first_of(list(norms), 3)} are mostly those of small "
                     "steps, and evaluation of the whole model reads them. Add the callback BatchNormEstimation(), or "
@@ -572,8 +576,7 @@ class SpectralRound(DenseRound):
         super().__init__(half, cohort)
         self.tensors, self.layers, self.tucker = half.leading(self.tensors), layers, list[TuckerRound]()
         if half.state is not None and (convolutions := half.plan.tucker):
-            is_mixed = len(set(entries_of(half.choice.keep_ratio))) > 1
-            self.tucker = [TuckerRound(half.state, convolutions, cohort, is_mixed)]
+            self.tucker = [TuckerRound(half.state, convolutions, cohort, half.choice.is_mixed)]
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         keep_ratio = self.cohort.capacity_of(unit)
@@ -582,7 +585,7 @@ class SpectralRound(DenseRound):
             terms[name], parts = layer.send(self.cohort, unit)
             tensors.update(parts)
         for convolutions in self.tucker:
-            tensors.update(convolutions.leading(convolutions.running.before, keep_ratio))
+            tensors.update(convolutions.sent[keep_ratio])
         return Download(unit, keep_ratio, tensors), Receipt(unit, keep_ratio, terms)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
@@ -602,7 +605,7 @@ class SpectralRound(DenseRound):
             u = layer.mean.u[: layer.mean.held_rows]
             found |= places_of_terms(receipt.drawn[name], u, layer.mean.v, f"{name}.u", f"{name}.v")
         for convolutions in self.tucker:
-            found |= convolutions.positions(receipt.capacity)
+            found |= convolutions.places[receipt.capacity]
         return found
 
     @property

@@ -32,7 +32,7 @@ class TuckerState(nn.Module):
         keep_ratio: The largest of any client.
 
     Attributes:
-        has_begun: Whether a fit has begun; until then factors follow the weights, which a user may still load.
+        has_begun: Whether a fit has begun; until then factors are zero, as a user may still load other weights.
     """
 
     has_begun: Tensor
@@ -47,9 +47,10 @@ class TuckerState(nn.Module):
                 if part not in holder._modules:
                     holder.add_module(part, nn.Module())
                 holder = holder.get_submodule(part)
-            factors = tucker_factors(server.get_parameter(f"{name}.weight"), *ranks_of(layer, keep_ratio))
-            for part, factor in zip(PARTS, factors, strict=True):
-                holder.register_parameter(part, nn.Parameter(factor.contiguous()))
+            weight, (a, b) = server.get_parameter(f"{name}.weight"), ranks_of(layer, keep_ratio)
+            shapes = (a, weight.shape[1]), (b, a, *weight.shape[2:]), (len(weight), b)
+            for part, shape in zip(PARTS, shapes, strict=True):
+                holder.register_parameter(part, nn.Parameter(weight.new_zeros(shape)))
 
     def factors(self, name: str) -> dict[str, nn.Parameter]:
         """The factors of one convolution, by full name."""
@@ -80,16 +81,21 @@ class TuckerRound:
         is_mixed: Whether clients have different keep ratios, in this round or in others.
 
     Attributes:
+        sent: What clients of each keep ratio are sent, by full name.
+        places: The places of their entries in the whole factors; nothing if all clients hold these whole.
         running: Running mean of the changes of all factors.
     """
 
     def __init__(self, state: TuckerState, layers: Mapping[str, LayerPlan], cohort: Cohort, is_mixed: bool) -> None:
-        self.state, self.layers, self.is_mixed = state, layers, is_mixed
+        self.state, self.layers = state, layers
         whole = {n: own.detach() for name in layers for n, own in state.factors(name).items()}
         by_index = dict.fromkeys(whole) if is_mixed else None
+        places = {name: torch.arange(own.numel()).view(own.shape) for name, own in whole.items()} if is_mixed else {}
+        self.sent = {ratio: self._leading(whole, ratio) for ratio in cohort.groups}
+        self.places = {ratio: self._leading(places, ratio) if is_mixed else {} for ratio in cohort.groups}
         self.running = MeanChange(whole, cohort.total, cohort.absolute, by_index=by_index)
 
-    def leading(self, whole: Tensors, keep_ratio: float) -> dict[str, Tensor]:
+    def _leading(self, whole: Tensors, keep_ratio: float) -> dict[str, Tensor]:
         """What a client of a keep ratio holds of tensors of the factors' shapes, by full name."""
         found: dict[str, Tensor] = {}
         for name, layer in self.layers.items():
@@ -98,16 +104,8 @@ class TuckerRound:
             found |= {down: whole[down][:a], core: whole[core][:b, :a], up: whole[up][:, :b]}
         return {name: part.contiguous() for name, part in found.items()}
 
-    def positions(self, keep_ratio: float) -> dict[str, Tensor]:
-        """The places of a client's entries in the whole factors; none if all hold them whole."""
-        if not self.is_mixed:
-            return {}
-        sizes = {name: whole.shape for name, whole in self.running.before.items()}
-        places = {name: torch.arange(shape.numel()).view(shape) for name, shape in sizes.items()}
-        return self.leading(places, keep_ratio)
-
     def add(self, upload: Upload, coefficient: float, keep_ratio: float) -> None:
-        self.running.add(upload.tensors, coefficient, upload.largest, where=self.positions(keep_ratio))
+        self.running.add(upload.tensors, coefficient, upload.largest, where=self.places[keep_ratio])
 
     def close(self) -> None:
         apply_mean_change(self.state, self.running.finish())

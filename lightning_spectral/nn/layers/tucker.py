@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ PARTS = ("down", "core", "up")
 CONVOLUTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 
+@cache
 def tucker_ranks(shape: tuple[int, ...], num_terms: int) -> tuple[int, int]:
     """Numbers of inner input and output channels for at most as many values as n singular terms of the matrix have.
 

@@ -265,11 +265,14 @@ def cut_for_steps(
 
 def _sizes(module: nn.Module) -> dict[str, dict[str, Any]]:
     """All whole-number attributes of each layer: those in which two cuts of one module differ are sizes."""
-    found = {}
-    for name, layer in module.named_modules():
-        tuples = {n: value if isinstance(value, tuple) else (value,) for n, value in vars(layer).items()}
-        found[name] = {n: vars(layer)[n] for n, own in tuples.items() if all(isinstance(item, int) for item in own)}
-    return found
+
+    def is_size(value: object) -> bool:
+        return isinstance(value, int) or (isinstance(value, tuple) and all(isinstance(item, int) for item in value))
+
+    return {
+        name: {attribute: value for attribute, value in vars(layer).items() if is_size(value)}
+        for name, layer in module.named_modules()
+    }
 
 
 class NarrowSteps:

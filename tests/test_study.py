@@ -183,7 +183,7 @@ def test_runs_that_diverged_are_counted_and_not_averaged(study):
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
     module, algorithm_of = study.tasks.Classifier("MLP", 0.1, 1), study.setups.algorithm_of
     for setup in study.setups.SETUPS:
-        assert isinstance(algorithm_of(setup, "mixed", module), ls.Algorithm)
+        assert isinstance(algorithm_of(setup, "0.1 and 0.4", module), ls.Algorithm)
         assert algorithm_of(setup, 0.05, module) == algorithm_of(setup, 0.05, module)
 
 

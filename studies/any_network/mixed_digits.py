@@ -24,11 +24,11 @@ from torch.utils.data import TensorDataset
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from quiet import quiet_trainer, silence_lightning
 from setups import SERVERS, few_label_hooks
-from tasks import BATCH_SIZE, LOCAL_EPOCHS, Classifier
+from tasks import BATCH_SIZE, FEW, LOCAL_EPOCHS, Classifier, by_halves
 
 import lightning_spectral as ls
 
-NUM_TRAIN, NUM_VAL, NUM_ROUNDS, FEW = 1397, 10, 60, 4
+NUM_TRAIN, NUM_VAL, NUM_ROUNDS = 1397, 10, 60
 MIXED = [0.1] * 10 + [0.4] * 10
 TUCKER = {"layers": ls.LayerChoices(convolutions="tucker")}
 CONTENDERS: dict[str, ls.Algorithm] = {
@@ -50,12 +50,8 @@ CONTENDERS: dict[str, ls.Algorithm] = {
 
 def deal(images: Tensor, digits: Tensor, tied: bool, others: TensorDataset, seed: int) -> ls.FederatedDataModule:
     """Deal the examples to 20 clients, by their digits or not."""
-    clients = torch.arange(len(digits)) % 20
-    if tied:
-        few = digits < FEW
-        clients[few] = torch.arange(int(few.sum())) % 10
-        clients[~few] = 10 + torch.arange(int((~few).sum())) % 10
-    dealt, options = ls.NaturalPartitioner(clients.tolist()), {"batch_size": BATCH_SIZE, "seed": seed}
+    dealt = by_halves(digits, 20) if tied else ls.NaturalPartitioner(torch.arange(len(digits)) % 20)
+    options = {"batch_size": BATCH_SIZE, "seed": seed}
     size = len(others)
     return ls.FederatedDataModule(TensorDataset(images, digits), dealt, val=others, eval_batch_size=size, **options)
 

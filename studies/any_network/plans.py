@@ -17,7 +17,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import ALLOCATED, FEW_LABELS, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import ALLOCATED, FEW_LABELS, LARGE, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from tasks import TIED
 
 OUTPUT = Path("outputs/any_network")
 NUM_ROUNDS = 100
@@ -25,6 +26,8 @@ NETS = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "residual", "residual, ze
 NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 MAIN = ("FedAvg", "sharding")
 LAYOUTS = ("Tucker factors", NARROW)
+ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all clients, or for some
+TWO_CAPACITIES = ("small steps, sharding", "small steps, Tucker factors", "HeteroFL", "FedRolex", "FedHM", "sharding")
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
 FIRST_RATE, ADAMW_RATE = 0.1, 0.004  # the rung on which a ladder begins, for SGD and for AdamW
@@ -43,7 +46,7 @@ class Spec:
         net: Name of the network.
         setup: Name of the algorithm.
         server: Name of the server's step.
-        keep_ratio: Share of the terms, ``"mixed"``, or 1 for the whole model.
+        keep_ratio: Share of the terms, that of each half of the clients, or 1 for the whole model.
         lr: The clients' learning rate in the first round.
         seed: Seed of weights, split and draws.
         num_rounds: Number of rounds.
@@ -153,6 +156,18 @@ def few_labels() -> Iterator[Spec | None]:
         yield begin(EXTREME, net, f"{FEW_LABELS}{setup}", "momentum")
 
 
+def tied() -> Iterator[Spec | None]:
+    """Clients of two capacities, with other labels each; beside whole models, and a narrow network for all."""
+    for setup, net in product((*ALL_CLIENTS, *TWO_CAPACITIES), NETS):
+        yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
+
+
+def untied() -> Iterator[Spec | None]:
+    """The same where capacity does not go with labels."""
+    for split, setup, net in product((NEAR_IID, EXTREME), (*ALL_CLIENTS, *TWO_CAPACITIES), NETS):
+        yield begin(split, net, setup, "momentum", "0.1 and 0.4")
+
+
 PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
     plan.__name__: plan
     for plan in (
@@ -168,6 +183,8 @@ PLANS: dict[str, Callable[[], Iterator[Spec | None]]] = {
         papers,
         fashion,
         systems,
+        tied,
+        untied,
     )
 }
 THREE_SEEDS = (

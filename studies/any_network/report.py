@@ -22,6 +22,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from plans import (
+    ALL_CLIENTS,
     BOTH,
     LAYOUTS,
     MAIN,
@@ -29,15 +30,16 @@ from plans import (
     NETS,
     OUTPUT,
     PUBLISHED,
+    TWO_CAPACITIES,
     final,
     reported,
     results,
 )
 from records import keep
 from run import EVERY
-from setups import FEW_LABELS, SERVERS, SETUPS
+from setups import FEW_LABELS, MIXED, SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
-from tasks import ALPHAS, IMAGES
+from tasks import ALPHAS, IMAGES, TIED
 
 from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
 
@@ -120,10 +122,11 @@ def tables(runs: Sequence[Run]) -> str:
         ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
         ", other layouts": [(setup, "momentum") for setup in (*MAIN, *LAYOUTS)],
         ", hooks for few labels": [(f"{FEW_LABELS}{setup}", "momentum") for setup in (*MAIN, *LAYOUTS)],
+        ", two capacities": [(setup, "momentum") for setup in (*ALL_CLIENTS, *TWO_CAPACITIES)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
     parts: dict[str, list[str]] = {}
-    for (data, split), keep_ratio in product(product(IMAGES, ALPHAS), (0.05, 0.1, 0.2, "mixed")):
+    for (data, split), keep_ratio in product(product(IMAGES, (*ALPHAS, TIED)), (0.05, 0.1, 0.2, *MIXED)):
         for name, contenders in groups.items():
             where = {"data": data, "split": split, "keep_ratio": keep_ratio}
             if not name or any(

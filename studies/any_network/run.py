@@ -22,8 +22,8 @@ import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
-from setups import FEW_LABELS, NARROW, OWN_ROUNDS, SERVERS, algorithm_of, few_label_hooks, narrowed
-from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal
+from setups import FEW_LABELS, LARGE, NARROW, OWN_ROUNDS, SERVERS, algorithm_of, few_label_hooks, narrowed, smallest
+from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal, second_half
 
 import lightning_spectral as ls
 
@@ -34,13 +34,14 @@ def train(spec: Spec) -> dict[str, Any]:
     """Train a run. Return validation and test accuracy and the bytes of a client's turn, or the error that ended it."""
     torch.manual_seed(spec.seed)
     module, data = Classifier(spec.net, spec.lr, spec.num_rounds), deal(spec.data, spec.split, spec.seed)
+    data = second_half(data, spec.seed) if spec.setup.startswith(LARGE) else data
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
     error, begun = "", time.perf_counter()
     if spec.setup in OWN_ROUNDS:
         curves, turn, error = fedlrt.train(module, data, float(spec.keep_ratio), spec.seed, EVERY)
         return record(spec, curves, {} if error else {str(spec.keep_ratio): turn}, error, begun)
     try:
-        module = narrowed(module, float(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
+        module = narrowed(module, smallest(spec.keep_ratio)) if spec.setup.endswith(NARROW) else module
         model = ls.FederatedModule(
             module,
             algorithm=algorithm_of(spec.setup, spec.keep_ratio, module),

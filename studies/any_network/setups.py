@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from allocation import ALLOCATIONS, allocated
 from server_steps import ExponentialMeanSGD, PerParameterSGD, Tried
 from tangent import TangentSharding
+from tasks import NUM_CLIENTS
 from torch import nn
 
 import lightning_spectral as ls
@@ -18,17 +19,19 @@ from lightning_spectral.server.optimizers import FedOptimizer
 
 NARROW = "narrow net"  # another module, so another network for all
 FEW_LABELS = "few labels: "  # a setup with the hooks for clients with few labels
-MIXED = {0.2: 0.6, 0.4: 0.4}  # keep ratio: share of clients
-KeepRatio = float | str  # a share of the terms, or "mixed"
+LARGE = "second half: "  # a setup without the clients of the smaller keep ratio
+MIXED = {"0.1 and 0.4": (0.1, 0.4), "0.05 and 1": (0.05, 1.0)}  # keep ratios of the two halves of the clients
+KeepRatio = float | str  # a share of the terms, or a key of MIXED
 EXAMPLES = torch.zeros(2, 1, 14, 14)  # inputs of the networks
-Ratios = float | Mapping[float, float]
+Ratios = float | Sequence[float]
 Setup = Callable[[Ratios, nn.Module], ls.Algorithm]
 
 
 def each(ratios: Ratios, change: Callable[[float], float]) -> Ratios:
-    """Change each keep ratio, with the same shares of clients."""
-    if isinstance(ratios, Mapping):
-        return {change(ratio): share for ratio, share in ratios.items()}
+    """Change each keep ratio."""
+    if isinstance(ratios, Sequence):
+        changed = {ratio: change(ratio) for ratio in dict.fromkeys(ratios)}
+        return [changed[ratio] for ratio in ratios]
     return change(ratios)
 
 
@@ -60,7 +63,7 @@ def by_width(channels: ls.sharding.ChannelChoice, **options: Any) -> Setup:
 def by_drawn_width(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FjORD: the first channels; some steps use fewer of them, down to half of what the smallest clients have."""
     widths = each(ratios, math.sqrt)
-    all_widths = list(widths) if isinstance(widths, Mapping) else [widths]
+    all_widths = sorted({*widths}) if isinstance(widths, Sequence) else [widths]
     plan = ls.nn.width_plan(module, EXAMPLES)
     return ls.WidthSharding(keep_ratio=widths, plan=plan, step_widths=[min(all_widths) / 2, *all_widths])
 
@@ -88,7 +91,7 @@ def by_cut_outputs(factor: float) -> Setup:
     """PriSM's memory-efficient sub-models: they also cut the outputs, to ``factor`` times the smallest keep ratio."""
 
     def make(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
-        smallest = min(ratios) if isinstance(ratios, Mapping) else ratios
+        smallest = min(ratios) if isinstance(ratios, Sequence) else ratios
         return ls.SpectralSharding.published(ls.PriSM(), ratios, output_ratio=factor * smallest)
 
     return make
@@ -101,7 +104,7 @@ def by_updates(aggregation: ls.algorithms.AdapterAggregation, **options: Any) ->
         *names, _ = [name for name, layer in module.named_modules() if type(layer) is nn.Linear]
         width = min(min(module.get_submodule(name).weight.shape) for name in names)
         rank: Any = each(ratios, lambda ratio: math.ceil(ratio * width))
-        scale_of_one = math.sqrt(max(rank) if isinstance(rank, Mapping) else rank)
+        scale_of_one = math.sqrt(max(rank) if isinstance(rank, Sequence) else rank)
         adapted = {f"{name}.weight" for name in names}
         whole = [name for name, _ in module.named_parameters() if name not in adapted]
         return ls.LoRA(rank, scale_of_one, aggregation, layers=names, train=whole, **options)
@@ -112,6 +115,11 @@ def by_updates(aggregation: ls.algorithms.AdapterAggregation, **options: Any) ->
 def by_magnitude(ratios: Ratios, module: nn.Module) -> ls.Algorithm:
     """FIARSE: the largest weights."""
     return ls.FIARSE(ratios)
+
+
+def smallest(keep_ratio: KeepRatio) -> float:
+    """Return the keep ratio of the clients that have the least."""
+    return min(MIXED[keep_ratio]) if isinstance(keep_ratio, str) else keep_ratio
 
 
 def narrowed(module: Any, keep_ratio: float) -> Any:
@@ -162,6 +170,10 @@ SETUPS: dict[str, Setup] = {
     NARROW: dense,
     **{f"{FEW_LABELS}{name}": make for name, make in {"FedAvg": dense, "sharding": sharding(), NARROW: dense}.items()},
     f"{FEW_LABELS}Tucker factors": sharding(layers=ls.LayerChoices(convolutions="tucker")),
+    # for clients that differ in capacity
+    "small steps, sharding": sharding(small_steps=0.95),
+    "small steps, Tucker factors": sharding(small_steps=0.95, layers=ls.LayerChoices(convolutions="tucker")),
+    f"{LARGE}FedAvg": dense,
     # other systems
     "HeteroFL": by_width(ls.PrefixChannels()),
     "HeteroFL, Scaler": by_width(ls.PrefixChannels(), scaler=True),
@@ -193,5 +205,8 @@ ONLY_ON: Mapping[str, tuple[str, ...]] = {
 
 def algorithm_of(setup: str, keep_ratio: KeepRatio, module: nn.Module) -> ls.Algorithm:
     """Return the algorithm of a setup at one keep ratio, for one module."""
-    ratios: Any = MIXED if keep_ratio == "mixed" else keep_ratio
+    ratios: Any = keep_ratio
+    if isinstance(keep_ratio, str):
+        first, second = MIXED[keep_ratio]
+        ratios = [first] * (NUM_CLIENTS // 2) + [second] * (NUM_CLIENTS // 2)
     return SETUPS[setup](ratios, module)

@@ -26,6 +26,8 @@ BATCH_SIZE = 20
 MOMENTUM = 0.9  # of local steps
 IMAGES = {"MNIST": mnist, "Fashion": fashion_mnist}
 ALPHAS = {"Dir(10 p)": 10.0, "Dir(1 p)": 1.0, "Dir(0.3 p)": 0.3}
+TIED = "4 and 6 labels"  # the first half of the clients hold four of the labels, and the others the rest
+FEW = 4
 
 
 def plain(norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -137,11 +139,30 @@ def divided(data: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
 def deal(data: str, split: str, seed: int) -> ls.FederatedDataModule:
     """Deal the images to the clients; the others are one batch."""
     train, others = divided(data, seed)
-    return ls.FederatedDataModule(
-        train,
-        ls.DirichletPartitioner(num_clients=NUM_CLIENTS, alpha=ALPHAS[split]),
-        val=others,
-        batch_size=BATCH_SIZE,
-        eval_batch_size=len(others),
-        seed=seed,
-    )
+    if split == TIED:
+        return federated(train, by_halves(train.tensors[1], NUM_CLIENTS), others, seed)
+    return federated(train, ls.DirichletPartitioner(num_clients=NUM_CLIENTS, alpha=ALPHAS[split]), others, seed)
+
+
+def by_halves(labels: Tensor, num_clients: int) -> ls.NaturalPartitioner:
+    """Deal the first labels evenly to the first half of the clients, and the others to the second half."""
+    half, few = num_clients // 2, labels < FEW
+    clients = torch.empty_like(labels)
+    clients[few] = torch.arange(int(few.sum())) % half
+    clients[~few] = half + torch.arange(int((~few).sum())) % (num_clients - half)
+    return ls.NaturalPartitioner(clients, names=range(num_clients))
+
+
+def second_half(data: ls.FederatedDataModule, seed: int) -> ls.FederatedDataModule:
+    """Return the data without the first half of the clients."""
+    data.setup("fit")
+    left = [*data.partition][NUM_CLIENTS // 2 :]
+    owners = torch.arange(len(left)).repeat_interleave(torch.tensor([len(one) for one in left]))
+    images, labels = (tensor[torch.cat(left)] for tensor in data.train.tensors)
+    return federated(TensorDataset(images, labels), ls.NaturalPartitioner(owners), data.val, seed)
+
+
+def federated(train: TensorDataset, dealt: ls.Partitioner, others: TensorDataset, seed: int) -> ls.FederatedDataModule:
+    """Return the data of the clients, and the others as one batch."""
+    size = len(others)
+    return ls.FederatedDataModule(train, dealt, val=others, batch_size=BATCH_SIZE, eval_batch_size=size, seed=seed)

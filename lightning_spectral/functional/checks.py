@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -21,6 +21,22 @@ def has_values(tensor: Tensor) -> bool:
         (True, False)
     """
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def all_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """All names of each parameter and buffer, by the first of them; those of tied layers have several.
+
+    Example:
+        >>> net = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4, bias=False)})
+        >>> net["head"].weight = net["embed"].weight
+        >>> all_names(net)
+        {'embed.weight': ('embed.weight', 'head.weight')}
+    """
+    found: dict[int, list[str]] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            found.setdefault(id(tensor), []).append(name)
+    return {names[0]: tuple(names) for names in found.values()}
 
 
 def as_magnitudes(values: Tensor, name: str) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_spectral.arguments import OneOf, as_patterns, check_matches, first_match, matches_any
-from lightning_spectral.functional.checks import has_values
+from lightning_spectral.functional.checks import all_names, has_values
 
 Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
@@ -137,7 +137,8 @@ def buffer_rules(
         (['mask', 'running_mean', 'running_var'], {'num_batches_tracked': 1, 'low': -1, 'mask': [0, 1]})
     """
     names = [name for name, _ in module.named_buffers()]
-    check_matches("buffers", rules or {}, names, "buffer")
+    known = all_names(module)
+    check_matches("buffers", rules or {}, (alias for name in names for alias in known[name]), "buffer")
     rules = {**{name: "server" for name in names if name in stays}, **(rules or {})}
     mean, limits, by_values = set[str](), dict[str, Tensor](), dict[str, str | Tensor]()
     for name, buffer, rule, why in _decide(module, rules, (decisions or {}).get("buffers", {})):
@@ -148,7 +149,7 @@ def buffer_rules(
             limits[name] = signs.to(buffer.device)
         if not (isinstance(rule, str) and rule == "server") and bool((signs == 0).any()):
             mean.add(name)
-    asked = frozenset(name for name in names if first_match(name, rules) is not None)
+    asked = frozenset(name for name in names if _rule_of(known[name], rules) is not None)
     return BufferRules(frozenset(mean), limits, by_values, asked, frozenset(stays))
 
 
@@ -171,14 +172,14 @@ def _decide(
     module: nn.Module, rules: Rules, decided: Mapping[str, str | Tensor]
 ) -> Iterator[tuple[str, Tensor, str | Tensor, str]]:
     """Yield each buffer's name, itself, its rule, or the signs of its entries, and the reason."""
-    persistent = module.state_dict(keep_vars=True).keys()
+    persistent, known = module.state_dict(keep_vars=True).keys(), all_names(module)
     for name, buffer in module.named_buffers():
         if buffer.layout != torch.strided:
             raise ValueError(
                 f"Sparse buffers cannot be sent to clients: `{name}` is {buffer.layout}; register `{name}` as "
                 "`.to_dense()` and call `.to_sparse()` where you use it, or keep it in a plain attribute, not a buffer."
             )
-        if (asked := first_match(name, rules)) is not None:
+        if (asked := _rule_of(known[name], rules)) is not None:
             _check_possible(name, buffer, asked, name in persistent)
             yield name, buffer, asked, _ASKED
         elif not buffer.is_floating_point():
@@ -193,6 +194,18 @@ def _decide(
             signs = buffer.isneginf().to(torch.int8) - buffer.isposinf().to(torch.int8)
             rule = next((rule for rule, sign in SIGNS.items() if bool((signs == sign).all())), signs)
             yield name, buffer, "server" if bool(buffer.isnan().any()) else rule, _VALUES
+
+
+def _rule_of(names: Sequence[str], rules: Rules) -> Rule | None:
+    """The rule for a buffer that has several names if layers share it; these must not contradict each other."""
+    found = [(name, rule) for name in names if (rule := first_match(name, rules)) is not None]
+    for name, rule in found:
+        if rule != found[0][1]:
+            raise ValueError(
+                f"`buffers` gives {found[0][1]!r} to `{found[0][0]}` and {rule!r} to `{name}`, which are one tensor; "
+                "give both the same."
+            )
+    return found[0][1] if found else None
 
 
 def _check_possible(name: str, buffer: Tensor, rule: Rule, persistent: bool) -> None:
@@ -253,14 +266,16 @@ def averaged_parameters(module: nn.Module) -> frozenset[str]:
     """
     if not (patterns := getattr(module, "averaged_parameters", ())):
         return frozenset()
+    known = all_names(module)
     frozen = (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
-    return frozenset(name for name in frozen if matches_any(name, patterns))
+    return frozenset(name for name in frozen if any(matches_any(alias, patterns) for alias in known[name]))
 
 
 def check_averaged_parameters(module: nn.Module) -> None:
     """Raise ``ValueError`` if a pattern in `averaged_parameters` matches no parameter, or one that is trained."""
     for pattern in as_patterns("averaged_parameters", getattr(module, "averaged_parameters", ())):
-        found = [p.requires_grad for name, p in module.named_parameters() if matches_any(name, [pattern])]
+        named = module.named_parameters(remove_duplicate=False)
+        found = [parameter.requires_grad for name, parameter in named if matches_any(name, [pattern])]
         if not found:
             raise ValueError(
                 f"`averaged_parameters`: {pattern!r} matches no parameter of {type(module).__name__}; give patterns of "

@@ -35,6 +35,7 @@ from lightning_spectral.algorithms.term_draws import places_of_terms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.errors import check_is, from_extra
+from lightning_spectral.functional.checks import all_names
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
@@ -272,7 +273,8 @@ class LoRA(Algorithm):
 
     def _trained_buffers(self, server: nn.Module, rules: BufferRules) -> BufferRules:
         """The rules of the buffers that are trained, or about which somebody has said something."""
-        matched = {name for name, _ in server.named_buffers() if matches(name, self.train)}
+        known = all_names(server)
+        matched = {name for name, _ in server.named_buffers() if any(matches(one, self.train) for one in known[name])}
         return rules.only(rules.asked | matched)
 
     def whole_of(self, server: nn.Module, layers: Sequence[AdaptedLayer], rules: BufferRules) -> dict[str, Tensor]:
@@ -282,7 +284,9 @@ class LoRA(Algorithm):
         """
         rules = self._trained_buffers(server, rules)
         by_peft = any(layer.brings_factors for layer in layers)
-        named = {name for name, _ in server.named_parameters() if by_peft or matches(name, self.train)}
+        named = {
+            name for name, all_of in all_names(server).items() if by_peft or any(matches(n, self.train) for n in all_of)
+        }
         chosen = (named | rules.returned) - factors_of(layers)
         return {name: t for name, t in returned_tensors(server, buffers=rules).items() if name in chosen}
 

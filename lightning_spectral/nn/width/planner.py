@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_spectral.arguments import as_patterns, check_matches, matches_any
 from lightning_spectral.client.kept_state import trying
 from lightning_spectral.errors import check_is
+from lightning_spectral.functional.checks import all_names
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.nn.width.plan import ChannelGroup, WidthPlan, cut_module
 from lightning_spectral.nn.width.rules import (
@@ -67,9 +68,10 @@ def width_plan(module: nn.Module, example_input: Example = None, exclude: Sequen
             f"To find which channels of {type(module).__name__} belong together, a forward pass is traced: set its "
             "`example_input_array`, e.g. to a batch of two examples."
         )
-    layer_of = {name: name.rpartition(".")[0] for name in travelling_tensors(module)}
-    check_matches("exclude", exclude, dict.fromkeys(layer_of.values()), "layer")
-    excluded = {name for name, layer in layer_of.items() if matches_any(layer, exclude)}
+    known = all_names(module)
+    layers_of = {name: [one.rpartition(".")[0] for one in known[name]] for name in travelling_tensors(module)}
+    check_matches("exclude", exclude, dict.fromkeys(chain.from_iterable(layers_of.values())), "layer")
+    excluded = {name for name, layers in layers_of.items() if any(matches_any(layer, exclude) for layer in layers)}
     chosen: dict[Key, int] = {}
     rivals: dict[Key, tuple[int, ...]] = {}
     given_up: list[tuple[str, int, Labels]] = []  # a tensor, a dimension, and where along it

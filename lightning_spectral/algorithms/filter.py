@@ -257,6 +257,7 @@ class Filter:
             figures of them.
         weighs: Whether it changes the weights of clients.
         equal_weights: Whether it needs clients that weigh the same.
+        outlasts_faults: Whether no client may end the run, whatever its data.
     """
 
     takes: ClassVar[Form | None] = Form.VALUES
@@ -266,6 +267,7 @@ class Filter:
     hides_clients: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
     equal_weights: ClassVar[bool] = False
+    outlasts_faults: ClassVar[bool] = False
 
     @property
     def secret_cohorts(self) -> bool:
@@ -404,7 +406,8 @@ def _check_hidden(hiding: Filter, plan: Plan) -> None:
     if callback := plan.callback_that("reads_clients"):
         raise ValueError(
             f"{type(hiding).__name__} hides single clients, and {callback} reads their data, figures or updates; leave "
-            "one out."
+            "one out. `Trainer(callbacks=[ClientEvaluation()]).validate(model, data)` evaluates clients after the fit, "
+            "which tells of their data."
         )
 
 

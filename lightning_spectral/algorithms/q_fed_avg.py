@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_spectral.algorithms.base import Promises
+from lightning_spectral.algorithms.base import Promises, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf, dense_mean
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.cohort import Cohort
@@ -114,6 +114,7 @@ class QFedAvg(FedAvg):
             server's step; so divide by the number of steps as well.
 
     Raises:
+        ValueError: If the module uses manual optimisation, whose ``training_step`` would train when it is to measure.
         ClientError: While training, if a client's loss is negative.
 
     Note:
@@ -144,3 +145,10 @@ class QFedAvg(FedAvg):
         check_fields(
             self, q=Number(at_least=0), lipschitz=Number(above=0, hint="about 1 / learning rate for one local step")
         )
+
+    def check(self, plan: Setting) -> None:
+        if not getattr(plan.module, "automatic_optimization", True):
+            raise ValueError(
+                "q-FedAvg reads losses with `training_step`, which trains under manual optimisation; use automatic "
+                "optimisation, or FedAvg."
+            )

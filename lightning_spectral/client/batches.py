@@ -173,6 +173,7 @@ class ClientData:
 
     def __post_init__(self) -> None:
         self.num_examples = examples_per_epoch(len(self.indices), self.batch_size, self.drop_last)
+        self.num_batches = -(-self.num_examples // self.batch_size)
         self._counted: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -191,6 +192,11 @@ class ClientData:
         if self._counted is None:
             self._counted = torch.unique(self.labels()[self.indices], return_counts=True)
         return self._counted
+
+    def loader(self) -> DataLoader[Any]:
+        """The client's examples in the order of the data set, in batches, for code that reads them besides training."""
+        examples = Subset(self.source.dataset, self.indices.tolist())
+        return DataLoader(examples, self.batch_size, collate_fn=self.source.collate_fn, drop_last=self.drop_last)
 
     def epoch(self, local_epoch: int) -> Iterator[tuple[Any, int]]:
         """Make one shuffled pass over the client's examples: pairs of (batch, number of examples in it).

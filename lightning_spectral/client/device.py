@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -19,20 +20,20 @@ from lightning_spectral.client.forms import Form, Forms
 from lightning_spectral.client.kept_state import KeptState, changed_attributes, trying
 from lightning_spectral.client.local_loop import (
     LocalLoop,
+    LocalResult,
     LocalSettings,
     LocalTask,
     LocalTrainer,
     LossLoop,
     Recorder,
     Train,
-    isolate_metrics,
     log_to,
 )
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.client.user_optimizer import LocalOptimizer, StandIn, check_still_own, trainable_parameters
 from lightning_spectral.errors import DeviceError, RecordError
 from lightning_spectral.functional.checks import shapes_of
-from lightning_spectral.protocol.exchange import KeptTensors, check_same_buffers
+from lightning_spectral.protocol.exchange import KeptTensors, check_same_buffers, named_state
 from lightning_spectral.protocol.records import Download, Failure, Profile, StageClock, Tensors, Upload
 from lightning_spectral.protocol.rng import GlobalGenerators, derived_seed
 from lightning_spectral.sums.exact_mean import largest_magnitudes
@@ -412,7 +413,8 @@ class Device:
         clock = StageClock(self._profile)
         try:
             try:
-                upload = self._answer(download, clock)
+                with self.settings.alone():
+                    upload = self._answer(download, clock)
             finally:
                 self.forms.give_back()
         finally:
@@ -447,7 +449,6 @@ class Device:
             download = self.kept.complete(download) if download.frozen else download
             form = self.forms.take(download.capacity, download.tensors.keys())
             self._attach(self._recorder, self.module)
-            isolate_metrics(self._recorder.metrics)
             self.instructions.load(self.module, download)
         module, hooks, kept = self.module, self.settings.local_hooks, self.forms.kept
         side = self.instructions.side
@@ -455,8 +456,7 @@ class Device:
         is_watched = download.round_idx < WATCHED_ROUNDS
         stage = _during("local training", lambda: bool(form.replaced), lambda: shapes_of(self._recorder.batch))
         with clock.measure("train"), stage:
-            self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
-            kept.seed(download.seed, download.ids)
+            self._seed(download, kept)
             trains, data = download.local_epochs > 0, self.data(download)
             loss_before = self._loss(download, data) if side.reads_loss and trains else math.nan
             phases = self._phases(form, download, data)
@@ -469,36 +469,41 @@ class Device:
             for name, stand_in in stand_ins.items() if is_watched else ():
                 if stand_in.layer and own[name].requires_grad:
                     watched.setdefault(stand_in.layer, own[name])
-            with watching(watched) as unreached, ExitStack() as blocks:
-                for hook in hooks if trains else ():
-                    blocks.enter_context(hook.while_training(module, data))
-                result = self._train(task)
-                for task in phases if trains else ():
-                    before, result = result, self._train(task)
-                    result = replace(result, num_steps=before.num_steps + result.num_steps)
+            result, unreached, num_steps = LocalResult(0, math.nan), list(watched), 0
+            for phase in chain([task], phases if trains else ()):
+                with watching({name: watched[name] for name in unreached}) as left, ExitStack() as blocks:
+                    for hook in hooks if trains else ():
+                        blocks.enter_context(hook.while_training(module, data))
+                    result = self._train(phase)
+                unreached, num_steps = [*left], num_steps + result.num_steps
         check_not_reached(form.replaced)
         with _during("local training"):
             if is_watched:
                 check_same_buffers(module, form.buffers)
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
-        if result.num_steps == 0 and trains:
+        if num_steps == 0 and trains:
             return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = side.collect(module, download)
             logged = {**upload.logged, **self._recorder.finish_client()}
             rows = {name: own for hook in hooks for name, own in hook.untrained_rows(module, data).items()}
-            upload = replace(upload, num_steps=result.num_steps, loss=result.loss, loss_before=loss_before)
+            upload = replace(upload, num_steps=num_steps, loss=result.loss, loss_before=loss_before)
         sent, returned = download.tensors, upload.tensors
         return download, replace(
             upload,
             logged=logged,
             untrained_rows=rows,
-            unreached=tuple(unreached) if is_watched and result.num_steps > 0 else None,
+            unreached=tuple(unreached) if is_watched and num_steps > 0 else None,
             discarded=discarded_changes(module, self.optimizers, sent, returned) if is_watched else (),
             put_back=put_back,
         )
+
+    def _seed(self, download: Download, kept: KeptState) -> None:
+        """Seed all generators, as a turn begins."""
+        self.generators.seed(derived_seed(download.seed, "local training", *download.ids))
+        kept.seed(download.seed, download.ids)
 
     def _comparison(self, form: Form, kept: KeptState) -> Callable[[], tuple[str, ...]]:
         """What names the attributes that this client changes, in the first turns."""
@@ -535,9 +540,13 @@ class Device:
         self._recorder.start_client()
         phases = self.instructions.phases(self.module, download)
         as_at_first = [local.as_now() for local in local_optimizers] if len(phases) > 1 else []
+        kept = KeptState(self.module) if len(phases) > 1 else None
         needed = [p for p in self.module.parameters() if p.requires_grad] if len(phases) > 1 else []
         first_epoch = 0
         for number, actions in enumerate(phases):
+            if number > 0 and kept is not None:
+                kept.restore()
+                self._seed(download, kept)
             for put_back in as_at_first if number > 0 else ():
                 put_back()
             if actions.prepare is not None:
@@ -626,7 +635,9 @@ def check_not_reached(replaced: Mapping[str, Tensor]) -> None:
 def discarded_changes(
     client: nn.Module, optimizers: Sequence[Optimizer], sent: Tensors, returned: Tensors
 ) -> tuple[str, ...]:
-    """Names of the parameters that changed although no optimizer steps them, and that the server does not average.
+    """Names of the parameters, flags and counters that changed without an optimizer, and that are not sent back.
+
+    Counts of BatchNorm's batches are left out: nobody reads them.
 
     Args:
         client: The sub-model after training.
@@ -643,11 +654,12 @@ def discarded_changes(
     """
     stepped = {id(p) for p in trainable_parameters(optimizers)}
     kept = {
-        name: p
-        for name, p in client.named_parameters()
-        if id(p) not in stepped and name in sent and (p.requires_grad or name not in returned)
+        name: tensor
+        for name, tensor in named_state(client).items()
+        if id(tensor) not in stepped and name in sent and (tensor.requires_grad or name not in returned)
+        if isinstance(tensor, nn.Parameter) or not (tensor.is_floating_point() or name.endswith("num_batches_tracked"))
     }
     if not kept:
         return ()
-    changed = torch.stack([(p != sent[name].to(p)).any() for name, p in kept.items()]).tolist()  # read at once
+    changed = torch.stack([(t != sent[name].to(t)).any() for name, t in kept.items()]).tolist()  # read at once
     return tuple(name for name, is_changed in zip(kept, changed, strict=True) if is_changed)

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -120,15 +120,23 @@ class _Entry:
 
 
 class Recorder:
-    """Stands in for ``LightningModule.log`` and ``log_dict`` on a client's module.
+    """Stands in for ``LightningModule.log`` and ``log_dict`` on a client's module, and knows where its training is.
 
     Values stay tensors while a client trains, so that nothing waits for the device. ``torchmetrics`` objects are
     computed once, when the client is done.
+
+    Attributes:
+        task: What the client trains.
+        batch: Its current batch, for the message if a step fails.
+        batch_idx: The number of this batch in its epoch.
+        num_steps: Optimizer steps taken so far.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.num_examples = 1
-        self.batch: Any = None  # the last one, for the message if a step fails
+        self.task: LocalTask | None = None
+        self.batch: Any = None
+        self.batch_idx = self.num_steps = 0
         self.metrics = metrics_of(module)
         self._client: dict[str, _Entry] = {}
         self._metrics: dict[str, tuple[Metric, bool, bool]] = {}
@@ -261,12 +269,14 @@ class LocalSettings:
         local_hooks: Hooks that act while a client trains, in this order.
         defines: Whether a module defines a hook itself; hooks that it does not define are not called.
         redirect: Replaces some of the module's methods by functions, by name.
+        alone: Entered around a client's turn, e.g. to hide other processes from it.
     """
 
     placement: Placement = field(default_factory=Placement)
     local_hooks: tuple[LocalHook, ...] = ()
     defines: Defines = lambda module, hook: True
     redirect: Callable[[Any, Mapping[str, Callable[..., Any]]], None] = lambda module, by: vars(module).update(by)
+    alone: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +338,7 @@ class LocalLoop:
         self.optimizers = [ClientOptimizer(optimizer, self, i) for i, optimizer in enumerate(optimizers)]
         self.before_step: Sequence[Sequence[BeforeStep]] = ()
         self.scaler: GradScaler | None = None
-        self.num_steps = 0
+        self.recorder: Recorder | None = None
         self._redirect = settings.redirect
         self._methods: dict[str, Callable[..., Any]] = {
             "optimizers": self._optimizers,
@@ -338,15 +348,16 @@ class LocalLoop:
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
-        user, recorder, self.before_step = self.user, task.recorder, task.before_step
+        user, self.recorder, self.before_step = self.user, task.recorder, task.before_step
+        recorder = self.recorder
         self._redirect(self.module, self._methods)
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
-        self.num_steps = 0
+        recorder.task, recorder.num_steps = task, 0
         losses: list[tuple[Tensor, int]] = []  # of each batch, with its size; read once, when the client is done
         for local_epoch in range(task.download.local_epochs) if task.epochs is None else task.epochs:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
-                recorder.num_examples = size
+                recorder.num_examples, recorder.batch_idx = size, batch_idx
                 batch = recorder.batch = self._to_device(batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
@@ -358,7 +369,9 @@ class LocalLoop:
                     outputs = {} if loss is None else {**extra, "loss": loss.detach()}
                     user.on_train_batch_end(outputs, batch, batch_idx)
             user.on_train_epoch_end()
-        return LocalResult(self.num_steps if self.is_manual else len(losses), mean_per_example(losses))
+        for optimizer in self.optimizers:  # of those without schedules, the weights that they evaluate
+            getattr(optimizer.optimizer, "eval", _nothing)()
+        return LocalResult(recorder.num_steps if self.is_manual else len(losses), mean_per_example(losses))
 
     def _to_device(self, batch: Any) -> Any:
         """A client's batch as ``training_step`` receives it."""
@@ -382,6 +395,7 @@ class LocalLoop:
             self._scaled_backward(loss)
             self._after_closure(optimizer, self.before_step[0])
             self._take(optimizer)
+            task.recorder.num_steps += 1
         return output, loss
 
     def _step_with_closure(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
@@ -446,7 +460,8 @@ class LocalLoop:
 
     def step(self, optimizer: Optimizer, index: int, closure: Callable[[], Any] | None, options: Any) -> Any:
         """Take a step that the user's code asks for."""
-        self.num_steps += 1
+        assert self.recorder is not None, "a client trains"
+        self.recorder.num_steps += 1
 
         def evaluated() -> Any:
             result = None if closure is None else closure()
@@ -535,19 +550,15 @@ def mean_per_example(losses: Sequence[tuple[Tensor, int]]) -> float:
 
 
 class LossLoop(LocalLoop):
-    """Runs a user's ``training_step`` once over the data of one client after another, without optimizer steps.
+    """Runs a user's ``training_step`` once over the data of one client after another, without backward passes or steps.
 
-    Dropout acts as in training, and buffers may change; the server never sees them.
+    The hooks around batches and epochs are called, and gradients can be asked for; dropout acts as in training.
     """
 
-    @torch.no_grad()
     def __call__(self, task: LocalTask) -> LocalResult:
         """Evaluate one client's data."""
-        losses: list[tuple[Tensor, int]] = []
-        for batch_idx, (batch, size) in enumerate(task.data.epoch(0)):
-            task.recorder.num_examples = size
-            task.recorder.batch = self._to_device(batch)
-            loss = loss_of(self._forward(task, task.recorder.batch, batch_idx))
-            if loss is not None:
-                losses.append((loss.detach(), size))
-        return LocalResult(0, mean_per_example(losses))
+        return replace(super().__call__(replace(task, epochs=range(1))), num_steps=0)
+
+    def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
+        output = self._forward(task, batch, batch_idx)
+        return output, loss_of(output)

@@ -74,6 +74,7 @@ class ClientPrivacy(Filter):
     reads_single: ClassVar[bool] = True  # to shorten them
     hides_clients: ClassVar[bool] = True
     equal_weights: ClassVar[bool] = True
+    outlasts_faults: ClassVar[bool] = True
 
     clip: float
     delta: float

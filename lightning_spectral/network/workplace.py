@@ -20,7 +20,7 @@ from lightning_spectral.errors import DeviceError
 from lightning_spectral.network.messages import Start
 from lightning_spectral.plugin.callbacks.evaluation import ValidatedBeside
 from lightning_spectral.plugin.member import read_optimizers
-from lightning_spectral.plugin.trainer import convert_now, num_rounds, placement_of, silent_trainer
+from lightning_spectral.plugin.trainer import ClientTrainer, convert_now, num_rounds, placement_of, silent_trainer
 from lightning_spectral.plugin.user_hooks import as_in_a_step, defines, only_or_all, redirect
 from lightning_spectral.protocol.records import Download, LoggedValue
 from lightning_spectral.protocol.rng import derived_seed, isolated_rng
@@ -74,11 +74,11 @@ class Workplace:
         several = not getattr(module, "automatic_optimization", True)
         configured, name = module.configure_optimizers(), type(module).__name__
         optimizers, schedules = read_optimizers(configured, name, several=several)
-        self.trainer.strategy.optimizers = optimizers
         schedulers = partial(only_or_all, [AtTheServer() for _ in schedules])
 
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
+            client.trainer = ClientTrainer(self.trainer, client, optimizers, recorder, start.instructions.says_nothing)
 
         placement = placement_of(self.trainer, self.torch_device, module)
         settings = LocalSettings(placement, start.local_hooks, defines, redirect)

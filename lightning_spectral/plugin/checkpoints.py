@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.core.mixins import hparams_mixin
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_spectral.plugin.callbacks import RoundHistory
@@ -156,6 +157,8 @@ class SavedRun:
         Before anything is trained, raise an error if a checkpoint that this run is to save could not be written.
         """
         saved, trainer = self.resumed, self._trainer
+        for member in self._federation.members.values():
+            leave_out_unpicklable(member.module.hparams)
         if isinstance(trainer.strategy.checkpoint_io, TorchCheckpointIO):
             for checkpoint in _dumped(trainer).values():
                 check_can_be_saved(checkpoint)
@@ -296,6 +299,17 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
     weights.update({prefix + key: value for key, value in mine.items()})
     added = {key: value for key, value in own.items() if key not in checkpoint}
     checkpoint.setdefault(OF_MODELS, {})[name] = added
+
+
+def leave_out_unpicklable(hparams: MutableMapping[str, Any]) -> None:
+    """Remove hyper-parameters that a checkpoint cannot hold, with a warning.
+
+    Those that Lightning could pickle at set-up may have changed: jsonargparse's functions that make optimizers do when
+    they are called.
+    """
+    for name in [name for name, value in hparams.items() if _pickling_error(value) is not None]:
+        del hparams[name]
+        rank_zero_warn(f"Attribute '{name}' removed from hparams because it cannot be pickled.")
 
 
 def check_can_be_saved(checkpoint: Mapping[str, Any]) -> None:

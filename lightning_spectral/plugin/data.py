@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import Filter
@@ -31,6 +30,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
+from lightning_spectral.partition.datasets import check_dealt, check_evaluation, dataset_length
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.plugin.user_hooks import Share, as_host
@@ -44,79 +44,6 @@ from lightning_spectral.server.round import Engine
 COMPARED = 8  # clients whose first examples tell data sets apart
 
 
-def check_dealt(train: Any, partitioner: Any) -> None:
-    """Raise ``TypeError`` unless there is a map-style data set, and a partitioner that deals it to clients."""
-    kind = type(train).__name__
-    _check_no_columns("train", train)
-    if isinstance(train, Partitioner):
-        said = f"data set, got the partitioner {train!r}; the data set comes first: FederatedDataModule(train, ...)"
-    elif isinstance(train, DataLoader):
-        said = (
-            "data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, batch_size=...), "
-            "because each client gets batches of its own"
-        )
-    elif isinstance(train, Mapping):
-        said = (
-            f"data set, got a {kind} of {', '.join(map(repr, train))}; pass one of them: "
-            f"FederatedDataModule(splits[{next(iter(train), 'train')!r}], partitioner)"
-        )
-    elif isinstance(train, IterableDataset):
-        said = (
-            f"map-style data set, whose examples have numbers, got {kind}, which cannot be dealt to clients; collect "
-            "its examples first, for example in a list"
-        )
-    elif isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
-        said = (
-            f"map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data set itself, or a list "
-            "of examples"
-        )
-    else:
-        check_is("partitioner", partitioner, Partitioner)
-        return
-    raise TypeError(f"`train` must be a {said}.")
-
-
-def check_evaluation(**data: Any) -> None:
-    """Raise ``TypeError`` if evaluation data come in a dictionary or as tensors, or cannot be iterated over."""
-    for name, value in data.items():
-        if isinstance(value, Mapping):
-            raise TypeError(
-                f"`{name}` must be a data set, a dataloader or a list of them, got a {type(value).__name__}; write "
-                f"{name}=list(data.values()), and Lightning numbers their metrics in this order."
-            )
-        _check_no_columns(name, value)
-        can_be_read = hasattr(value, "__getitem__") or hasattr(value, "__iter__")
-        if value is not None and (isinstance(value, str | bytes | type) or not can_be_read):
-            raise TypeError(f"`{name}` must be a data set, a dataloader or a list of them, got {value!r}.")
-
-
-def _check_no_columns(argument: str, data: Any) -> None:
-    """Raise ``TypeError`` for inputs and labels that have not been combined into examples.
-
-    A tuple of arrays is taken for these, and a list of arrays that have one length, but not one number of dimensions.
-    """
-    if not isinstance(data, tuple | list) or not data or not all(isinstance(one, Tensor | np.ndarray) for one in data):
-        return
-    if isinstance(data, tuple) or (
-        len({tuple(one.shape[:1]) for one in data}) == 1 and len({one.ndim for one in data}) > 1
-    ):
-        parts = argument if isinstance(data[0], Tensor) else f"map(torch.from_numpy, {argument})"
-        raise TypeError(
-            f"`{argument}` must be a data set, got a {type(data).__name__} of {type(data[0]).__name__}s; write "
-            f"torch.utils.data.TensorDataset(*{parts}), whose examples are their rows."
-        )
-
-
-def dataset_length(dataset: Any) -> int:
-    """The number of examples of a data set; raise ``ValueError`` if it has no length."""
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
-            "pass a map-style data set, with `__len__` and `__getitem__`."
-        )
-    return len(dataset)
-
-
 # `Dataset` without a type argument, because jsonargparse builds no subclasses of a class with one
 EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterable[Any] | None  # type: ignore[type-arg]
 
@@ -125,18 +52,23 @@ class RoundLoader:
     """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
 
     The module that the Trainer fits is asked when the batch is fetched: Lightning creates the iterator before a resumed
-    run knows its epoch. Raises ``TypeError`` if it trains on batches instead of clients.
+    run knows its epoch.
     """
 
-    def __init__(self, trainer: pl.Trainer | None, owner: str) -> None:
-        module = None if trainer is None else trainer.lightning_module
-        self.host = as_host(module, f"{owner} feeds clients, not batches")
+    def __init__(self, host: Any) -> None:
+        self.host = host
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[Share]:
         yield self.host.federation.cohorts.share(self.host.current_epoch)
+
+
+def check_host(data: pl.LightningDataModule) -> None:
+    """Raise ``TypeError`` if the module that a Trainer fits would train on batches instead of clients."""
+    module = None if data.trainer is None else data.trainer.lightning_module
+    as_host(module, f"{type(data).__name__} feeds clients, not batches")
 
 
 class ServerData(pl.LightningDataModule):
@@ -245,9 +177,13 @@ class ServerData(pl.LightningDataModule):
         """Whether there is validation data: given as ``val``, or by a subclass with loaders of its own."""
         return self.val is not None or type(self).val_dataloader is not ServerData.val_dataloader
 
-    def train_dataloader(self) -> RoundLoader:
-        """A single batch: all clients that this process trains in the round that Lightning is about to run."""
-        return RoundLoader(self.trainer, type(self).__name__)
+    def train_dataloader(self) -> Any:
+        """Raise ``ValueError``: the training examples are elsewhere."""
+        check_host(self)
+        raise ValueError(
+            f"{type(self).__name__} has no training examples to iterate over: clients have them. Pass what is to be "
+            "counted, such as class weights, to the module."
+        )
 
     def val_dataloader(self) -> Any:
         """The validation data in order, or nothing."""
@@ -402,6 +338,11 @@ class FederatedDataModule(FixedArguments, ServerData):
         if stage == "fit":
             self.partition  # noqa: B018
 
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The examples of all clients, in batches, for code that counts or reads them; rounds do without it."""
+        check_host(self)
+        return DataLoader(self.train, self.batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+
     def teardown(self, stage: str) -> None:
         self._source.close()
 
@@ -544,8 +485,10 @@ class MultiModelDataModule(pl.LightningDataModule):
         for name, state in state_dict.items():
             self.modules[name].load_state_dict(state)
 
-    def train_dataloader(self) -> Any:
-        return RoundLoader(self.trainer, type(self).__name__)
+    def train_dataloader(self) -> NoReturn:
+        """Raise ``TypeError``: each model has data of its own."""
+        check_host(self)
+        raise TypeError("Each model has data of its own: `datamodule.modules[name].train_dataloader()`.")
 
     def val_dataloader(self) -> list[Any]:
         return self._counted("validate", "val_dataloader")

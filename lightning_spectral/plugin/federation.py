@@ -35,7 +35,7 @@ from lightning_spectral.server.processes import Processes, predicted_work, share
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
-OF_A_FIT = ("schedules", ADVICE, FROZEN)  # parts that go on only from a checkpoint
+OF_A_FIT = ("schedules", "server optimizer", ADVICE, FROZEN)  # parts that go on only from a checkpoint
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
 
 
@@ -105,7 +105,7 @@ class Federation:
             member.engine.gather_round()
         with postponing_interrupts():
             closed = {member.name: member.apply_round() for member in opened}
-            runtime.step([member.made_optimizers[0] for member in opened])
+            runtime.step([cast(Optimizer, member.stepper) for member in opened])
             for member in opened:
                 member.engine.settle()
             for member in members:
@@ -113,7 +113,7 @@ class Federation:
             self.last_stepped = runtime.round_idx
             summaries = []
             for index, member in enumerate(members):
-                rate = member.templates()[0].param_groups[0].get("lr")  # none of an optimizer that chooses its own
+                rate = member.templates[0].param_groups[0].get("lr")  # none of an optimizer that chooses its own
                 untrained = RoundSummary(runtime.round_idx, (), {}, {}, {}, model=member.name)
                 summary = closed.get(member.name) or untrained
                 own = {**summary.diagnostics, "lr": math.nan if rate is None else float(rate)}
@@ -365,16 +365,13 @@ class Runtime:
             raise SIGTERMException
 
     def step(self, servers: Sequence[Optimizer]) -> None:
-        """Step server optimizers; Lightning counts only the first optimizer's step, for the round.
-
-        That optimizer steps in every round; without a gradient, the step changes nothing.
-        """
-        first: Any = self._host.optimizers()[0]  # type: ignore[index]
+        """Step server optimizers; Lightning counts one step for the round, however many there are."""
+        counted = self.trainer.fit_loop.epoch_loop.manual_optimization
         with self.profile("apply"), unscaled(self.trainer.precision_plugin):
-            first.step()
+            counted._on_before_step()
             for server in servers:
-                if server is not first.optimizer:
-                    self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist
+                self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist
+            counted._on_after_step()
 
     def log(self, summaries: Sequence[RoundSummary]) -> None:
         log_round(self.trainer, summaries)

@@ -34,7 +34,7 @@ from lightning_spectral.plugin.callbacks import (
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
 from lightning_spectral.plugin.checkpoints import FEDERATION, SavedRun, own_checkpoint
 from lightning_spectral.plugin.checks import check_callbacks, check_member, check_trainer, warn_of_recompilations
-from lightning_spectral.plugin.data import ServerData
+from lightning_spectral.plugin.data import RoundLoader, ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
@@ -273,6 +273,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         if stage == "fit":
             self.federation.runtime.begin()
             check_trainer(self.trainer)
+            self.trainer.fit_loop._data_source.instance = RoundLoader(self)  # in place of what has the examples
             for name, owner in self.members.items():
                 data = self.data_of(name)
                 check_member(owner, data, self.participation)
@@ -283,18 +284,18 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
 
     def teardown(self, stage: str) -> None:
         for member in self.members.values():
-            member.engine_or_none, member.made_optimizers = None, []
+            member.engine_or_none, member.stepper, member.templates = None, None, []
             member.module.teardown(stage)
 
     def configure_optimizers(self) -> Any:
-        """Return each model's server optimizer and the user's own, which clients' are modelled on."""
+        """Return the users' own optimizers, which clients' are modelled on; those of the servers are the members'."""
         optimizers: list[Any] = []
         schedulers: list[dict[str, Any]] = []
         for name, member in self.members.items():
             for made in member.make_optimizers():
                 shown = f"{name}/{made.name or 'lr'}" if name else made.name
                 schedulers.append({"scheduler": made.scheduler, "name": shown})
-            optimizers += member.made_optimizers
+            optimizers += member.templates
         return optimizers, schedulers
 
     def cut_cohort(self, limit: int | float) -> None:

@@ -35,7 +35,8 @@ from lightning_spectral.errors import SpectralWarning, refuse_moved
 from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
-from lightning_spectral.plugin.trainer import Lookalike, placement_of
+from lightning_spectral.plugin.processes import alone
+from lightning_spectral.plugin.trainer import ClientTrainer, Lookalike, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore, with_state
@@ -72,7 +73,8 @@ class Member(pl.LightningModule):
         name: Its name in metrics; empty if it is trained alone.
         part_of: The federation that it is part of, perhaps with other models.
         key: Its name in work units; empty if it is the only one.
-        made_optimizers: The server's, and then the user's own, which step clients; only while fitting.
+        stepper: The server's optimizer; only while fitting.
+        templates: The user's own optimizers, which step the parameters of clients while these train; likewise.
         schedules: The user's learning-rate schedules.
         lasting: What it keeps from round to round besides its weights.
         first_rounds: Watches the first rounds for mistakes.
@@ -101,7 +103,8 @@ class Member(pl.LightningModule):
         super().__init__()
         self.name = self.key = ""
         self.part_of = self._last_data = None
-        self.made_optimizers: list[Optimizer] = []
+        self.stepper: Optimizer | None = None
+        self.templates: list[Optimizer] = []
         self.schedules = RoundSchedules((), "")
         self.first_rounds = FirstRounds()
         self.lasting, self._decisions, self._belongs = Lasting(), Kept(), Kept()
@@ -112,7 +115,7 @@ class Member(pl.LightningModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no part in the fit."""
-        return {**super().__getstate__(), "engine_or_none": None, "made_optimizers": [], "_last_data": None}
+        return {**super().__getstate__(), "engine_or_none": None, "stepper": None, "templates": [], "_last_data": None}
 
     @property
     def engine(self) -> Engine:
@@ -156,10 +159,6 @@ class Member(pl.LightningModule):
         """The data of its clients, a `FederatedDataModule` unless they are elsewhere."""
         return self.part_of.plan.data_of(self.name)
 
-    def templates(self) -> list[Optimizer]:
-        """The user's own optimizers, which step the parameters of clients while these train."""
-        return self.made_optimizers[1:]
-
     def make_optimizers(self) -> Sequence[LRSchedulerConfig]:
         """Make the server optimizer, and the user's own; return the user's schedules."""
         module, kind = self.module, type(self.module).__name__
@@ -183,8 +182,8 @@ class Member(pl.LightningModule):
         callbacks = getattr(self.part_of.runtime.trainer, "callbacks", ())  # none where a plain loop runs the rounds
         self.algorithm.check(self.plan(optimizers=templates, server_optimizer=server, callbacks=callbacks))
         self.lasting.attach("schedules", self.schedules)
-        self.made_optimizers = [server, *templates]
-        _name_group(server, f"{self.name}/server" if self.name else "server")
+        self.lasting.attach("server optimizer", server)
+        self.stepper, self.templates = server, templates
         scheduled = [one.scheduler.optimizer for one in schedulers]  # whose names are those of their schedules
         for template in templates:
             if self.name and template not in scheduled:
@@ -194,8 +193,10 @@ class Member(pl.LightningModule):
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         runtime = self.part_of.runtime
+        if self.name and runtime.trainer is not None:  # a plain loop has none
+            self.module.trainer = self._own_trainer(runtime.trainer)
         self.module.on_fit_start()
-        untrained = untrained_parameters(self.templates(), self.module)
+        untrained = untrained_parameters(self.templates, self.module)
         if not resumed:
             self._drop_what_belongs_elsewhere()
         decided = self._decisions.values if resumed else None
@@ -227,6 +228,13 @@ class Member(pl.LightningModule):
             self.lasting.attach(name, end)
         for end in engine.filters.values():
             self._report(end.remarks())
+
+    def _own_trainer(self, trainer: Any) -> Any:
+        """The Trainer as one of several models sees it: with its own optimizers, schedules and data."""
+        wrapped = [one for one in trainer.strategy._lightning_optimizers if one.optimizer in self.templates]
+        schedules, strategy = self.schedules.schedulers, Lookalike(trainer.strategy, _lightning_optimizers=wrapped)
+        own = {"optimizers": self.templates, "lr_scheduler_configs": schedules, "strategy": strategy}
+        return Lookalike(trainer, datamodule=self.data, **own)
 
     def _drop_what_belongs_elsewhere(self) -> None:
         """Drop what earlier fits have left of other clients, or of tensors that were others, with a warning."""
@@ -271,7 +279,7 @@ class Member(pl.LightningModule):
     def build_engine(self, server: pl.LightningModule, algorithm: Algorithm) -> Engine:
         """Build another engine with the clients, the seed and the settings of the run; all clients report back."""
         rules = Plan(server, algorithm, self.filters, buffers=self.buffer_rules).rules()
-        known = Known(rules, untrained_parameters(self.templates(), self.module))
+        known = Known(rules, untrained_parameters(self.templates, self.module))
         half = algorithm.bind(server, known=known)
         return self._build(algorithm, half, (), Conditions(), 0)
 
@@ -305,7 +313,7 @@ class Member(pl.LightningModule):
             absolute=is_absolute(sampler),
             model=self.name,
             figure=figure,
-            options=lambda: tuple(options_of(template) for template in self.templates()),
+            options=lambda: tuple(options_of(template) for template in self.templates),
             faults=self.faults,
             conditions=conditions,
             processes=processes,
@@ -334,10 +342,12 @@ class Member(pl.LightningModule):
         def attach(recorder: Recorder, client: Any) -> None:
             redirect(client, {"log": recorder.log, "log_dict": recorder.log_dict, "lr_schedulers": schedulers})
             adopt_batch_hooks(client, data)
+            client.trainer = ClientTrainer(trainer, client, templates, recorder, is_private)
 
-        placement = placement_of(self.trainer, self.device, self.module, data)
-        settings = LocalSettings(placement, self.local_hooks, defines, redirect)
-        told, templates = engine.instructions, self.templates()
+        trainer, told, templates = self.trainer, engine.instructions, self.templates
+        is_private = engine.is_private or told.says_nothing
+        placement = placement_of(trainer, self.device, self.module, data)
+        settings = LocalSettings(placement, self.local_hooks, defines, redirect, alone)
         device = Device(
             engine.server, told, templates, data.client_data, settings, local_trainer, attach, engine.profile
         )
@@ -345,7 +355,7 @@ class Member(pl.LightningModule):
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""
-        for template in self.templates():  # again, because hooks can replace layers
+        for template in self.templates:  # again, because hooks can replace layers
             check_still_own(template, self.module)
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(self.engine.half, opened.algorithm_round, round_idx)

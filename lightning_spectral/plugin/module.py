@@ -37,7 +37,7 @@ from lightning_spectral.plugin.user_hooks import (
 )
 from lightning_spectral.protocol.buffer_rules import Rules, as_rules
 from lightning_spectral.protocol.per_client import PerClient, assign, check_num_entries, check_per_client
-from lightning_spectral.server.fault_policy import Faults
+from lightning_spectral.server.fault_policy import FORGIVING, Faults
 from lightning_spectral.server.optimizers import AVERAGING, FedOptimizer
 from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
@@ -63,7 +63,8 @@ class FederatedModule(FederatedHooks, Member):
         local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
             ``[ProximalTerm(0.01), GradientClip(1.0)]``, or on logits, e.g. `MaskedLogits`.
         seed: Seed of participation, keep ratios, terms, data order and dropout.
-        faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`.
+        faults: Which client faults end the run and which a round tolerates; ``None`` for `Faults()`, or, with
+            `ClientPrivacy`, for none that ends it.
         filters: What happens to updates, whatever the algorithm, the one next to it first, e.g.
             ``[Personal(["head.*"]), TopK(0.1), SecureSums()]``; see the page on filters.
         buffers: What becomes of buffers, by patterns of their names: ``"mean"`` for the clients' average, the default
@@ -136,8 +137,11 @@ class FederatedModule(FederatedHooks, Member):
             self.participation = UniformParticipation(self.clients_per_round)
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
-        self.faults = Faults() if faults is None else faults
+        outlasts = any(each.outlasts_faults for each in self.filters)
+        self.faults = (FORGIVING if outlasts else Faults()) if faults is None else faults
         check_is("faults", self.faults, Faults)
+        if outlasts:
+            self.faults.check_private()
         _check_algorithm(self.algorithm, self.plan(participation=self.participation))
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)

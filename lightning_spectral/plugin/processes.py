@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -24,6 +24,20 @@ from lightning_spectral.plugin.user_hooks import as_host
 from lightning_spectral.protocol.records import WorkUnit
 from lightning_spectral.server.processes import Meetings, Processes
 from lightning_spectral.server.round import listed, named
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Hide all other processes from torch.distributed within the block, in which this one trains a client."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield
+        return
+    group: Any = dist.group
+    world, group.WORLD = group.WORLD, None
+    try:
+        yield
+    finally:
+        group.WORLD = world
 
 
 class ClientParallelStrategy(DDPStrategy):

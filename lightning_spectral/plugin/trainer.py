@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import lightning.pytorch as pl
 import torch
@@ -14,8 +14,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_spectral.client.local_loop import Placement
+from lightning_spectral.client.local_loop import Placement, Recorder
 from lightning_spectral.plugin.user_hooks import is_overridden
 
 
@@ -95,14 +96,91 @@ class RoundsAsSteps(pl.Callback):
 
 
 class Lookalike:
-    """An object to look at, with some attributes replaced."""
+    """An object to look at, which seems to be another one with some attributes replaced."""
 
     def __init__(self, of: Any, **attributes: Any) -> None:
-        self._of = of
-        vars(self).update(attributes)
+        vars(self).update(attributes, of=of)
+
+    __class__ = property(lambda self: type(self.of))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._of, name)
+        return getattr(vars(self)["of"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.of, name, value)
+
+
+class NoLogger:
+    """What a client of a private run sees in place of a logger: what it writes there would not be hidden."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"A client of a private run cannot use `logger.{name}`: what it logs would tell of its examples, without "
+            "noise. Log at the server, in `validation_step` or a callback."
+        )
+
+
+class ClientTrainer(Lookalike):
+    """The Trainer as a module sees it while it is a client: as in a plain fit on this client's data alone.
+
+    An epoch is a round, which has ``local_epochs`` passes over the data. What is not the client's is the run's:
+    loggers, callbacks, metrics of the rounds before.
+
+    Args:
+        of: The run's Trainer.
+        module: The user's module.
+        optimizers: The user's optimizers.
+        recorder: Knows where the client's training is.
+        is_private: Whether nothing that a client says may leave it, apart from its update.
+    """
+
+    OF_THE_CLIENT: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
+        "task": lambda own: own.recorder.task,
+        "num_training_batches": lambda own: own.task.data.num_batches,
+        "is_last_batch": lambda own: own.recorder.batch_idx + 1 == own.num_training_batches,
+        "train_dataloader": lambda own: own.task.data.loader(),
+        "datamodule": lambda own: Lookalike(own.of.datamodule, train_dataloader=own.task.data.loader),
+        "steps_per_round": lambda own: own.num_training_batches * own.task.download.local_epochs,
+        "global_step": lambda own: own.current_epoch * own.steps_per_round + own.recorder.num_steps,
+        "max_steps": lambda own: own.of.max_steps if own.of.max_steps < 0 else own.of.max_steps * own.steps_per_round,
+        "estimated_stepping_batches": lambda own: own.of.estimated_stepping_batches * own.steps_per_round,
+        "fit_loop": lambda own: Lookalike(
+            own.of.fit_loop,
+            batch_idx=own.recorder.batch_idx,
+            max_batches=own.num_training_batches,
+            epoch_loop=Lookalike(own.of.fit_loop.epoch_loop, batch_idx=own.recorder.batch_idx),
+        ),
+        "loggers": lambda own: [NoLogger()] * len(own.of.loggers) if own.is_private else own.of.loggers,
+        "logger": lambda own: next(iter(own.loggers), None),
+    }
+
+    def __init__(
+        self, of: Any, module: Any, optimizers: Sequence[Any], recorder: Recorder, is_private: bool = False
+    ) -> None:
+        strategy = SingleDeviceStrategy(of.strategy.root_device, precision_plugin=of.precision_plugin)
+        strategy.connect(module)
+        strategy.optimizers = list(optimizers)
+        single = {"world_size": 1, "num_devices": 1, "num_nodes": 1, "global_rank": 0, "local_rank": 0, "node_rank": 0}
+        super().__init__(of, strategy=strategy, model=module, lightning_module=module, is_global_zero=True, **single)
+        vars(self).update(optimizers=strategy.optimizers, recorder=recorder, is_private=is_private)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.OF_THE_CLIENT[name](self) if name in self.OF_THE_CLIENT else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "should_stop" and self.is_private:
+            raise ValueError(
+                "A client of a private run cannot end it by `trainer.should_stop`, which would tell of its examples; "
+                "use EarlyStopping with a metric of the server."
+            )
+        super().__setattr__(name, value)
+
+    def save_checkpoint(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise ``RuntimeError``: within a client's turn the module has the client's weights, in the client's form."""
+        raise RuntimeError(
+            "`trainer.save_checkpoint` within a client's turn would save the client's weights in place of the "
+            "server's; use ModelCheckpoint, or call it in a RoundCallback."
+        )
 
 
 def convert_now(module: pl.LightningModule, precision_plugin: Any) -> None:

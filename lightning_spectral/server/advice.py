@@ -110,7 +110,18 @@ class FirstRounds:
                     "evaluation reads them. Let the callback BatchNormEstimation estimate them, or average those of "
                     "the clients: take them out of `buffers`, or with LoRA name their layers in `train`.",
                 )
-        if "discarded" not in self._done and (names := sorted({n for c in clients for n in c.discarded})):
+        discarded = {name for client in clients for name in client.discarded}
+        buffers = discarded.intersection(dict(server.named_buffers()))
+        if "buffers" not in self._done and (names := sorted(buffers - half.rules.asked)):
+            self._done.add("buffers")
+            _warn(
+                round_idx,
+                f"clients change {first_of(names, NAMED)}, and the server keeps its value of such buffers, so every "
+                "client begins with it: a flag is set, and a counter begins, in each turn anew. For the largest value "
+                f"of the clients, which fits both, write FederatedModule(..., buffers={{{names[0]!r}: 'max'}}); if "
+                "nothing is to be kept, 'server'.",
+            )
+        if "discarded" not in self._done and (names := sorted(discarded - buffers)):
             self._done.add("discarded")
             _warn(
                 round_idx,
@@ -134,8 +145,8 @@ class FirstRounds:
                 f"clients change {first_of([f'`{name}`' for name in names], NAMED)}, which are neither parameters "
                 "nor buffers, so every client begins with the server's values, and these changes are lost. To keep "
                 "something, register a buffer, and say how those of clients are combined, e.g. "
-                "FedAvg(buffers={'steps': 'max'}); or change it at the server, in `on_validation_epoch_end` or "
-                "`RoundCallback.on_round_end`.",
+                "FederatedModule(..., buffers={'steps': 'max'}); or change it at the server, in "
+                "`on_validation_epoch_end` or `RoundCallback.on_round_end`.",
             )
 
     def note_loss(self, half: ServerHalf, loss: float, round_idx: int) -> str:

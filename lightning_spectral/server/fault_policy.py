@@ -90,6 +90,16 @@ class Faults:
         """Whether one client with this fault ends the run."""
         return isinstance(self.answer(reason), Raise)
 
+    def check_private(self) -> None:
+        """Raise ``ValueError`` if a client could end the run by its data, and so say something of them."""
+        for field in fields(self):
+            answer = getattr(self, field.name)
+            if field.name != "on_no_data" and not (isinstance(answer, LeaveOut) and answer.max_share == 1.0):
+                raise ValueError(
+                    f"A client of a private run must not end it, whatever its data; `Faults({field.name}={answer})` "
+                    "lets it. Leave `faults` out, or write LeaveOut(max_share=1.0)."
+                )
+
     def exclusion_reasons(
         self, conditions: Conditions, of_executor: Sequence[ExclusionReason] = ()
     ) -> tuple[ExclusionReason, ...]:
@@ -121,6 +131,9 @@ class Faults:
                     f"{answer.max_share:g} that `Faults.on_{reason}` allows; the server's weights are unchanged. "
                     f"{remedy}{REMEDIES[reason]}"
                 )
+
+
+FORGIVING = Faults(*[LeaveOut(1.0)] * 3)  # of a private run
 
 
 def clients_by_reason(outcomes: Sequence[ClientOutcome]) -> dict[ExclusionReason, list[int]]:

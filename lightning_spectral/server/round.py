@@ -530,6 +530,13 @@ class OpenRound:
                 SpectralWarning,
                 stacklevel=3,
             )
+        if self.engine.is_private and len(outcomes) > 1 and all(outcome.left_out == "error" for outcome in outcomes):
+            warnings.warn(
+                f"Round {self.round_idx}: training fails on every client, so only noise is added. Train on data that "
+                "is not secret, without the filter that hides clients, to see why.",
+                SpectralWarning,
+                stacklevel=3,
+            )
         with self.clock.measure("aggregate"):
             self.add_up(processes)
 
@@ -629,7 +636,7 @@ class Turn:
         self.round.clock.add(upload.seconds)
         if (failure := upload.failure) is not None:
             check_weights(self.round.engine.server, self.round_idx, failure.cause)
-            is_clients = failure.stage in ("local training", "network")
+            is_clients = self.round.engine.is_private or failure.stage in ("local training", "network")
             if not is_clients or self.round.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
         if upload.lost_state and self.download is not None:
@@ -668,7 +675,8 @@ class Turn:
                     f"Round {self.round_idx}, {named(self.unit)}: {what}; to go on without such clients, write "
                     f"faults=Faults(on_{left_out}=LeaveOut())."
                 )
-            if left_out in ("error", "not_finite", "no_update"):  # others are to be expected
+            # others are to be expected, and a private run says nothing of a client
+            if left_out in ("error", "not_finite", "no_update") and not engine.is_private:
                 warnings.warn(
                     f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
                     SpectralWarning,

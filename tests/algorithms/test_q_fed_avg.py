@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from direct_rounds import DirectRounds, assert_close
 from federation import Fit, check_resumes, same_state, seeded
 from other_process import toy_data
 from torch import Tensor, nn
-from toy_models import LitMLP
+from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.records import Download, Upload
@@ -123,7 +122,9 @@ def test_small_losses_to_a_high_power_keep_their_digits() -> None:
 
 
 # Plain SGD without dropout, so that the loss before training can be computed beside it.
-LitLoss = partial(LitMLP, momentum=0.0, dropout=0.0)
+class LitLoss(LitMLP):
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0, dropout=0.0)
 
 
 def test_devices_say_the_loss_at_the_downloaded_weights(data: Any, fit: Fit) -> None:
@@ -180,10 +181,50 @@ class LitCollects(LitMLP):
 
 def test_reading_the_loss_leaves_nothing_behind_for_training(fit: Fit) -> None:
     states = []
-    for algorithm in (ls.FedAvg(), ls.QFedAvg(q=0.0)):
+    for algorithm, passes in ((ls.FedAvg(), 1), (ls.QFedAvg(q=0.0), 2)):
         COUNTS.clear()
         fitted = fit(seeded(LitCollects), toy_data(), algorithm=algorithm, max_epochs=2, seed=3)
         states.append(fitted.state)
-        assert COUNTS == 8 * [3]  # of four clients with ten examples each, in two rounds
+        assert passes * 8 * [3] == COUNTS  # of four clients with ten examples each, in two rounds
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+class LitWeighted(LitLoss):
+    """Its loss has a weight that a hook sets, and a penalty on the gradient of its input."""
+
+    weight = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self.weight = 3.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.weight += 1.0 if batch_idx == 0 else 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].requires_grad_()
+        (slope,) = torch.autograd.grad(self(x).square().sum(), x, create_graph=True)
+        return self.weight * super().training_step(batch, batch_idx) + slope.square().mean()
+
+
+def test_the_loss_is_that_of_the_step_with_its_hooks_and_gradients(fit: Fit) -> None:
+    """One client with one batch: the loss before training is that of its only step."""
+    losses: list[tuple[float, float]] = []
+
+    class Watch(ls.RoundCallback):
+        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
+            losses.append((turn.upload.loss_before, turn.upload.loss))
+
+    toy = toy_examples()
+    one = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), batch_size=len(toy))
+    fit(seeded(LitWeighted), one, algorithm=ls.QFedAvg(), clients_per_round=1, max_epochs=3, callbacks=[Watch()])
+    assert len(losses) == 3
+    for before, trained in losses:
+        assert before == pytest.approx(trained, rel=1e-6)
+
+
+def test_a_step_that_trains_by_itself_cannot_measure() -> None:
+    lit = LitLoss()
+    lit.automatic_optimization = False
+    with pytest.raises(ValueError, match="q-FedAvg reads losses with `training_step`, which trains under manual"):
+        ls.FederatedModule(lit, algorithm=ls.QFedAvg(), clients_per_round=2)

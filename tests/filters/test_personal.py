@@ -9,7 +9,7 @@ import torch
 from federation import Fit, check_resumes, same_state, seeded
 from other_process import toy_data
 from torch import Tensor, nn
-from toy_models import LitMLP, variant
+from toy_models import LitMLP, toy_examples, variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Known
@@ -302,3 +302,31 @@ def test_what_keeps_a_whole_model_or_counts_steps_refuses_parts_of_their_own(
 def test_mistakes_are_named_before_a_round(algorithm: Any, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ls.FederatedModule(LitMLP(), algorithm=algorithm, filters=[ls.Personal(*arguments)], clients_per_round=4)
+
+
+class WarmsUp(LitMLP):
+    """The weight of its loss grows with the steps that an attribute counts; noise comes from generators."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.0, dropout=0.0)
+        self.steps, self.seen = 0, [0]
+        self.generator = torch.Generator()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.steps += 1
+        self.seen[0] += 1
+        noise = 1 + 0.1 * torch.rand((), generator=self.generator)
+        return super().training_step(batch, batch_idx) * noise * min(1.0, (self.steps + self.seen[0]) / 20)
+
+
+@pytest.mark.filterwarnings("ignore:Round 0. clients change:lightning_spectral.SpectralWarning")
+def test_the_shared_model_of_ditto_is_that_of_federated_averaging_whatever_the_first_phase_changes(fit: Fit) -> None:
+    """Attributes, containers and generators begin anew; batches hold all of a client's examples, in whatever order."""
+    toy = toy_examples()
+    clients = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), batch_size=len(toy))
+    ours, theirs = (
+        fit(seeded(WarmsUp), clients, algorithm=algorithm, max_epochs=3, local_epochs=3).state
+        for algorithm in (ls.Ditto(), ls.FedAvg())
+    )
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-7)

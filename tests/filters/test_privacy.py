@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch
 from bare_engine import bare_engine
 from federation import Fit, check_resumes, said_during, same_state, seeded
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from observed_runs import acting
 from scipy.optimize import brentq
 from scipy.stats import beta, norm
@@ -454,6 +456,92 @@ def test_lost_clients_count_for_nothing(data: Any, fit: Fit) -> None:
     """A client that drops out or fails leaves no trace: not in logs, nor in what others weigh."""
     lost = fit(seeded(LitMLP), data, dropout=ls.ClientDropout(0.5), max_epochs=2, **PRIVATE)
     assert lost.rows[0].keys() == {"fl/round", "fl/epsilon", "fl/clip", "fl/lr", "val_loss", "val_acc"}
+
+
+def broken(kind: str) -> Callable[[Any, Any], None]:
+    """What goes wrong in a step on one client's data."""
+
+    def before_step(lit: Any, batch: Any) -> None:
+        if bool((batch[0][:, 0] == MARK).any()):
+            if kind == "label":
+                batch[1].fill_(99)
+            elif kind == "nan":
+                batch[0].fill_(math.nan)
+            else:
+                raise ZeroDivisionError("only here")
+
+    return before_step
+
+
+MARK = 12.5
+
+
+@pytest.mark.parametrize("kind", ["label", "nan", "error"])
+def test_no_client_ends_a_run_or_is_named_whatever_its_data(kind: str, fit: Fit) -> None:
+    """Without privacy, the same client ends it."""
+    toy = toy_examples()
+    toy.tensors[0][:10, 0] = MARK
+    marked = ls.FederatedDataModule(toy, ls.NaturalPartitioner(torch.arange(120) // 10), batch_size=4)
+    everyone = {**PRIVATE, "participation": ls.Uniform(active=NUM_CLIENTS)}
+    lit = variant(LitMLP, before_step=broken(kind))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ls.SpectralWarning)
+        assert len(fit(seeded(lit), marked, max_epochs=2, **everyone).rows) == 2
+    if kind != "nan":
+        with pytest.raises(ls.ClientError):
+            fit(seeded(lit), marked, clients_per_round=NUM_CLIENTS)
+
+
+def test_a_program_that_fails_on_all_clients_is_not_trained_in_silence(data: Any, fit: Fit) -> None:
+    def fails(lit: Any, batch: Any) -> None:
+        raise ZeroDivisionError("everywhere")
+
+    everyone = {**PRIVATE, "participation": ls.Uniform(active=NUM_CLIENTS)}
+    with pytest.warns(ls.SpectralWarning, match="training fails on every client, so only noise is added"):
+        fit(seeded(variant(LitMLP, before_step=fails)), data, **everyone)
+
+
+@pytest.mark.parametrize(
+    ("faults", "named"),
+    [
+        (ls.server.Faults(), r"on_error=Raise\(\)"),
+        (
+            replace(ls.server.fault_policy.FORGIVING, on_late=ls.server.LeaveOut(0.5)),
+            r"on_late=LeaveOut\(max_share=0.5",
+        ),
+    ],
+)
+def test_faults_that_would_end_a_private_run_are_refused(faults: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=rf"must not end it, whatever its data; `Faults\({named}"):
+        ls.FederatedModule(LitMLP(), faults=faults, filters=[PRIVACY], participation=ls.Uniform(active=4))
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda lit: lit.logger.log_metrics({"secret": 1.0}), "cannot use `logger.log_metrics`"),
+        (lambda lit: lit.trainer.loggers[0].experiment, "cannot use `logger.experiment`"),
+        (lambda lit: setattr(lit.trainer, "should_stop", True), "cannot end it by `trainer.should_stop`"),
+    ],
+)
+def test_a_client_neither_logs_by_itself_nor_stops_the_run(
+    act: Any, message: str, data: Any, fit: Fit, tmp_path: Path
+) -> None:
+    said: list[str] = []
+
+    def acts(lit: Any, batch: Any) -> None:
+        try:
+            act(lit)
+        except (AttributeError, ValueError) as error:
+            said.append(str(error))
+
+    logger = CSVLogger(tmp_path)
+    fit(seeded(variant(LitMLP, before_step=acts)), data, max_epochs=2, trainer={"logger": logger}, **PRIVATE)
+    assert said
+    assert all(message in one for one in said)
+    assert "secret" not in (Path(logger.log_dir) / "metrics.csv").read_text()
+    act_alone = fit(seeded(variant(LitMLP, before_step=lambda lit, batch: act(lit))), data, trainer={"logger": logger})
+    assert act_alone.rows, "without privacy it may"
 
 
 class Own(ls.FedAvg):

@@ -1,5 +1,6 @@
 """Buffers that are not averaged, in a federation: running limits, flags set by data, counters."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import lightning_spectral as ls
 from lightning_spectral.testing import check_algorithm
 
 CLIENTS, EACH = 6, 8
+pytestmark = pytest.mark.filterwarnings("ignore:Round .. clients change initialized")
 RULES: Any = {"initialized": "max", "num_steps": "max"}
 
 
@@ -120,6 +122,22 @@ def test_flags_and_counters_keep_the_servers_value_unless_a_rule_says_otherwise(
     module = fit(seeded(LitLimits), data(), buffers=rules).module
     assert not module.initialized
     assert module.num_steps == 2**60
+
+
+FLAG = r"clients change initialized, num_steps, .*buffers=\{'initialized': 'max'\}"
+
+
+def test_flags_and_counters_that_begin_anew_in_each_turn_are_named_once(fit: Fit) -> None:
+    with pytest.warns(ls.SpectralWarning, match=FLAG) as said:
+        fit(seeded(LitLimits), data(), max_epochs=3)
+    assert len([one for one in said if "initialized" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("rules", [RULES, dict.fromkeys(RULES, "server")], ids=["max", "server"])
+def test_nothing_is_said_of_buffers_with_a_rule(rules: Any, fit: Fit) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ls.SpectralWarning)
+        fit(seeded(LitLimits), data(), buffers=rules, max_epochs=2)
 
 
 ALGORITHMS: dict[str, Any] = {

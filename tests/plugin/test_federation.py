@@ -39,7 +39,7 @@ class Owner(ls.FederatedModule):
 
     def make_local_executor(self, engine: Engine, local_trainer: LocalTrainer = LocalLoop) -> Executor:
         told, data = engine.instructions, self.data.client_data
-        return SequentialExecutor(Device(engine.server, told, self.templates(), data, LocalSettings(), local_trainer))
+        return SequentialExecutor(Device(engine.server, told, self.templates, data, LocalSettings(), local_trainer))
 
 
 @dataclass
@@ -118,7 +118,7 @@ def play(federation: Federation, loop: Loop, rounds: Iterable[int]) -> None:
 def steppers(federation: Federation) -> list[Any]:
     """What Lightning saves itself: optimizers and schedulers."""
     (member,) = federation.members.values()
-    return [*member.made_optimizers, *(schedule.scheduler for schedule in member.schedules.schedulers)]
+    return [member.stepper, *member.templates, *(schedule.scheduler for schedule in member.schedules.schedulers)]
 
 
 def alone(lit_mlp: Any, data: Any, algorithm: Any) -> tuple[Owner, Federation, Loop]:
@@ -206,7 +206,7 @@ def test_a_copy_has_no_part_in_the_fit(lit_mlp: Any, data: Any) -> None:
     begin(federation)
     copied = copy.deepcopy(owner)
     assert copied.engine_or_none is None
-    assert not copied.templates()
+    assert not copied.templates
     assert copied.part_of.members[""] is copied  # and not the original
     assert owner.engine is federation.members[""].engine
     module = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)

@@ -336,7 +336,7 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
     assert same_state(one.state, two.state)
 
 
-@pytest.mark.parametrize(("max_steps", "seen"), [(2, 2), (-1, -1)])
+@pytest.mark.parametrize(("max_steps", "seen"), [(2, 12), (-1, -1)])
 def test_runs_that_end_by_steps_or_never(max_steps: int, seen: int, lit_mlp: Any, data: Any, fit: Fit) -> None:
     totals: list[int] = []
     kind = variant(lit_mlp, on_train_epoch_start=lambda self: totals.append(self.trainer.max_steps))

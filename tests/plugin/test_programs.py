@@ -306,11 +306,11 @@ TRAINED_BY = pytest.mark.parametrize("base", [Lit, Manual], ids=["automatic", "m
 
 @TRAINED_BY
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), HALF], ids=["dense", "half"])
-def test_the_trainer_in_a_step_is_that_of_the_run(algorithm, base, data, fit_three, tmp_path):
+def test_a_step_finds_loggers_and_metrics_of_the_run(algorithm, base, data, fit_three, tmp_path):
     def look(module: Any) -> Any:
         trainer = module.trainer
         counters = trainer.max_epochs, module.current_epoch, module.global_step
-        return trainer, trainer.datamodule, trainer.logger, module.logger, counters, dict(trainer.callback_metrics)
+        return trainer.datamodule.of, trainer.logger, module.logger, counters, dict(trainer.callback_metrics)
 
     logger = CSVLogger(tmp_path)
     found, fitted = seen_on_clients(
@@ -322,9 +322,9 @@ def test_the_trainer_in_a_step_is_that_of_the_run(algorithm, base, data, fit_thr
         local_epochs=2,
         trainer={"logger": logger, "log_every_n_steps": 1},
     )
-    assert [counters for *_, counters, _ in found] == [(2, 0, 0)] * 6 + [(2, 1, 1)] * 6
-    for trainer, datamodule, *loggers, _, _ in found:
-        assert trainer is fitted.trainer
+    steps = [(2, turn // 2, 3 * turn) for turn in range(4)]  # of two epochs of three batches, in two rounds
+    assert [counters for *_, counters, _ in found] == [*steps[:2] * 3, *steps[2:] * 3]
+    for datamodule, *loggers, _, _ in found:
         assert datamodule is data
         assert loggers == [logger, logger]
     assert [bool(metrics) for *_, metrics in found] == [False] * 6 + [True] * 6

@@ -215,3 +215,29 @@ def test_what_cannot_be_saved_is_named_before_the_first_round(make: Any, state: 
 
 def test_a_run_that_saves_nothing_may_hold_anything(data: Any, fit: Fit) -> None:
     assert fit(seeded(Adds), data, callbacks=[Remembers(print)]).trainer.global_step == 1
+
+
+class MakesOptimizer:
+    """As jsonargparse's functions do, it cannot be pickled once it was called."""
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        self.called_with = parameters
+        return torch.optim.SGD(list(parameters), lr=0.1)
+
+
+class WithMaker(LitMLP):
+    def __init__(self, optimizer: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.save_hyperparameters({"optimizer": optimizer, "width": 12})
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+def test_a_hyper_parameter_that_fitting_makes_unpicklable_is_left_out_of_checkpoints(saved: Any) -> None:
+    with pytest.warns(UserWarning, match="Attribute 'optimizer' removed from hparams because it cannot be pickled"):
+        _, path = saved(seeded(WithMaker, optimizer=MakesOptimizer()))
+    kept = torch.load(path, weights_only=True)["hyper_parameters"]
+    assert kept["width"] == 12
+    assert "optimizer" not in kept

@@ -340,7 +340,7 @@ class Elsewhere(ls.FederatedModule):
     def make_executor(self, engine: Engine) -> Executor:
         trainer, self.module.trainer = self.module._trainer, None
         data = sorted_data_of_clients if self.local_hooks else data_of_clients
-        start = engine.instructions, self.module, self.templates()
+        start = engine.instructions, self.module, self.templates
         self.executor = OtherProcess(self.worker, *start, data, self.local_hooks, self.keeps)
         self.module.trainer = trainer
         return self.executor

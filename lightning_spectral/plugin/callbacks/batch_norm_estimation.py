@@ -34,7 +34,7 @@ class BatchNormEstimation(RoundCallback):
     """Sets the BatchNorm averages of the server's model to those of its own activations on all training data.
 
     It acts after the server's step, before anything else sees the round, so validation, `ClientEvaluation` and
-    checkpoints use the new averages. A copy of your module runs ``training_step`` without gradients on the training
+    checkpoints use the new averages. Your module runs ``training_step``, without taking steps, on the training
     examples of all clients, reshuffled in every round, in nearly equal batches of at most
     ``FederatedDataModule(eval_batch_size=...)``. What the step logs is discarded. Each layer gets the mean over batches
     of the batch mean and of the unbiased batch variance, as with `torch.optim.swa_utils.update_bn`. Layers in eval
@@ -87,7 +87,7 @@ class BatchNormEstimation(RoundCallback):
             )
         if manual := [type(module).__name__ for module in found if not module.automatic_optimization]:
             raise ValueError(
-                f"BatchNormEstimation runs `training_step` without gradients, but {', '.join(manual)} uses manual "
+                f"BatchNormEstimation runs `training_step`, which trains in {', '.join(manual)}, under manual "
                 "optimisation; leave the callback out."
             )
 
@@ -137,11 +137,13 @@ def estimated(trainer: pl.Trainer, model: Any, round_idx: int, max_batches: int 
 def _run_steps(trainer: pl.Trainer, model: Any, layers: list[_BatchNorm], batches: Iterable[Any], where: str) -> None:
     """Run ``training_step`` on all batches; `RoundError` if one has a fault that the run's `Faults` do not tolerate."""
     user, left_out, count = UserStep(model.module, defines), 0, 0
+    user.on_train_epoch_start()
     for count, batch in enumerate(batches, start=1):
         before = [{name: value.clone() for name, value in layer.named_buffers()} for layer in layers]
         try:
             batch = as_in_a_step(batch, model.module, trainer)
-            with trainer.precision_plugin.train_step_context(), torch.no_grad():
+            user.on_train_batch_start(batch, count - 1)
+            with trainer.precision_plugin.train_step_context():
                 user.training_step(batch, count - 1)
         except Exception:
             if model.faults.ends_run("error"):

@@ -145,7 +145,7 @@ class UpdateAlignment(RoundCallback):
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         self._begun.pop(pl_module.name, None)
         if trainer.current_epoch % self.every_n_rounds == 0:
-            options = [dict(group) for template in pl_module.templates() for group in template.param_groups]
+            options = [dict(group) for template in pl_module.templates for group in template.param_groups]
             self._begun[pl_module.name] = copy.deepcopy(pl_module.module.state_dict()), options
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
@@ -155,7 +155,7 @@ class UpdateAlignment(RoundCallback):
             return
         module = pl_module.module
         changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
-        groups = [group for template in pl_module.templates() for group in template.param_groups]
+        groups = [group for template in pl_module.templates for group in template.param_groups]
         now = [dict(group) for group in groups]
         for group, values in zip(groups, options, strict=True):
             group.update(values)  # schedules have moved on to the next round

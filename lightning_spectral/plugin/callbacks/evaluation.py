@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -246,7 +246,7 @@ class ClientEvaluation(RoundCallback):
         return self.tables.get("")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        if stage != "fit":
+        if stage == "predict":
             return
         host = as_host(pl_module, "ClientEvaluation needs federated clients")
         evaluated = [name for name in host.members if host.data_of(name).held_out.num_assigned]
@@ -263,22 +263,37 @@ class ClientEvaluation(RoundCallback):
         round_idx = summary.round_idx
         if round_idx % self.every_n_rounds and round_idx + 1 != num_rounds(trainer):
             return
-        client_ids = pl_module.data.held_out.sizes.nonzero().flatten().tolist()
-        if self.clients == "participants":
-            averaged = {client.client_id for client in summary.averaged}
-            client_ids = [client_id for client_id in client_ids if client_id in averaged]
-        elif self.clients != "all":
-            generator = derived_generator(pl_module.seed, "client evaluation", round_idx)
+        if figures := self._evaluate(trainer, pl_module, round_idx, {client.client_id for client in summary.averaged}):
+            log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Evaluate in `Trainer.validate` and `Trainer.test`, too; there all clients count as participants."""
+        if trainer.state.fn != "fit":
+            for member in pl_module.members.values():
+                figures = self._evaluate(trainer, member, trainer.current_epoch)
+                pl_module.log_dict(figures, add_dataloader_idx=False, batch_size=1)
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def _evaluate(
+        self, trainer: pl.Trainer, member: Any, round_idx: int, participants: Collection[int] | None = None
+    ) -> dict[str, float]:
+        """Make the table of one model; return its figures as they are logged, none if there is nobody to evaluate."""
+        client_ids = member.data.held_out.sizes.nonzero().flatten().tolist()
+        if self.clients == "participants" and participants is not None:
+            client_ids = [client_id for client_id in client_ids if client_id in participants]
+        elif isinstance(self.clients, int):
+            generator = derived_generator(member.seed, "client evaluation", round_idx)
             drawn = torch.randperm(len(client_ids), generator=generator)[: self.clients]
             client_ids = sorted(client_ids[i] for i in drawn.tolist())
         if not client_ids:
-            return
-        table = ClientTable(round_idx, evaluate_clients(trainer, pl_module, round_idx, client_ids), summary.model)
-        self.tables[summary.model] = table
+            return {}
+        table = ClientTable(round_idx, evaluate_clients(trainer, member, round_idx, client_ids), member.name)
+        self.tables[member.name] = table
         if not table.metrics and trainer.is_global_zero:
-            _warn_of_silence(pl_module.module, "ClientEvaluation has nothing to report")
-        figures = {summary.metric(f"fl/clients/{name}"): value for name, value in table.figures().items()}
-        log_values(trainer, round_idx, {"fl/round": float(round_idx), **figures})
+            _warn_of_silence(member.module, "ClientEvaluation has nothing to report")
+        prefix = f"{member.name}/" if member.name else ""
+        return {f"{prefix}fl/clients/{name}": value for name, value in table.figures().items()}
 
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
         if (table := self.tables.get(summary.model)) is None or table.round_idx != summary.round_idx:
@@ -327,13 +342,13 @@ def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids
         return mine
 
     if (found := model.data.evaluate_elsewhere(model, round_idx, client_ids)) is None:
-        trainer.validating = True  # as it is in a validation within a fit
+        stage, trainer.validating = trainer.state.stage, True  # as it is in a validation within a fit
         try:
             with torch.no_grad():
                 gathered = processes.gather_results(evaluate, ClientError)
             found = {client_id: metrics for part in gathered for client_id, metrics in part.items()}
         finally:
-            trainer.training = True
+            trainer.state.stage = stage
     if any(name.startswith(OWN) for metrics in found.values() for name in metrics):
         own = {c: {f"{OWN}{n}": x for n, x in metrics.items() if not n.startswith(OWN)} for c, metrics in found.items()}
         found = {client_id: {**own[client_id], **metrics} for client_id, metrics in found.items()}

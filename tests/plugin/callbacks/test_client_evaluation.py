@@ -225,3 +225,20 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
     for fraction, error in ((1.0, ValueError), ("0.1", TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"`client_val_fraction` must be"):
             ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_val_fraction=fraction)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_fresh_trainer_evaluates_clients_after_the_fit(stage: str, lit: Any, data: Any, fit: Fit, quiet: Any) -> None:
+    data.val = data.test = data.train
+    inside, after = ls.ClientEvaluation(), ls.ClientEvaluation()
+    fitted = fit(lit, data, callbacks=[inside])
+    (logged,) = getattr(pl.Trainer(callbacks=[after], **quiet), stage)(fitted.model, datamodule=data)
+    assert table_of(after).column("val_loss") == pytest.approx(table_of(inside).column("val_loss"), rel=1e-6)
+    assert logged["fl/clients/val_loss/mean"] == pytest.approx(fitted.logged["fl/clients/val_loss/mean"], rel=1e-6)
+
+
+def test_a_fresh_trainer_without_held_out_examples_says_so(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy, batch_size=4)
+    fitted = fit(lit, data)
+    with pytest.raises(ValueError, match="finds no held-out examples"):
+        pl.Trainer(callbacks=[ls.ClientEvaluation()], **quiet).validate(fitted.model, data)

@@ -1,0 +1,267 @@
+"""What a module sees of its trainer: on a client, what plain Lightning shows it on that client's data."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from federation import fit, seeded
+from lightning.pytorch.loggers import CSVLogger
+from programs import Lit, Manual
+from torch.utils.data import DataLoader, Dataset
+from toy_models import toy_examples
+
+import lightning_spectral as ls
+
+NUM_ROUNDS, BATCH_SIZE = 3, 4
+QUIET = {
+    "accelerator": "cpu",
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+HALF = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))
+
+# Every attribute that modules and callbacks read, as something that can be compared
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "num_training_batches": lambda module: module.trainer.num_training_batches,
+    "is_last_batch": lambda module: module.trainer.is_last_batch,
+    "train_dataloader": lambda module: (len(module.trainer.train_dataloader), len(next(iter(loader_of(module))))),
+    "examples": lambda module: len(module.trainer.train_dataloader.dataset),
+    "val_dataloaders": lambda module: len(module.trainer.val_dataloaders),
+    "datamodule": lambda module: sum(len(y) for *_, y in module.trainer.datamodule.train_dataloader()),
+    "optimizers": lambda module: [(type(one), one.param_groups[0]["lr"]) for one in module.trainer.optimizers],
+    "lr_scheduler_configs": lambda module: [type(one.scheduler) for one in module.trainer.lr_scheduler_configs],
+    "current_epoch": lambda module: (module.trainer.current_epoch, module.current_epoch),
+    "global_step": lambda module: (module.trainer.global_step, module.global_step),
+    "max_epochs": lambda module: (module.trainer.max_epochs, module.trainer.min_epochs),
+    "max_steps": lambda module: (module.trainer.max_steps, module.trainer.min_steps),
+    "estimated_stepping_batches": lambda module: module.trainer.estimated_stepping_batches,
+    "batch_idx": lambda module: (module.trainer.fit_loop.batch_idx, module.trainer.fit_loop.epoch_loop.batch_idx),
+    "accumulate_grad_batches": lambda module: module.trainer.accumulate_grad_batches,
+    "logger": lambda module: (type(module.logger), len(module.trainer.loggers), module.logger is module.trainer.logger),
+    "metrics": lambda module: [
+        isinstance(found, dict)
+        for found in (
+            module.trainer.callback_metrics,
+            module.trainer.logged_metrics,
+            module.trainer.progress_bar_metrics,
+        )
+    ],
+    "should_stop": lambda module: module.trainer.should_stop,
+    "state": lambda module: (
+        module.trainer.state.fn,
+        module.trainer.training,
+        module.trainer.sanity_checking,
+        module.trainer.validating,
+    ),
+    "training": lambda module: module.training,
+    "ranks": lambda module: (
+        module.trainer.global_rank,
+        module.trainer.local_rank,
+        module.trainer.node_rank,
+        module.global_rank,
+        module.local_rank,
+        module.trainer.is_global_zero,
+    ),
+    "world_size": lambda module: (module.trainer.world_size, module.trainer.num_devices, module.trainer.num_nodes),
+    "strategy": lambda module: (
+        type(module.trainer.strategy),
+        module.trainer.strategy.broadcast("one"),
+        module.trainer.strategy.reduce(torch.ones(())).item(),
+        module.trainer.strategy.barrier(),
+        module.trainer.strategy.root_device,
+    ),
+    "all_gather": lambda module: module.all_gather(torch.ones(3)).shape,
+    "torch.distributed": lambda module: torch.distributed.is_initialized(),
+    "precision": lambda module: module.trainer.precision,
+    "checkpoint_callback": lambda module: len(module.trainer.checkpoint_callbacks),
+    "default_root_dir": lambda module: module.trainer.default_root_dir,
+    "log_dir": lambda module: Path(module.trainer.log_dir).name,
+    "lightning_module": lambda module: module.trainer.lightning_module is module,
+    "is a Trainer": lambda module: isinstance(module.trainer, pl.Trainer),
+    "optimizers()": lambda module: lr_of(module.optimizers()),
+    "lr_schedulers()": lambda module: module.lr_schedulers().get_last_lr(),
+    "device": lambda module: module.device,
+    "fabric": lambda module: module.fabric,
+}
+
+RATES = ("optimizers", "optimizers()", "lr_schedulers()")  # schedules step before the last batch has ended; here, after
+
+
+def loader_of(module: Any) -> Any:
+    return module.trainer.train_dataloader
+
+
+def lr_of(optimizers: Any) -> Any:
+    found = optimizers if isinstance(optimizers, list) else [optimizers]
+    return isinstance(optimizers, list), [(isinstance(o, torch.optim.SGD), o.param_groups[0]["lr"]) for o in found]
+
+
+class Scheduled:
+    """A schedule that steps once an epoch, and validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing is logged."""
+
+    def on_train_epoch_end(self) -> None:
+        """As manual optimisation has to in plain Lightning; here the server steps."""
+        if not self.automatic_optimization:  # type: ignore[attr-defined]
+            self.lr_schedulers().step()  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)  # type: ignore[attr-defined]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Plain(pl.LightningDataModule):
+    """All examples, as one client has them."""
+
+    def __init__(self, examples: Dataset[Any]) -> None:
+        super().__init__()
+        self.examples = examples
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.examples, BATCH_SIZE)
+
+    def val_dataloader(self) -> Any:
+        return [DataLoader(self.examples, BATCH_SIZE)]
+
+
+def watched(base: type[Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """A module that notes what all rows show before and after every step."""
+    found: list[dict[str, Any]] = []
+
+    class Watched(Scheduled, base):  # type: ignore[misc]
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            found.append({row: look(self) for row, look in ROWS.items()})
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            found.append({row: look(self) for row, look in ROWS.items()})
+
+    return seeded(Watched), found
+
+
+@pytest.fixture(scope="module", params=[Lit, Manual], ids=["automatic", "manual"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What a module sees in plain Lightning, and as the only client of two algorithms."""
+    settings = {**QUIET, "logger": CSVLogger(tmp_path_factory.mktemp("seen")), "log_every_n_steps": 1}
+    module, plain = watched(request.param)
+    toy = toy_examples()
+    pl.Trainer(max_epochs=NUM_ROUNDS, num_sanity_val_steps=0, **settings).fit(module, Plain(toy))
+    seen = {"plain": plain}
+    one = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), val=toy, batch_size=BATCH_SIZE)
+    for name, algorithm in (("whole", ls.FedAvg()), ("half", HALF)):
+        module, seen[name] = watched(request.param)
+        fit(settings, module, one, algorithm=algorithm, clients_per_round=1, max_epochs=NUM_ROUNDS)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers|.*num_workers")
+@pytest.mark.parametrize("row", ROWS)
+def test_a_client_sees_what_plain_lightning_shows_it_alone(row, seen):
+    """One client with all the data, whose round is an epoch."""
+    step = 2 if row in RATES else 1
+    plain, *others = ([one[row] for one in found] for found in seen.values())
+    assert len(plain) == 2 * NUM_ROUNDS * -(-len(toy_examples()) // BATCH_SIZE)
+    for found in others:
+        assert found[::step] == plain[::step]
+
+
+class Pair(Manual):
+    """Two optimizers, whose rates the server's hooks can change."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        one, two = self.optimizers()
+        for optimizer in (one, two):
+            optimizer.zero_grad()
+        self.manual_backward(Lit.training_step(self, batch, batch_idx))
+        one.step()
+        two.step()
+        self.log_dict({"one": one.param_groups[0]["lr"], "two": two.param_groups[0]["lr"]})
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.Adam(parameters[2:], lr=0.2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing is logged."""
+
+
+def test_at_the_server_optimizers_are_the_users_own_in_their_order(data, fit):
+    """What is written to their groups is what clients train with from the next round on."""
+    kinds: list[Any] = []
+
+    class Halving(Pair):
+        def on_validation_end(self) -> None:
+            one, two = self.optimizers()
+            kinds.append((one.optimizer, two.optimizer))
+            two.param_groups[0]["lr"] /= 2
+
+    class Looking(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            assert [type(one) for one in trainer.optimizers] == [torch.optim.SGD, torch.optim.Adam]
+            assert [one.optimizer for one in pl_module.optimizers()] == trainer.optimizers
+
+    fitted = fit(seeded(Halving), data, max_epochs=3, callbacks=[Looking()])
+    assert [type(one) for one in kinds[0]] == [torch.optim.SGD, torch.optim.Adam]
+    assert fitted.history.column("two") == pytest.approx([0.2, 0.1, 0.05])
+    assert fitted.history.column("one") == pytest.approx([0.1, 0.1, 0.1])
+
+
+def test_momentum_of_the_server_goes_on_from_a_checkpoint(data, lit_mlp, fit, tmp_path):
+    """The server's optimizer is not among the Trainer's, whose states Lightning saves."""
+    options = {"server_optimizer": ls.server.FedAvgM(momentum=0.9)}
+    whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
+    half = fit(seeded(lit_mlp), data, max_epochs=2, **options)
+    half.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "two.ckpt", **options)
+    assert torch.equal(resumed.weights, whole.weights)
+    assert not torch.equal(resumed.weights, fit(half.module, data, max_epochs=4).weights)
+
+
+def test_a_step_on_the_last_batch_and_on_every_fifth(fit, toy):
+    """The usual accumulation: after batches 4, 9 and 11 of twelve."""
+    stepped: list[int] = []
+
+    class Accumulates(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.manual_backward(Lit.training_step(self, batch, batch_idx))
+            if (batch_idx + 1) % 5 == 0 or self.trainer.is_last_batch:
+                stepped.append(batch_idx)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    clients = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), batch_size=-(-len(toy) // 12))
+    fit(seeded(Accumulates), clients, clients_per_round=1)
+    assert stepped == [4, 9, 11]
+
+
+def test_class_weights_can_be_counted_in_setup(data, lit_mlp, fit):
+    """From all clients' examples, as in plain Lightning; in a step, from the client's own."""
+    counts: list[int] = []
+
+    class Counts(lit_mlp):  # type: ignore[misc, valid-type]
+        def setup(self, stage: str) -> None:
+            counts.append(sum(len(y) for _, y in self.trainer.datamodule.train_dataloader()))
+
+        def on_train_start(self) -> None:
+            self.setup("fit")
+
+        def on_train_epoch_start(self) -> None:
+            self.setup("fit")
+
+    fit(seeded(Counts), data, clients_per_round=2)
+    assert counts == [len(data.train), len(data.train), len(data.partition[0]), len(data.partition[0])]
+
+
+def test_a_client_saves_no_checkpoint(data, lit_mlp, fit, tmp_path):
+    class Saves(lit_mlp):  # type: ignore[misc, valid-type]
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "mine.ckpt")
+
+    with pytest.raises(ls.ClientError, match="would save the client's weights in place of the server's"):
+        fit(seeded(Saves), data)
+    assert not list(tmp_path.glob("*.ckpt"))

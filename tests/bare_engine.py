@@ -10,8 +10,8 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Known
 from lightning_spectral.algorithms.filter import Fit, Plan, instructions
 from lightning_spectral.filters.own import chain
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.processes import Processes
 from lightning_spectral.server.round import Engine

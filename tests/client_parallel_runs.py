@@ -160,7 +160,28 @@ def breaking(parameters: Any) -> torch.optim.Optimizer:
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
 COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.designs.Coordinated(), layers=EVERY_LAYER)
+
+
+class Gathers(LitMLP):
+    """Asks other processes in its steps, as contrastive losses do: there are none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert not torch.distributed.is_initialized()
+        assert self.trainer.world_size == 1
+        assert self.trainer.global_rank == self.global_rank == 0
+        self.trainer.strategy.barrier()
+        everywhere = self.all_gather(batch[0], sync_grads=True)
+        assert everywhere.shape == batch[0].shape
+        self.log("same", self.trainer.strategy.reduce(everywhere.mean()), sync_dist=True)
+        return super().training_step((everywhere, batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        assert torch.distributed.is_initialized() == (self.trainer.world_size > 1)
+        return super().validation_step(batch, batch_idx)
+
+
 RUNS: dict[str, dict[str, Any]] = {
+    "a step that gathers": {"module": Gathers, "clients_per_round": 7},
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},

@@ -37,6 +37,9 @@ VOTERS = 20.0  # expected clients for each standard deviation of the noise of vo
 class ClientPrivacy(Filter):
     r"""Differential privacy of clients: whoever sees the model cannot tell whether any one client has taken part.
 
+    It hides a client with all of its data: a hospital with all of its patients. With a dozen clients, the noise that
+    hides one leaves little to learn; to hide single examples, noise has to be added in each client's own steps.
+
     In each round every client takes part with the same probability q, independently. Its change is shortened to the
     norm ``clip``, over all that the server sums, and has the same weight as any other client's. The sum gets Gaussian
     noise of standard deviation ``noise_multiplier * clip`` in every coordinate, and is divided by the expected number
@@ -293,9 +296,9 @@ class PrivateFit:
         known = "" if self.choice.noise_seed is None else " The noise follows from `noise_seed`, so it hides nothing."
         return (
             f"privacy: noise of {self.sum_multiplier:.4g} times the clip, clients take part with probability "
-            f"{self.rate:.4g}; epsilon is {self.epsilon(self.first_round + 1):.3g} after the next round. Left out, "
-            "because it has no noise: losses, what clients log, how many take part and fail, their bytes and seconds, "
-            "and the ledger's rows."
+            f"{self.rate:.4g}; epsilon is {self.epsilon(self.first_round + 1):.3g} after the next round. It hides "
+            "whole clients, each with all of its examples. Left out, because it has no noise: losses, what clients "
+            "log, how many take part and fail, their bytes and seconds, and the ledger's rows."
             f"{known}"
         )
 

@@ -150,8 +150,10 @@ def leading_factors(weight: Tensor, num_terms: int) -> tuple[Factors, float] | N
     The terms found are *exact* singular terms of :math:`W - E V`, because :math:`U^T E = 0`. So they are accepted if
     :math:`\|E\|_F \le 2^{-23} \|W\|_F`: a weight in single precision is not known better than that. All other terms
     of this matrix together have the norm :math:`\sqrt{\|W - E V\|_F^2 - \sum s_i^2}`, which is returned; where it is
-    less than :math:`s_n`, the terms found are the largest ones, and elsewhere the result is ``None``. The random
-    subspace is the same for every weight of a shape, so the result is a function of the weight alone.
+    less than :math:`s_n`, the terms found are the largest ones, and elsewhere the result is ``None``. All of this needs
+    orthonormal rows of V, whose products are in error by :math:`2^{-52} \|W\|_F^2 / s_n^2`: also where that is above
+    single precision, in terms below :math:`10^{-5} \|W\|_F`, the result is ``None``. The random subspace is the same
+    for every weight of a shape, so the result is a function of the weight alone.
 
     On a device only products and QR decompositions are computed; the small problem is solved on the CPU.
 
@@ -183,18 +185,20 @@ def leading_factors(weight: Tensor, num_terms: int) -> tuple[Factors, float] | N
     s = rows.norm(dim=1)
     U, Vh = basis @ vectors, rows / s[:, None]
     residual = (exact @ Vh.T).sub_(U * s).norm()
-    norm, error, smallest, energy = torch.stack([exact.norm(), residual, s[-1], s.square().sum()]).tolist()
+    figures = exact.norm(), residual, s[-1], s.square().sum(), deviation_from_orthonormal(Vh)
+    norm, error, smallest, energy, deviation = torch.stack(figures).tolist()
     rest = math.sqrt(max(norm**2 - error**2 - energy, 0.0))
-    if not (error <= TOLERANCE * norm and rest < smallest):
+    if not (error <= TOLERANCE * norm and rest < smallest and deviation <= TOLERANCE):
         return None
     return Factors(*((U, s, Vh) if wide else (Vh.T.contiguous(), s, U.T.contiguous()))), rest
 
 
-def deviation_from_orthonormal(rows: Tensor) -> float:
+def deviation_from_orthonormal(rows: Tensor) -> Tensor:
     """Frobenius norm of ``rows @ rows.T - I``."""
     products = rows @ rows.T
     products.diagonal().sub_(1.0)
-    return float(products.norm())
+    norm: Tensor = products.norm()
+    return norm
 
 
 def absorb(factors: Factors, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from lightning_spectral.network.line import Asking, Line, Question
 from lightning_spectral.network.messages import Kind, Part, Start, record_parts
 from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
 from lightning_spectral.participation import Sampler
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
 from lightning_spectral.plugin.data import EvaluationData, FederatedDataModule, MultiModelDataModule, ServerData
 from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
@@ -33,7 +34,6 @@ from lightning_spectral.protocol.client_store import with_state
 from lightning_spectral.protocol.exchange import travelling_tensors
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download, WorkUnit
-from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import Engine
 

@@ -15,8 +15,8 @@ from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.per_client import Assigned
-from lightning_spectral.server.cohorts import ClientDirectory
 
 ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there

@@ -21,8 +21,9 @@ def check_dealt(train: Any, partitioner: Any) -> None:
         said = f"data set, got the partitioner {train!r}; the data set comes first: FederatedDataModule(train, ...)"
     elif isinstance(train, DataLoader):
         said = (
-            "data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, batch_size=...), "
-            "because each client gets batches of its own"
+            "data set, got a DataLoader; write FederatedDataModule(loader.dataset, partitioner, batch_size=..., "
+            "collate_fn=loader.collate_fn), because each client gets batches of its own, in an order of its own: the "
+            "loader's sampler is not used"
         )
     elif isinstance(train, Mapping):
         said = (

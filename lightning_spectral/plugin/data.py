@@ -19,6 +19,7 @@ from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
 from lightning_spectral.client.local_loop import LocalTrainer
 from lightning_spectral.errors import check_is
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.partition import (
     Labels,
     Partition,
@@ -37,7 +38,6 @@ from lightning_spectral.plugin.user_hooks import Share, as_host
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
-from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import Engine
 

@@ -19,6 +19,7 @@ from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.filters.own import FROZEN
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.participation.cohorts import SampledCohorts
 from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, RoundHistory, SubmodelSampling
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
@@ -29,7 +30,6 @@ from lightning_spectral.plugin.trainer import STAGE, unscaled
 from lightning_spectral.plugin.user_hooks import Share
 from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.server.cohorts import SampledCohorts
 from lightning_spectral.server.lasting import Lasting
 from lightning_spectral.server.processes import Processes, predicted_work, shares
 from lightning_spectral.server.round import Turn

@@ -21,6 +21,7 @@ from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.client.local_loop import call_with_accepted
 from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
     CommunicationLedger,
@@ -48,7 +49,6 @@ from lightning_spectral.plugin.settings import (
 )
 from lightning_spectral.plugin.trainer import RoundsAsSteps, convert_now, full_precision
 from lightning_spectral.plugin.user_hooks import Host, NoOutputs, Share, is_overridden
-from lightning_spectral.server.cohorts import ClientDirectory
 
 Checkpoint = dict[str, Any]
 

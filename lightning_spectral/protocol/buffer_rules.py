@@ -184,6 +184,8 @@ def _decide(
             yield name, buffer, asked, _ASKED
         elif not buffer.is_floating_point():
             yield name, buffer, "server", "not a floating-point number"
+        elif buffer.itemsize == 1:
+            yield name, buffer, "server", "eight bits are too few for a mean"
         elif name not in persistent:
             yield name, buffer, "server", "no checkpoint holds it"
         elif name in decided:
@@ -217,6 +219,8 @@ def _check_possible(name: str, buffer: Tensor, rule: Rule, persistent: bool) -> 
             f"{asked} is not persistent, so that a resumed run would lose it; register it as persistent, or write "
             "'server'."
         )
+    if buffer.is_floating_point() and buffer.itemsize == 1:
+        raise ValueError(f"{asked} is of type {buffer.dtype}, which torch does not compare or add; write 'server'.")
     if rule == "mean" and not buffer.is_floating_point():
         raise ValueError(f"{asked} is of type {buffer.dtype} and has no mean; write 'min', 'max' or 'server'.")
     if rule == "mean" and not _is_finite(buffer):

@@ -20,6 +20,7 @@ from lightning_spectral.client.forms import Forms
 from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
 from lightning_spectral.filters.own import NORM
 from lightning_spectral.participation import Figure
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import (
@@ -39,7 +40,6 @@ from lightning_spectral.protocol.records import (
     WorkUnit,
 )
 from lightning_spectral.server.advice import check_weights, smaller_updates, suspecting_weights
-from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.fault_policy import Faults, clients_by_reason
 from lightning_spectral.server.metrics import round_means

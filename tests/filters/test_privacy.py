@@ -31,9 +31,9 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms import FrozenA, MatrixMeans, OrthonormalA, TermMeans
 from lightning_spectral.filters.privacy import PrivateFit, calibrated, epsilon
 from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
-from lightning_spectral.server.cohorts import ClientDirectory
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.sums import MeanChange
 

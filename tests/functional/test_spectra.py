@@ -264,6 +264,20 @@ def test_without_their_certificate_first_terms_would_be_wrong(monkeypatch: pytes
         assert_leading(found, weight, 6)
 
 
+def test_terms_that_are_too_small_for_orthonormal_vectors_are_left_to_the_whole_decomposition() -> None:
+    """The products of vectors of terms of 1 and t are in error by the rounding of float64 over t^2."""
+    accepted = 0
+    for decades in range(1, 9):
+        for seed in range(10):
+            weight = with_singular_values(torch.logspace(0, -decades, 6, dtype=torch.float64), 24, seed).float()
+            if (found := leading_factors(weight, 6)) is not None:
+                accepted += 1
+                assert_leading(found, weight, 6)
+                for rows in (found[0].U.T, found[0].Vh):
+                    assert torch.linalg.matrix_norm(rows @ rows.T - torch.eye(6).double()) <= 2 * TOLERANCE
+    assert 20 <= accepted < 80
+
+
 UNCERTAIN = {
     "flat": torch.eye(16),
     "random": torch.randn(16, 24, generator=torch.Generator().manual_seed(0)),

@@ -266,3 +266,21 @@ def test_rules_are_refused_before_the_first_round(fit: Fit) -> None:
         ls.FederatedModule(seeded(LitLimits), buffers={"low": "least"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"`buffers` gives 'mean' to `initialized`, which is of type torch.bool"):
         fit(seeded(LitLimits), data(), buffers={"initialized": "mean"})
+
+
+class LitEightBits(LitLimits):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(4.0).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table.float()[1]
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "Spectral", "Width", "Scaffold"])
+def test_buffers_of_eight_bits_stay_as_they_are(name: str, fit: Fit) -> None:
+    fitted = fit(seeded(LitEightBits), data(), algorithm=ALGORITHMS[name], buffers=RULES, max_epochs=2)
+    assert fitted.module.table.float().tolist() == [0.0, 1.0, 2.0, 3.0]
+    for rule in ("mean", "max"):
+        with pytest.raises(ValueError, match=r"is of type torch\.float8_e4m3fn, which torch does not compare or add"):
+            fit(seeded(LitEightBits), data(), buffers={"table": rule})

@@ -265,3 +265,99 @@ def test_a_client_saves_no_checkpoint(data, lit_mlp, fit, tmp_path):
     with pytest.raises(ls.ClientError, match="would save the client's weights in place of the server's"):
         fit(seeded(Saves), data)
     assert not list(tmp_path.glob("*.ckpt"))
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Steps at one point and evaluates at the mean of the others, as schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "is_training": False, "k": 0})
+
+    @torch.no_grad()
+    def _exchange(self, is_training: bool) -> None:
+        for group in self.param_groups:
+            for p in group["params"] if group["is_training"] != is_training else ():
+                if "mean" in self.state[p]:
+                    now = p.clone()
+                    p.copy_(self.state[p]["mean"])
+                    self.state[p]["mean"] = now
+            group["is_training"] = is_training
+
+    def train(self) -> None:
+        self._exchange(True)
+
+    def eval(self) -> None:
+        self._exchange(False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            assert group["is_training"], "it steps in training mode alone"
+            group["k"] += 1
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+                mean = self.state[p].setdefault("mean", p.clone())
+                mean.lerp_(p, 1 / group["k"])
+        return loss
+
+
+class LitScheduleFree(Lit):
+    """Puts its optimizer into the mode that each stage needs, as its authors ask."""
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Nothing is logged."""
+
+
+def test_what_a_client_uploads_is_what_its_optimizer_evaluates(fit, toy):
+    """One client whose only epoch plain Lightning trains, and evaluates, with the same batches."""
+    one = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), val=toy, batch_size=len(toy))
+    fitted = fit(seeded(LitScheduleFree), one, clients_per_round=1, local_epochs=3)
+    plain, (x, y) = seeded(LitScheduleFree), toy[torch.arange(len(toy))]
+    optimizer = plain.configure_optimizers()
+    optimizer.train()
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    trained = [p.detach().clone() for p in plain.parameters()]
+    optimizer.eval()
+    for found, evaluated, last in zip(fitted.module.parameters(), plain.parameters(), trained, strict=True):
+        torch.testing.assert_close(found, evaluated, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(found, last, rtol=1e-4, atol=1e-5)
+
+
+def test_each_of_several_models_sees_its_own_optimizers_schedules_and_data(data, quiet):
+    found: list[Any] = []
+
+    class Looks(Scheduled, Lit):  # type: ignore[misc]
+        def on_train_start(self) -> None:
+            trainer = self.trainer
+            own = {id(parameter) for parameter in self.parameters()}
+            (mine,) = trainer.optimizers
+            assert {id(p) for group in mine.param_groups for p in group["params"]} == own
+            assert self.optimizers().optimizer is mine
+            assert self.lr_schedulers().optimizer is mine
+            found.append(len(list(trainer.datamodule.train_dataloader())))
+
+        def on_validation_end(self) -> None:
+            self.trainer.should_stop = True
+
+    models = {name: ls.FederatedModule(Looks()) for name in ("one", "two")}
+    parts = {
+        "one": ls.FederatedDataModule(data.train, ls.IIDPartitioner(12), val=data.train, batch_size=4),
+        "two": ls.FederatedDataModule(data.train, ls.IIDPartitioner(12), val=data.train, batch_size=8),
+    }
+    trainer = pl.Trainer(max_epochs=5, num_sanity_val_steps=0, **quiet)
+    trainer.fit(ls.MultiModelModule(models, participation=ls.Uniform(active=6)), ls.MultiModelDataModule(parts))
+    assert found == [len(data.train) // 4, len(data.train) // 8]
+    assert trainer.current_epoch == 1

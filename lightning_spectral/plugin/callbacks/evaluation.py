@@ -101,7 +101,9 @@ class ValidatedBeside(Recorder):
             self._ended = {name: value for name, value in self.logged().items() if name.endswith(suffix)} | self._ended
             self._dataloader_idx = dataloader_idx
         self.batch = copy.deepcopy(batch)  # steps may change it, or take entries out of it
-        indices = (batch_idx,) if dataloader_idx is None else (batch_idx, dataloader_idx)
+        parameters = inspect.signature(self.module.validation_step).parameters.values()
+        has_index = dataloader_idx is not None or sum(p.default is p.empty for p in parameters) > 2
+        indices = (batch_idx, dataloader_idx or 0) if has_index else (batch_idx,)
         with self._trainer.precision_plugin.val_step_context():
             call_with_accepted(self.module.validation_step, self.batch, *indices)
         self.batch = None

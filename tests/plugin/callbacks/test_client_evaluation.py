@@ -242,3 +242,12 @@ def test_a_fresh_trainer_without_held_out_examples_says_so(lit: Any, toy: Any, f
     fitted = fit(lit, data)
     with pytest.raises(ValueError, match="finds no held-out examples"):
         pl.Trainer(callbacks=[ls.ClientEvaluation()], **quiet).validate(fitted.model, data)
+
+
+def test_a_step_that_needs_the_index_of_a_dataloader_gets_that_of_the_first(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    def step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("index", float(dataloader_idx), batch_size=len(batch[1]))
+
+    evaluation = ls.ClientEvaluation()
+    fit(seeded(variant(lit_mlp, validation_step=step)), data, callbacks=[evaluation])
+    assert set(table_of(evaluation).column("index").values()) == {0.0}

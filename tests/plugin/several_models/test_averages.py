@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 import lightning_spectral as ls
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.participation import Population, Sampler
+from lightning_spectral.participation.cohorts import SampledCohorts
 from lightning_spectral.plugin.checks import check_measurable
 from lightning_spectral.server import round as server_round
-from lightning_spectral.server.cohorts import SampledCohorts
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

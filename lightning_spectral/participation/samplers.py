@@ -16,6 +16,7 @@ from lightning_spectral.functional.sampling.inclusion import assignment_probs, m
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 __all__ = [
+    "CLIENTS_PER_ROUND",
     "Assignment",
     "Figure",
     "FullParticipation",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.designs import JointDesign
 from lightning_spectral.functional.figures import sampled_update_variance, sampled_variance, step_size_variance
-from lightning_spectral.participation import Assignment, FullParticipation, Population, Sampler
+from lightning_spectral.participation.samplers import Assignment, FullParticipation, Population, Sampler
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator

@@ -483,7 +483,10 @@ class Device:
             for optimizer in self.optimizers:
                 check_still_own(optimizer, module)
         if num_steps == 0 and trains:
-            return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
+            before = {name: tensor for name, tensor in download.tensors.items() if name in own}
+            if not any(bool((own[name] != tensor).any()) for name, tensor in before.items()):
+                return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
+            num_steps = data.num_batches * download.local_epochs  # optimizers that step by other methods, as SAM does
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = side.collect(module, download)

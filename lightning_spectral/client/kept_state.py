@@ -257,7 +257,7 @@ class KeptState:
             if isinstance(value, dict | list | set | deque | bytearray):
                 self._keep_content(value, kind, rest)
             elif isinstance(value, tuple | frozenset):
-                rest.extend(value)
+                rest.extend(iter(value))  # of a subclass, whose length may be another, or forbidden
             elif isinstance(value, Tensor):
                 if _is_writable(value):
                     self._keep_values_of(

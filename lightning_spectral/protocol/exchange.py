@@ -95,8 +95,16 @@ def apply_mean_change(server: nn.Module, changes: Iterable[tuple[str, Tensor]]) 
 
 
 def buffer_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every buffer of a module, by name, to be compared by `check_same_buffers`."""
-    return {name: tuple(buffer.shape) for name, buffer in module.named_buffers()}
+    """Shape of every persistent buffer of a module, by name, to be compared by `check_same_buffers`.
+
+    Others never leave a client, and the server's are put back, whatever becomes of them in between.
+    """
+    return {
+        f"{path}.{name}" if path else name: tuple(buffer.shape)
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
 
 
 def check_same_buffers(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:

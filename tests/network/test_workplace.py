@@ -84,6 +84,28 @@ def test_a_scheduler_of_the_server_cannot_be_read_on_a_device(fit: Fit) -> None:
         fit(seeded(lit), remote(toy_line(lit, share_errors=True)), clients_per_round=1)
 
 
+def test_a_device_sees_the_trainer_of_a_plain_fit_on_its_data(fit: Fit) -> None:
+    """As in the simulation, and with its own optimizers alone."""
+
+    def seen(lit: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer = lit.trainer
+        size = len(trainer.train_dataloader.dataset)
+        own = trainer.num_training_batches, trainer.is_last_batch, trainer.global_step, trainer.world_size, size
+        FOUND.append((trainer.current_epoch, batch_idx, *own, [type(one) for one in trainer.optimizers]))
+
+    lit = variant(LitMLP, on_train_batch_end=seen)
+    elsewhere: list[Any] = []
+    for data in (remote(toy_line(lit)), toy_data()):
+        FOUND.clear()
+        fit(seeded(lit), data, clients_per_round=2, max_epochs=2)
+        elsewhere.append(sorted(map(repr, FOUND)))
+    assert elsewhere[0] == elsewhere[1]
+    assert len(elsewhere[0]) > 4
+
+
+FOUND: list[Any] = []
+
+
 def test_a_callback_that_needs_examples_is_refused(fit: Fit) -> None:
     callbacks = [ls.plugin.callbacks.BatchNormEstimation()]
     with pytest.raises(ValueError, match=r"BatchNormEstimation needs clients' examples at the server"):

@@ -361,3 +361,75 @@ def test_each_of_several_models_sees_its_own_optimizers_schedules_and_data(data,
     trainer.fit(ls.MultiModelModule(models, participation=ls.Uniform(active=6)), ls.MultiModelDataModule(parts))
     assert found == [len(data.train) // 4, len(data.train) // 8]
     assert trainer.current_epoch == 1
+
+
+class SharpnessAware(torch.optim.SGD):
+    """Steps by two methods of its own, as SAM does; nobody calls `step`."""
+
+    @torch.no_grad()
+    def ascend(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["before"] = p.clone()
+                p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["before"]).sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_may_step_by_other_methods(fit, data):
+    data.val = data.test = None
+
+    class Sharp(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            optimizer: Any = self.optimizers()
+            for step in (optimizer.ascend, optimizer.descend):
+                optimizer.zero_grad()
+                self.manual_backward(Lit.training_step(self, batch, batch_idx))
+                step()
+
+        def configure_optimizers(self) -> Any:
+            return SharpnessAware(self.parameters(), lr=0.1)
+
+    fitted = fit(seeded(Sharp), data, local_epochs=2, max_epochs=2)
+    assert fitted.history.column("fl/clients") == [4.0, 4.0]
+    assert not torch.equal(fitted.weights, torch.nn.utils.parameters_to_vector(seeded(Sharp).parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:Round 0, client .* is left out|Round 0. client .* is left out")
+def test_a_step_that_only_returns_is_no_update(fit, data):
+    """The control: nothing has changed, so there is nothing to average."""
+    data.val = data.test = None
+
+    class Rests(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+            self.optimizers()
+
+    with pytest.raises(ls.errors.RoundError, match="no step taken"):
+        fit(seeded(Rests), data)
+
+
+class Irregular(tuple[int, ...]):
+    """A tuple whose length says something else, as that of e3nn's representations does."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_buffers_that_no_checkpoint_holds_may_change_their_shape(fit, data, lit_mlp):
+    """As the state of spiking neurons does; and attributes may be of odd classes."""
+
+    class Remembers(lit_mlp):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("memory", torch.zeros(0), persistent=False)
+            self.kinds = Irregular((1, 3))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.memory = torch.zeros(len(batch[0]), 3)
+            return super().training_step(batch, batch_idx)
+
+    assert fit(seeded(Remembers), data, max_epochs=2).module.memory.shape == (0,)

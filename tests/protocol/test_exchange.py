@@ -114,7 +114,7 @@ def test_buffers_that_the_server_cannot_follow_are_refused_by_name() -> None:
     check_same_buffers(module, shapes)
     module.queue, module.centre, module.cache = torch.zeros(4, 3), torch.zeros(()), None
     message = (
-        r"`cache` was of shape \(2,\) and is no tensor; `queue` was of shape \(2, 3\) and is of shape \(4, 3\); "
+        r"`queue` was of shape \(2, 3\) and is of shape \(4, 3\); "
         r"`centre` was no tensor and is of shape \(\)\. Register such a buffer with a tensor of its final size"
     )
     with pytest.raises(ValueError, match=message):

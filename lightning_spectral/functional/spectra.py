@@ -396,16 +396,18 @@ def squared_frobenius_norm(u: Tensor, multipliers: Tensor, v: Tensor) -> Tensor:
     return ((scaled.T @ scaled) * (v @ v.T)).sum()
 
 
-def frobenius_decay_gradients(u: Tensor, multipliers: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def frobenius_decay_gradients(u: Tensor, multipliers: Tensor | None, v: Tensor) -> tuple[Tensor, Tensor]:
     r"""Gradients of :math:`\frac12 \|U \Omega V\|_F^2` with respect to both factors, without forming the product.
 
     They are :math:`U\Omega VV^T\Omega` of shape ``(c_out, n)`` and :math:`\Omega U^TU\Omega V` of shape ``(n, c_in
-    k)``.
+    k)``. Without multipliers, all are 1.
 
     Reference:
         Khodak et al. (2021); Korzhenkov & Louizos (2024), section 3.3. The half is the convention of the published code
         of Niu et al. (2022) and of PyTorch's ``weight_decay``; the text of the 2024 paper omits it.
     """
+    if multipliers is None:
+        return u @ (v @ v.T), (u.T @ u) @ v
     scaled = u * multipliers
     gram_u = (scaled.T @ u) * multipliers
     return scaled @ ((v @ v.T) * multipliers), gram_u @ v

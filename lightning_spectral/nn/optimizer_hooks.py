@@ -117,10 +117,11 @@ def decaying(
 
     @torch.no_grad()
     def act() -> None:
+        added: dict[float, tuple[list[Tensor], list[Tensor]]] = {}  # to gradients, by factor: all at once on a GPU
         for name, layer in named:
             if (decay := coefficients[name]) == 0.0:
                 continue
-            penalties = frobenius_decay_gradients(layer.u, layer.omega, layer.v)
+            penalties = frobenius_decay_gradients(layer.u, layer.omega if layer.multiplies else None, layer.v)
             for factor, penalty in zip((layer.u, layer.v), penalties, strict=True):
                 group = group_of.get(id(factor))
                 if factor.grad is None or group is None:
@@ -128,7 +129,11 @@ def decaying(
                 if decoupled:
                     factor.sub_(penalty * (decay * group["lr"]))
                 else:  # an optimizer that maximises reverses the sign of gradients
-                    factor.grad.add_(penalty, alpha=-decay if group.get("maximize") else decay)
+                    gradients, own = added.setdefault(-decay if group.get("maximize") else decay, ([], []))
+                    gradients.append(factor.grad)
+                    own.append(penalty)
+        for alpha, (gradients, own) in added.items():
+            torch._foreach_add_(gradients, own, alpha=alpha)
 
     return act
 
@@ -149,12 +154,17 @@ class TermRates:
 
     @torch.no_grad()
     def start_client(self) -> None:
-        """Compute the factors of the terms that the layers hold now."""
+        """Compute the factors of the terms that the layers hold now, and look which multipliers are all 1."""
+        found = [self.factors(layer) for layer in self._layers]
+        # without values, the largest terms count as too large, and multipliers as small
+        looks: list[list[bool]] = [[self.clip_weight_lr < math.inf, True] for _ in found]
+        if found and has_values(found[0]):
+            flags = [(each < 1.0).any() for each in found] + [(layer.omega != 1.0).any() for layer in self._layers]
+            looks = torch.stack(flags).view(2, -1).T.tolist()  # read from the device at once
         self._scaled = []
-        for layer in self._layers:
-            factors = self.factors(layer)
-            # without values, the largest terms count as too large, and multipliers as small
-            if bool((factors < 1.0).any()) if has_values(factors) else self.clip_weight_lr < math.inf:
+        for layer, factors, (is_too_fast, multiplies) in zip(self._layers, found, looks, strict=True):
+            layer.multiplies = multiplies
+            if is_too_fast:
                 self._scaled += _of_both_vectors(layer, factors)
 
     def factors(self, layer: SingularTerms) -> Tensor:

@@ -154,6 +154,7 @@ class SpectralSide(DenseSide):
             is_small = float(torch.rand((), generator=generator)) < self.small_steps
             for layer, omega in zip(layers.values(), first if is_small else whole, strict=True):
                 layer.omega.copy_(omega)
+                layer.multiplies = True
             for convolution, ranks in convolutions:
                 convolution.active = ranks if is_small else None
 

@@ -123,6 +123,7 @@ class SingularTerms(nn.Module):
         v: Parameter of shape ``(n, columns)``; row i is :math:`\sqrt{s_i}\,v_i^T`.
         omega: Buffer of shape ``(n,)``: the auxiliary multipliers, frozen while a client trains.
         num_rows: Number of rows. ``u`` may hold only the leading ones; the matrix is zero in the others.
+        multiplies: Whether multipliers may differ from 1; whoever has looked may say that they do not.
 
     Example:
         >>> terms = SingularTerms((4, 3), num_terms=1)
@@ -134,6 +135,7 @@ class SingularTerms(nn.Module):
     u: nn.Parameter
     v: nn.Parameter
     omega: Tensor
+    multiplies = True
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class SingularTerms(nn.Module):
 
     def scaled_u(self) -> Tensor:
         """``U diag(omega)``, differentiable, with the rows that ``u`` holds; shape ``(rows, n)`` if it holds all."""
-        return self.u * self.omega
+        return self.u * self.omega if self.multiplies else self.u
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x W^T + bias`` by two thin products, or through the matrix where that is less work.
@@ -201,6 +203,7 @@ class SingularTerms(nn.Module):
         self.u.copy_(u)
         self.v.copy_(v)
         self.omega.copy_(multipliers)
+        self.multiplies = True
 
     @torch.no_grad()
     def load_matrix(self, matrix: Tensor) -> None:

@@ -86,7 +86,12 @@ class Number:
             return ""
         if not (number.is_integer() or (math.isfinite(number) and self.numeric is Real)):
             return ""
-        return f"; write {int(number) if number.is_integer() else number}"
+        plain = int(number) if number.is_integer() else number
+        try:
+            self("", plain)
+        except ValueError:  # which would be refused as well
+            return ""
+        return f"; write {plain}"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from lightning_spectral.sums.exact_mean import Peers
 
 LARGEST_CLIP = 1024.0  # what exact sums have room for
 LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
-GRID = 1e-3  # of privacy losses, by which they are rounded up
+GRID = 1e-3  # of privacy losses, by which they are rounded up, for noise that hides something
+COARSER_BELOW = 0.25  # noise multiplier: with less, losses are so large that a coarser grid rounds as little of them
 MOST_FOR_VOTES = 1.25  # noise on updates with votes on the clip, relative to that without
 ROUNDS = "_private_rounds"  # attribute of a module: the rounds in which it was trained privately
 VOTERS = 20.0  # expected clients for each standard deviation of the noise of votes, as published
@@ -192,8 +193,10 @@ def epsilon(
     """
     with from_extra("privacy"):
         import dp_accounting as dp
-    accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID)
-    for probability, multiplier, count in (*before, (rate, noise_multiplier, num_rounds)):
+    stretches = (*before, (rate, noise_multiplier, num_rounds))
+    least = min(multiplier for _, multiplier, _ in stretches)
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, (COARSER_BELOW / least) ** 2))
+    for probability, multiplier, count in stretches:
         event: Any = dp.GaussianDpEvent(multiplier)
         accountant.compose(event if probability == 1 else dp.PoissonSampledDpEvent(probability, event), count)
     return float(accountant.get_epsilon(delta))
@@ -216,7 +219,9 @@ def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float
         high *= 2
     low = high / 2
     while low > LEAST_NOISE and suffices(low):
-        low, high = low / 2, low
+        low, high = max(low / 2, LEAST_NOISE), low
+    if low == LEAST_NOISE and suffices(low):
+        return low
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if suffices(middle) else (middle, high)

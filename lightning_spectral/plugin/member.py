@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import PLACES, Known, Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
-from lightning_spectral.arguments import first_of
+from lightning_spectral.arguments import Whole, first_of
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTrainer, LossLoop, Recorder
@@ -56,6 +56,7 @@ KEPT = {  # what is said of parts that are dropped
     STORED: "their stored updates",
     "algorithm": "the algorithm's sums over all clients",
 }
+CLIENT_ID = Whole(at_least=0)
 MOVED = {  # arguments of a federation that filters are now
     "update_bound": "filters=[UsualUpdateNorm()]",
     "secure_sums": "filters=[SecureSums()]",
@@ -130,10 +131,10 @@ class Member(pl.LightningModule):
         clients are elsewhere does not have them.
 
         Raises:
-            ValueError: If there is no such client.
+            TypeError, ValueError: If there is no such client.
         """
-        num_clients = self._belongs.values.get("num_clients")
-        if client_id < 0 or (num_clients is not None and client_id >= num_clients):
+        num_clients, client_id = self._belongs.values.get("num_clients"), CLIENT_ID("client_id", client_id)
+        if num_clients is not None and client_id >= num_clients:
             raise ValueError(f"There is no client {client_id!r}; the last fit had {num_clients}, numbered from 0.")
         download = with_state(Download(WorkUnit(client_id, self.key), 1.0, {}), self.client_states)
         if not download.client_state:

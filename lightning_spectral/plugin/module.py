@@ -137,12 +137,12 @@ class FederatedModule(FederatedHooks, Member):
             self.participation = UniformParticipation(self.clients_per_round)
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
+        _check_algorithm(self.algorithm, self.plan(participation=self.participation))
         outlasts = any(each.outlasts_faults for each in self.filters)
         self.faults = (FORGIVING if outlasts else Faults()) if faults is None else faults
         check_is("faults", self.faults, Faults)
         if outlasts:
             self.faults.check_private()
-        _check_algorithm(self.algorithm, self.plan(participation=self.participation))
         self.conditions = Conditions(dropout, clock)
         self.state = self.algorithm.new_state(module, self.seed)
         if self.state is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 import lightning_spectral as ls
 from lightning_spectral.algorithms.base import Setting
 from lightning_spectral.algorithms.spectral.algorithm import SpectralRound
-from lightning_spectral.algorithms.term_draws import plan_draws
+from lightning_spectral.algorithms.term_draws import first_terms, plan_draws
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.functional.spectra import absorb, factorize, num_terms_for
 from lightning_spectral.nn import sharded_layers
@@ -453,3 +453,29 @@ def test_what_is_excluded_can_be_read_and_changed_by_replacing() -> None:
     assert ls.SpectralSharding(layers=ls.LayerChoices(exclude=["tail"])).exclude == ("tail",)
     with pytest.raises(ValueError, match="is short for `layers=LayerChoices"):
         dataclasses.replace(choice, exclude=["other"])
+
+
+class HoldsSome:
+    """A strategy that gives others than the first terms a chance if their size is in a range."""
+
+    def __init__(self, low: float, high: float) -> None:
+        self.low, self.high = low, high
+
+    def for_groups(self, spectrum: Any, num_terms: Any, coefficients: Any) -> Any:
+        (n,) = num_terms
+        probs = torch.ones(len(spectrum), dtype=torch.float64)
+        probs[n:] = float(self.low < float(spectrum[-1]) < self.high)
+        return [(probs, torch.ones_like(probs))]
+
+
+def test_the_first_terms_alone_are_enough_only_if_no_client_could_hold_others_of_any_likely_size() -> None:
+    """Thirty-six others of 0.02 each have the norm 0.12: a strategy is asked for both."""
+    values = torch.tensor([4.0, 3.0, 2.0, 1.0, *[0.02] * 36])
+    vectors = torch.linalg.qr(torch.randn(40, 40, generator=torch.Generator().manual_seed(0)))[0]
+    weight = vectors * values @ vectors.T
+    alone = Cohort(0, 0, {0.1: (WorkUnit(0, coefficient=1.0),)})
+    answers = {
+        bounds: first_terms(weight, [4], HoldsSome(*bounds), alone)  # type: ignore[arg-type]
+        for bounds in ((9.0, 10.0), (0.1, 0.15), (0.01, 0.05))
+    }
+    assert [found is None for found in answers.values()] == [False, True, True]

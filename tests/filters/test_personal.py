@@ -330,3 +330,11 @@ def test_the_shared_model_of_ditto_is_that_of_federated_averaging_whatever_the_f
     )
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-7)
+
+
+def test_a_rule_for_all_buffers_does_not_send_personal_ones() -> None:
+    """The patterns of `Personal` come before those of the user's rules, which they would contradict."""
+    norm = with_norm()
+    plan = Plan(norm, ls.FedAvg(), filters=[ls.Personal(["net.1.*"])], buffers={"*running*": "mean"})
+    assert not plan.rules().returned
+    assert Plan(norm, ls.FedAvg(), buffers={"*running*": "mean"}).rules().returned

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,7 +52,7 @@ SHARDED = ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER)
 
 def gaussian_delta(mean: float, at: float) -> float:
     """The least delta of telling N(mean, 1) from N(0, 1) at an epsilon: Balle & Wang (2018), Theorem 8."""
-    return float(norm.cdf(mean / 2 - at / mean) - math.exp(at) * norm.cdf(-mean / 2 - at / mean))
+    return float(norm.cdf(mean / 2 - at / mean) - math.exp(at + norm.logcdf(-mean / 2 - at / mean)))
 
 
 @pytest.mark.parametrize(("noise", "num_rounds", "delta"), [(5.0, 1, 1e-5), (5.0, 60, 1e-5), (1.0, 3, 1e-3)])
@@ -66,6 +67,22 @@ def test_epsilon_never_exceeds_that_of_renyi_divergences() -> None:
     orders = np.linspace(1.01, 200, 10_000)
     renyi = float((60 * orders / (2 * 5.0**2) + math.log(1e5) / (orders - 1)).min())
     assert 0.8 * renyi < epsilon(1.0, 5.0, 60, 1e-5) < renyi
+
+
+@pytest.mark.parametrize("num_rounds", [1, 10])
+def test_a_coarser_grid_for_little_noise_costs_little_epsilon(num_rounds: int) -> None:
+    """With all clients it has a closed form, whose epsilon is never underestimated."""
+    exact = brentq(lambda at: gaussian_delta(math.sqrt(num_rounds) / 0.05, at) - 1e-3, 0.0, 1e5)
+    assert exact <= epsilon(1.0, 0.05, num_rounds, 1e-3) <= 1.001 * exact
+
+
+@pytest.mark.parametrize(("target", "least"), [(400.0, 0.09), (4000.0, 0.05)])
+def test_noise_for_a_large_budget_is_found_within_seconds(target: float, least: float) -> None:
+    began = time.process_time()
+    noise = calibrated(0.2, target, 10, 1e-3)
+    assert time.process_time() - began < 20.0  # three where this was written, once two minutes
+    assert noise == pytest.approx(least, rel=0.01)
+    assert epsilon(0.2, noise, 10, 1e-3) <= target
 
 
 @pytest.mark.parametrize(("rate", "noise"), [(0.1, 1.1), (0.3, 0.8)])

@@ -161,3 +161,18 @@ def test_noise_that_sums_have_no_room_for_is_refused() -> None:
     with pytest.raises(OverflowError, match="lower one of them"):
         opened(clip=1000.0, multiplier=1000.0)
     assert released([], SecretNormals(b"key"), clip=1000.0, multiplier=5.0).abs().max() > 1000
+
+
+def test_rounding_makes_no_contribution_longer_than_the_bound() -> None:
+    """The bound is of eight steps of the sum, and each of a hundred entries of four fifths of one."""
+    clip = 2.0**-46
+    mean = MeanChange({"b": torch.zeros(100)}, total_weight=1)
+    mean.add({"b": torch.zeros(100)}, weight=1)
+    mean.fix()
+    private = PrivateSums([mean], weight=1.0, clip=clip, multiplier=0.0)
+    for _ in range(2):
+        mean.add({"b": torch.ones(100)}, weight=1.0)
+        private.take()
+    private.release(normals=SecretNormals(b"no secret"))
+    ((_, change),) = mean.finish()
+    assert float(change.norm()) <= 2 * clip

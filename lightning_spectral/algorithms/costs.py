@@ -39,6 +39,7 @@ from lightning_spectral.client.user_optimizer import (
 )
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
+from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.cohort import Cohort
@@ -528,6 +529,8 @@ def turn_costs(
 def _widest_step(told: Instructions, client: nn.Module, download: Download) -> StepActions:
     """What an algorithm does in a local step, in the largest one where it draws a width for each."""
     actions = told.phases(client, download)[-1]
+    for layer in sharded_layers(client).values():
+        layer.multiplies = True  # as in rounds whose multipliers are not 1
     return StepActions() if actions.after_forward is not None else actions
 
 

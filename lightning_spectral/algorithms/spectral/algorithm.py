@@ -143,8 +143,9 @@ class SpectralSide(DenseSide):
         generator = derived_generator(download.seed, "small steps", *download.ids)
         blocks, whole = self.plan.blocks, [layer.omega.clone() for layer in layers.values()]
         first = [omega.clone() for omega in whole]
-        for omega, name in zip(first, layers, strict=True):
+        for omega, (name, layer) in zip(first, layers.items(), strict=True):
             omega[blocks[name].num_terms(self.smallest) :] = 0.0
+            layer.multiplies = True
         convolutions: list[tuple[Any, tuple[int, int]]] = [
             (client.get_submodule(name), ranks_of(layer, self.smallest)) for name, layer in self.plan.tucker.items()
         ]
@@ -154,7 +155,6 @@ class SpectralSide(DenseSide):
             is_small = float(torch.rand((), generator=generator)) < self.small_steps
             for layer, omega in zip(layers.values(), first if is_small else whole, strict=True):
                 layer.omega.copy_(omega)
-                layer.multiplies = True
             for convolution, ranks in convolutions:
                 convolution.active = ranks if is_small else None
 

@@ -17,6 +17,9 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 # Maps the numbers of examples left in each class, shape (K,), and a client's total to its numbers in each class.
 CountLaw = Callable[[Ints, int, np.random.Generator], Ints]
+SlotLaw = Callable[[Ints, Ints, np.random.Generator], Ints]  # likewise all classes, of all clients: `draw_slot_classes`
+MANY = 50_000  # clients from which draws are made for blocks of them: others than one by one, from the same law
+BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,11 @@ class DirichletPartitioner(Partitioner):
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         assert labels is not None, "__call__ checks it"
         sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
-        draw = partial(draw_dirichlet_counts, class_concentration(sizes, self.alpha, self.symmetric))
-        return deal_by_class(labels, self.num_clients, draw, generator)
+        concentration = class_concentration(sizes, self.alpha, self.symmetric)
+        draw_slots = partial(draw_slot_classes, partial(draw_dirichlet_counts, concentration))
+        if self.num_clients >= MANY:
+            draw_slots = partial(draw_dirichlet_slots, concentration)
+        return deal_by_class(labels, self.num_clients, draw_slots, generator)
 
 
 def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
@@ -117,28 +123,28 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 
 
 def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
-    """Logarithm of a Dirichlet draw, up to a constant, even where the draw itself would underflow.
+    """Logarithm of a Dirichlet draw, or of one for each row, up to a constant, even where a draw would underflow.
 
     A gamma variable of shape ``a`` is one of shape ``a + 1`` times ``U ** (1 / a)``, with U uniform; ``-log U`` is a
     standard exponential. Nothing underflows in log space, so even ``a = 1e-6`` keeps the order of all classes. Only
     ``a = 0``, itself an underflow, gives ``-inf``.
     """
-    exponential = rng.standard_exponential(len(concentration))
+    exponential = rng.standard_exponential(concentration.shape)
     with np.errstate(over="ignore", divide="ignore"):
         return np.asarray(np.log(rng.standard_gamma(concentration + 1.0)) - exponential / concentration)
 
 
-def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: torch.Generator) -> Partition:
+def deal_by_class(labels: Tensor, num_clients: int, draw_slots: SlotLaw, generator: torch.Generator) -> Partition:
     """Deal all examples to clients, which are served one after another, in random order.
 
-    Sizes differ by at most one. ``draw`` says how many examples of each class a client gets, of only the classes that
-    are present, in sorted order; within a class, examples are assigned at random.
+    Sizes differ by at most one. ``draw_slots`` says which class each client gets its examples from, of only the classes
+    that are present, in sorted order; within a class, examples are assigned at random.
 
     Example:
         >>> def first_come(left, num_draws, rng):
         ...     return np.diff(np.minimum(left.cumsum(), num_draws), prepend=0)
-        >>> labels = torch.tensor([7, 7, 4, 4])
-        >>> partition = deal_by_class(labels, 2, first_come, torch.Generator().manual_seed(0))
+        >>> labels, draw = torch.tensor([7, 7, 4, 4]), partial(draw_slot_classes, first_come)
+        >>> partition = deal_by_class(labels, 2, draw, torch.Generator().manual_seed(0))
         >>> sorted(labels[own].tolist() for own in partition)
         [[4, 4], [7, 7]]
     """
@@ -147,7 +153,7 @@ def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: t
     order, sizes = equal_shares(len(labels), num_clients, generator)
     # torch's public gamma draw takes no generator
     of_numpy = np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))
-    class_of_slot = draw_slot_classes(class_sizes, sizes.numpy(), draw, of_numpy)
+    class_of_slot = draw_slots(class_sizes, sizes.numpy(), of_numpy)
     # both sides list the classes in order, with equal counts; within a class the order is random
     shuffled = torch.randperm(len(labels), generator=generator)
     examples = shuffled[class_of_example[shuffled].argsort(stable=True)]
@@ -157,7 +163,7 @@ def deal_by_class(labels: Tensor, num_clients: int, draw: CountLaw, generator: t
     return Partition.from_assignment(client_of_example, num_clients)
 
 
-def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng: np.random.Generator) -> Ints:
+def draw_slot_classes(draw: CountLaw, class_sizes: Ints, client_sizes: Ints, rng: np.random.Generator) -> Ints:
     """Draw the class of every slot, client by client, for clients served in the given order.
 
     There are as many slots as the sum of ``client_sizes``, which is at most that of ``class_sizes``.
@@ -170,6 +176,39 @@ def draw_slot_classes(class_sizes: Ints, client_sizes: Ints, draw: CountLaw, rng
         slots[start:end] = np.repeat(np.arange(len(counts)), counts)
         left -= counts
     return slots
+
+
+def draw_dirichlet_slots(
+    concentration: Floats, class_sizes: Ints, client_sizes: Ints, rng: np.random.Generator
+) -> Ints:
+    """Draw the same for `draw_dirichlet_counts`, for blocks of clients at a time.
+
+    Until a class runs out, clients do not depend on each other: their priors and labels are drawn together. Those
+    before the first one that asks for more than there is keep theirs. That one keeps what there is and draws the rest
+    from its prior, as in `draw_class_counts`, and the next block begins with the classes that are left.
+    """
+    left, slots, first = class_sizes.copy(), list[Ints](), 0
+    while first < len(client_sizes):
+        sizes, live = client_sizes[first : first + BLOCK], np.flatnonzero(left)
+        log_priors = log_dirichlet(np.broadcast_to(concentration[live], (len(sizes), len(live))), rng)
+        weights = np.exp(log_priors - np.maximum(log_priors.max(1, keepdims=True), np.finfo(float).min))
+        has_mass = weights.sum(1) > 0  # of a client without any the prior is zero on all that is left
+        weights[~has_mass] = 1.0
+        counts = rng.multinomial(sizes, weights / weights.sum(1, keepdims=True))
+        fits = ((counts.cumsum(0) <= left[live]).all(1) & has_mass).cumprod().astype(bool)
+        num_whole = int(fits.sum())
+        whole = counts[:num_whole]
+        slots.append(np.repeat(np.tile(live, num_whole), whole.ravel()))
+        left[live] -= whole.sum(0)
+        first += num_whole
+        if num_whole < len(sizes):
+            supply = left[live]
+            own = np.minimum(counts[num_whole], supply) * has_mass[num_whole]
+            own += draw_class_counts(log_priors[num_whole], supply - own, int(sizes[num_whole] - own.sum()), rng)
+            slots.append(np.repeat(live, own))
+            left[live] -= own
+            first += 1
+    return np.concatenate(slots)
 
 
 @dataclass(frozen=True)
@@ -236,7 +275,7 @@ class PachinkoPartitioner(Partitioner):
                 f"labels from {classes[0]} to {classes[-1]}; give one for each class, from class 0."
             )
         law = two_stages(class_sizes, np.asarray(self.superclasses)[classes], self.alpha, self.beta, self.symmetric)
-        return deal_by_class(labels, self.num_clients, law, generator)
+        return deal_by_class(labels, self.num_clients, partial(draw_slot_classes, law), generator)
 
 
 def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float, symmetric: bool) -> CountLaw:

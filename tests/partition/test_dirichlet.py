@@ -1,6 +1,7 @@
 """Dirichlet and Pachinko splits: their laws against draws of one label at a time, and against theory."""
 
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -11,12 +12,14 @@ import torch
 from scipy.special import betaln
 from scipy.stats import betabinom
 
-from lightning_spectral.partition import DirichletPartitioner, PachinkoPartitioner, report
+from lightning_spectral.partition import DirichletPartitioner, PachinkoPartitioner, dirichlet, report
 from lightning_spectral.partition.dirichlet import (
     CountLaw,
+    SlotLaw,
     class_concentration,
     draw_class_counts,
     draw_dirichlet_counts,
+    draw_dirichlet_slots,
     draw_slot_classes,
     log_dirichlet,
     two_stages,
@@ -29,9 +32,13 @@ Moments = tuple[np.ndarray, np.ndarray]
 
 def moments(draw: CountLaw, supply: np.ndarray, seed: int, num_samples: int = 2000) -> Moments:
     """Means, with squared errors, of the counts of each client and class and of their products."""
+    return slot_moments(partial(draw_slot_classes, draw), supply, seed, num_samples)
+
+
+def slot_moments(draw_slots: SlotLaw, supply: np.ndarray, seed: int, num_samples: int = 2000) -> Moments:
     rng, rows = np.random.default_rng(seed), []
     for _ in range(num_samples):
-        parts = np.split(draw_slot_classes(supply, CLIENT_SIZES, draw, rng), CLIENT_SIZES.cumsum()[:-1])
+        parts = np.split(draw_slots(supply, CLIENT_SIZES, rng), CLIENT_SIZES.cumsum()[:-1])
         counts = np.concatenate([np.bincount(part, minlength=len(supply)) for part in parts])
         rows.append(np.concatenate([counts, np.outer(counts, counts)[np.triu_indices(len(counts))]]))
     samples = np.array(rows, dtype=float)
@@ -47,7 +54,7 @@ def deviation(one: Moments, other: Moments) -> float:
 
 def mean_classes_present(draw: CountLaw, supply: np.ndarray, num_clients: int) -> tuple[float, float]:
     """How many classes a client of 500 examples has on average, with its standard error."""
-    slots = draw_slot_classes(supply, np.full(num_clients, 500), draw, np.random.default_rng(0))
+    slots = draw_slot_classes(draw, supply, np.full(num_clients, 500), np.random.default_rng(0))
     present = [len(np.unique(client)) for client in slots.reshape(num_clients, 500)]
     return float(np.mean(present)), float(np.std(present) / np.sqrt(num_clients))
 
@@ -129,6 +136,31 @@ def test_batched_counts_follow_the_exact_one_by_one_law() -> None:
 def test_counts_have_the_moments_of_the_literal_split() -> None:
     ours = moments(partial(draw_dirichlet_counts, CONCENTRATION), SUPPLY, seed=1)
     assert deviation(ours, moments(literal, SUPPLY, seed=2)) <= 5.0
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_blocks_of_clients_have_the_moments_of_the_literal_split(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dirichlet, "BLOCK", block)
+    ours = slot_moments(partial(draw_dirichlet_slots, CONCENTRATION), SUPPLY, seed=1, num_samples=10_000)
+    assert deviation(ours, moments(literal, SUPPLY, seed=2, num_samples=10_000)) <= 5.0
+
+
+def test_a_million_clients_are_dealt_in_seconds_and_every_example_once() -> None:
+    labels = torch.arange(1_500_000) % 10
+    began = time.process_time()
+    partition = DirichletPartitioner(1_000_000, 0.5)(len(labels), labels, torch.Generator().manual_seed(0))
+    assert time.process_time() - began < 20.0  # five where this was written; one by one takes a minute and a half
+    assert torch.equal(partition.indices.sort().values, torch.arange(len(labels)))
+    assert partition.sizes.unique().tolist() == [1, 2]
+
+
+def test_blocks_that_draw_what_is_missing_from_another_prior_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: only the client's own prior is right for labels that were skipped."""
+    monkeypatch.setattr(
+        dirichlet, "draw_class_counts", lambda _, *rest: draw_class_counts(np.zeros(len(rest[0])), *rest)
+    )
+    wrong = slot_moments(partial(draw_dirichlet_slots, CONCENTRATION), SUPPLY, seed=1, num_samples=10_000)
+    assert deviation(wrong, moments(literal, SUPPLY, seed=2, num_samples=10_000)) > 8.0
 
 
 @pytest.mark.parametrize(("per_class", "expected"), [(0.1, 4.97), (1.0, 9.82)], ids=["alpha p", "symmetric"])

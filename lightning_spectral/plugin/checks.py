@@ -24,7 +24,9 @@ from lightning_spectral.plugin.data import FederatedDataModule, ServerData
 from lightning_spectral.plugin.processes import ClientParallelStrategy
 from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.buffer_rules import check_averaged_parameters
+from lightning_spectral.protocol.per_client import Assigned
 
+LEAST_OVERLAP = 0.5  # of the shares of labels that two groups of clients hold
 LOOKED_AT = 1000  # clients whose labels are counted
 # By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(
@@ -135,6 +137,33 @@ def remark_on_few_labels(owner: Any, data: ServerData) -> None:
         f"{have_few} of {have_any} clients have one or two of the {num_classes} labels. If training is unstable, "
         f"try local_hooks=[{', '.join(hooks)}]."
     )
+
+
+def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[float]) -> None:
+    """Warn if the largest clients hold other labels than the smallest, which a sub-model then learns badly.
+
+    What only large clients train learns nothing of the labels of small ones, and pulls the whole model to its own.
+    """
+    labels, small, large = data.stored_labels, min(capacities.values), max(capacities.values)
+    is_mended = getattr(owner.algorithm, "small_steps", 0.0) > 0.0
+    if small == large or labels is None or is_mended or not isinstance(data, FederatedDataModule):
+        return
+    owners = torch.arange(data.num_clients).repeat_interleave(data.partition.sizes)
+    of_examples, dealt = capacities.indices[owners], labels[data.partition.indices].clamp(min=0)
+    shares = []
+    for capacity in (small, large):
+        counts = dealt[of_examples == capacities.values.index(capacity)].bincount(minlength=int(labels.max()) + 1)
+        shares.append(counts / counts.sum().clamp(min=1))
+    overlap = float(torch.minimum(*shares).sum())
+    if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares):
+        remedy = "small_steps=0.95, or " if hasattr(owner.algorithm, "small_steps") else ""
+        warnings.warn(
+            f"Clients that can hold {small:g} of the model have other labels than those that can hold {large:g} (the "
+            f"overlap is {overlap:.0%}): what only the latter train pulls the model to their labels, and it may forget "
+            f"those of the former. Use {remedy}one keep ratio for all.",
+            SpectralWarning,
+            stacklevel=2,
+        )
 
 
 def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:

@@ -34,7 +34,13 @@ from lightning_spectral.plugin.callbacks import (
 )
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, AtomicCheckpointIO, check_loadable
 from lightning_spectral.plugin.checkpoints import FEDERATION, SavedRun, own_checkpoint
-from lightning_spectral.plugin.checks import check_callbacks, check_member, check_trainer, warn_of_recompilations
+from lightning_spectral.plugin.checks import (
+    check_callbacks,
+    check_member,
+    check_trainer,
+    warn_of_other_labels,
+    warn_of_recompilations,
+)
 from lightning_spectral.plugin.data import RoundLoader, ServerData
 from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
@@ -279,6 +285,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
                 check_member(owner, data, self.participation)
                 capacities = owner.algorithm.capacities.of_clients(data.num_clients, owner.seed)
                 warn_of_recompilations(owner.module, len(capacities.values))
+                warn_of_other_labels(owner, data, capacities)
                 owner.conditions.check(data.num_clients, self.federation.cohorts.usual_size)
         self.move_batches()
 

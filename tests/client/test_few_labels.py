@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from masked_heads import OWN, LitHead, clients, present
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from toy_models import toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -197,3 +199,38 @@ def test_a_run_says_what_helps_clients_with_few_labels(
     remarks = [record.getMessage() for record in caplog.records if "labels" in record.getMessage()]
     assert len(remarks) == (said != "")
     assert all(re.search(said, remark) for remark in remarks)
+
+
+def by_capacity(ratios: Any, algorithm: Any = ls.SpectralSharding, **options: Any) -> tuple[Any, Any]:
+    """Six clients with the labels 0 and 1, and six with 2: the latter may hold more."""
+    toy = toy_examples()
+    few, clients = toy.tensors[1] < 2, torch.empty(len(toy), dtype=torch.int64)
+    clients[few], clients[~few] = torch.arange(int(few.sum())) % 6, 6 + torch.arange(int((~few).sum())) % 6
+    data = ls.FederatedDataModule(toy, ls.NaturalPartitioner(clients, names=range(12)), batch_size=4)
+    return data, algorithm(keep_ratio=ratios, **options)
+
+
+TIED = [0.3] * 6 + [0.8] * 6
+
+
+def test_larger_clients_with_other_labels_are_named_with_what_helps(fit: Fit, lit_mlp: Any) -> None:
+    data, algorithm = by_capacity(TIED)
+    with pytest.warns(
+        ls.SpectralWarning, match=r"hold 0\.3 .* other labels .* hold 0\.8 \(the overlap is 0%\).*small_st"
+    ):
+        fit(seeded(lit_mlp), data, algorithm=algorithm)
+    data, algorithm = by_capacity([0.25] * 6 + [0.5] * 6, ls.FIARSE)
+    with pytest.warns(ls.SpectralWarning, match="it may forget those of the former. Use one keep ratio for all"):
+        fit(seeded(lit_mlp), data, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "options"),
+    [(TIED, {"small_steps": 0.95}), (0.3, {}), ([0.3, 0.8] * 6, {})],
+    ids=["mended", "equal", "whoever has which labels"],
+)
+def test_nothing_is_said_of_them_otherwise(ratios: Any, options: Any, fit: Fit, lit_mlp: Any) -> None:
+    data, algorithm = by_capacity(ratios, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*have other labels")
+        fit(seeded(lit_mlp), data, algorithm=algorithm)

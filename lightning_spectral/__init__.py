@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightning_spectral.front_door import INSTEAD as _INSTEAD
 from lightning_spectral.front_door import PLACES as _PLACES
 from lightning_spectral.front_door import register_strategies
 
@@ -131,7 +132,9 @@ if not TYPE_CHECKING:  # for a type checker, a module that has `__getattr__` has
         if name in _PLACES:
             globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
             return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__))
+        instead = f": write {_INSTEAD[name]}" if name in _INSTEAD else ""
+        said = f"module {__name__!r} has no attribute {name!r}{instead}"
+        raise AttributeError(said, name=name, obj=import_module(__name__))
 
 
 def __dir__() -> list[str]:

@@ -38,6 +38,34 @@ _NAMES = {
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
 }
+INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and what to write here
+    {
+        "BoundedMomentum": "server_optimizer=ls.server.BoundedMomentum()",
+        "CalibratedLogits": "local_hooks=[ls.client.CalibratedLogits(layer, rounds=...)]",
+        "FedAdagrad": "server_optimizer=ls.server.FedAdagrad(lr=0.01)",
+        "FedAdam": "server_optimizer=ls.server.FedAdam(lr=0.01)",
+        "FedAvgM": "server_optimizer=ls.server.FedAvgM(momentum=0.9)",
+        "FedBN": 'filters=[ls.Personal(["*norm*"])]',
+        "FedHM": "ls.SpectralSharding.published(ls.TopN(), aggregation=ls.algorithms.MatrixMeans())",
+        "FedLC": "local_hooks=[ls.client.CalibratedLogits(layer, rounds=...)]",
+        "FedPer": 'filters=[ls.Personal(["head.*"])]',
+        "FedProx": "local_hooks=[ls.client.ProximalTerm(0.01)]",
+        "FedRep": 'filters=[ls.Personal(["head.*"], epochs=1)]',
+        "FedRolex": "ls.WidthSharding(ls.RollingChannels())",
+        "FedYogi": "server_optimizer=ls.server.FedYogi(lr=0.01)",
+        "Faults": "faults=ls.server.Faults(on_error=ls.server.LeaveOut())",
+        "FjORD": "ls.WidthSharding(step_widths=[...])",
+        "GradientClip": "local_hooks=[ls.client.GradientClip(1.0)]",
+        "HeteroFL": "ls.WidthSharding(ls.PrefixChannels())",
+        "Krum": "filters=[ls.Robust(ls.server.Krum(2))]",
+        "Median": "filters=[ls.Robust(ls.server.Median())]",
+        "MultiKrum": "filters=[ls.Robust(ls.server.MultiKrum(2))]",
+        "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
+        "SCAFFOLD": "ls.Scaffold()",
+        "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",
+        "TrimmedMean": "filters=[ls.Robust(ls.server.TrimmedMean(0.1))]",
+    }
+)
 NAMES = MappingProxyType({place: tuple(names.split()) for place, names in _NAMES.items()})  # by place
 PLACES = MappingProxyType({name: place for place, names in NAMES.items() for name in names})
 STRATEGIES = "lightning.pytorch.strategies"

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from public_names import PUBLIC
 
 import lightning_spectral as ls
+from lightning_spectral.front_door import INSTEAD
 
 # Refuses the packages that a device need not have, and those that nobody has asked for.
 REFUSING = """
@@ -151,3 +153,30 @@ def test_a_federation_imports_every_choice_but_no_logger_and_no_other_lightning(
     """jsonargparse finds a class without a dotted path if it has been imported."""
     assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(said["federation"])
     assert {choice.__module__ for choice in PUBLIC.values()} <= {*said["federation"]}
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_names_from_elsewhere_are_answered_with_a_line_that_works(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': write ") as said:
+        getattr(ls, name)
+    line = str(said.value).partition("write ")[2]
+    first, _, value = line.partition("=")
+    code = value if first.isidentifier() else line
+    if "..." not in code:
+        eval(code, {"ls": ls})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ls.FedAvg(mu=0.1), r"no argument `mu`: write FederatedModule\(\.\.\., local_hooks=\[ls\.client\.Prox"),
+        (lambda: ls.FederatedModule(None, strategy=None), r"no argument `strategy`: write algorithm=ls\.Spectral"),
+        (lambda: ls.FederatedModule(None, num_rounds=9), r"no argument `num_rounds`: write Trainer\(max_epochs=100\)"),
+        (lambda: ls.FederatedModule(None, lr=0.1), "no argument `lr`: write the rate into the optimizer"),
+        (lambda: ls.FederatedModule(None, fraction_fit=0.1), "no argument `fraction_fit`: write clients_per_round=10"),
+        (lambda: ls.SpectralSharding(local_epochs=2), "no argument `local_epochs`: write FederatedModule"),
+    ],
+)
+def test_arguments_from_elsewhere_are_answered_likewise(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()

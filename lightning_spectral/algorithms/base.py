@@ -120,6 +120,10 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that have moved, i
         "personal": 'filters=[Personal(["head.*"])]',
         "personal_epochs": 'filters=[Personal(["head.*"], epochs=1)]',
         "compression": "filters=[TopK(0.1)]",
+        **dict.fromkeys(("mu", "proximal_mu"), "local_hooks=[ls.client.ProximalTerm(0.01)]"),
+        **dict.fromkeys(("server_lr", "momentum"), "server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.9)"),
+        **dict.fromkeys(("clients_per_round", "fraction_fit"), "clients_per_round=10"),
+        "local_epochs": "local_epochs=1",
     }
 )
 

@@ -379,7 +379,7 @@ def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
 
 @pytest.mark.slow
 def test_more_terms_for_some_cost_hardly_anything_with_small_steps(study: Any) -> None:
-    """Where larger clients have other labels: at most a point over two seeds; without small steps, more than five."""
+    """Where larger clients have other labels: at most 2.5 points over two seeds; without small steps, more than ten."""
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
     contenders, train = study.mixed_digits.CONTENDERS, study.mixed_digits.train
 
@@ -387,5 +387,5 @@ def test_more_terms_for_some_cost_hardly_anything_with_small_steps(study: Any) -
         return sum(train(contenders[name], 0.1, seed, tied=True, hooked=False)[0] for seed in (1, 2)) / 2
 
     small = mean_of("terms, all 0.1")
-    assert mean_of("terms, mixed, small steps 0.95") > small - 1
-    assert mean_of("terms, mixed") < small - 5
+    assert mean_of("terms, mixed, small steps 0.95") > small - 2.5
+    assert mean_of("terms, mixed") < small - 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from tasks import divided
@@ -55,11 +55,11 @@ ALLOCATIONS: Mapping[str, Callable[[nn.Module, float], Mapping[str, float]]] = {
 }
 
 
-def allocated(kind: str) -> Callable[[float | Mapping[float, float], nn.Module], ls.Algorithm]:
+def allocated(kind: str) -> Callable[[float | Sequence[float], nn.Module], ls.Algorithm]:
     """Spectral sharding whose layers have the factors that one of these functions finds."""
 
-    def make(ratios: float | Mapping[float, float], module: nn.Module) -> ls.Algorithm:
-        smallest = min(ratios) if isinstance(ratios, Mapping) else ratios
+    def make(ratios: float | Sequence[float], module: nn.Module) -> ls.Algorithm:
+        smallest = min(ratios) if isinstance(ratios, Sequence) else ratios
         factors = ALLOCATIONS[kind](module, smallest)
         return ls.SpectralSharding(keep_ratio=ratios, layers=ls.LayerChoices(ratio_factors=factors))
 

@@ -77,7 +77,10 @@ def waits_of(there: Fit, data: Any, **options: Any) -> Counter[str]:
     return count.rounds[1]
 
 
-@pytest.mark.parametrize("name", PER_ROUND)
+KINDS = ("FedAvg", "largest changes", "SpectralSharding", "Zampling", "WidthSharding", "Scaffold", "StaleUpdates")
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, PER_ROUND))
 def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data: Any, there: Fit) -> None:
     options, expected = PER_ROUND[name]
     one, two = (waits_of(there, data, local_epochs=n, **options) for n in (1, 2))

@@ -11,10 +11,10 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.algorithms import Promises
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
+from lightning_spectral.participation import cohorts
 from lightning_spectral.plugin import federation
 from lightning_spectral.plugin.checks import check_sampler
 from lightning_spectral.protocol.records import Upload
-from lightning_spectral.server import cohorts
 
 
 class ChangeSide(DenseSide):

@@ -135,5 +135,7 @@ def test_the_model_of_a_client_that_is_not_there_is_an_error(quiet: Any) -> None
     train(model, hospital(1), quiet)
     with pytest.raises(ValueError, match="There is no client 5; the last fit had 5, numbered from 0"):
         model.own_model(5)
-    with pytest.raises(ValueError, match="There is no client -1"):
+    with pytest.raises(ValueError, match="`client_id` must be at least 0, got -1"):
         model.own_model(-1)
+    with pytest.raises(TypeError, match="`client_id` must be a whole number, got 'a'"):
+        model.own_model("a")

@@ -129,6 +129,8 @@ def tables(runs: Sequence[Run]) -> str:
     for (data, split), keep_ratio in product(product(IMAGES, (*ALPHAS, TIED)), (0.05, 0.1, 0.2, *MIXED)):
         for name, contenders in groups.items():
             where = {"data": data, "split": split, "keep_ratio": keep_ratio}
+            if (keep_ratio in MIXED) != (name == ", two capacities"):
+                continue
             if not name or any(
                 select(runs, setup=a, server=b, **where) for a, b in contenders if a not in MAIN or b not in BOTH
             ):

@@ -74,7 +74,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
     rows = [{k: v for k, v in row.items() if not k.startswith("fl/seconds_")} for row in history.rows]
     result = {
         "weights": model.module.state_dict(),
-        "server_optimizer": model.optimizers(use_pl_optimizer=False)[0].state_dict(),  # type: ignore[index]
+        "server_optimizer": model.lasting.state_dict()["server optimizer"],
         "rounds": [repr(sorted(row.items())) for row in rows],
         "ledger": [repr(row) for row in ledger.rows],
         "global_step": trainer.global_step,

@@ -27,6 +27,7 @@ from lightning_spectral.client.local_loop import (
     LossLoop,
     Recorder,
     Train,
+    isolate_metrics,
     log_to,
 )
 from lightning_spectral.client.masking import Parties
@@ -449,6 +450,7 @@ class Device:
             download = self.kept.complete(download) if download.frozen else download
             form = self.forms.take(download.capacity, download.tensors.keys())
             self._attach(self._recorder, self.module)
+            isolate_metrics(self._recorder.metrics)
             self.instructions.load(self.module, download)
         module, hooks, kept = self.module, self.settings.local_hooks, self.forms.kept
         side = self.instructions.side

@@ -26,7 +26,7 @@ from lightning_spectral.plugin.user_hooks import is_overridden
 from lightning_spectral.protocol.buffer_rules import check_averaged_parameters
 from lightning_spectral.protocol.per_client import Assigned
 
-LEAST_OVERLAP = 0.5  # of the shares of labels that two groups of clients hold
+LEAST_OVERLAP = 0.2  # of the shares of labels that two groups of clients hold
 LOOKED_AT = 1000  # clients whose labels are counted
 # By name, because not all versions of Lightning have all of them.
 REFUSED_CALLBACKS: Mapping[str, str] = MappingProxyType(

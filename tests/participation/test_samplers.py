@@ -14,7 +14,7 @@ from torch import Tensor
 import lightning_spectral as ls
 from lightning_spectral.designs import Brewer, ConditionalPoisson, Design, Systematic
 from lightning_spectral.functional.figures import step_size_variance
-from lightning_spectral.participation import (
+from lightning_spectral.participation.samplers import (
     Assignment,
     FullParticipation,
     LossVarianceReduced,

@@ -173,6 +173,8 @@ class Gathers(LitMLP):
         everywhere = self.all_gather(batch[0], sync_grads=True)
         assert everywhere.shape == batch[0].shape
         self.log("same", self.trainer.strategy.reduce(everywhere.mean()), sync_dist=True)
+        shown = self.trainer.num_training_batches, self.trainer.is_last_batch, self.global_step
+        self.log_dict({f"shown {index}": float(value) for index, value in enumerate(shown)})
         return super().training_step((everywhere, batch[1]), batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:

@@ -170,6 +170,43 @@ def test_a_client_sees_what_plain_lightning_shows_it_alone(row, seen):
         assert found[::step] == plain[::step]
 
 
+# What is of rounds at the server, and of batches in plain Lightning
+OF_ROUNDS = {
+    *("num_training_batches", "is_last_batch", "train_dataloader", "examples", "global_step", "batch_idx"),
+    *("estimated_stepping_batches", "lightning_module"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers|.*num_workers")
+def test_at_the_server_a_module_and_callbacks_see_what_plain_lightning_shows_but_for_rounds(tmp_path):
+    """After each round and epoch, with all the data at one client, when validation begins."""
+
+    class Looks(pl.Callback):
+        def __init__(self) -> None:
+            self.found: list[dict[str, Any]] = []
+
+        def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            self.found.append({row: look(pl_module) for row, look in ROWS.items() if row not in OF_ROUNDS})
+
+    class Watched(Scheduled, Lit):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[dict[str, Any]] = []
+
+        def on_validation_epoch_start(self) -> None:
+            self.found.append({row: look(self) for row, look in ROWS.items() if row not in OF_ROUNDS})
+
+    settings = {**QUIET, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+    toy, plain, expected = toy_examples(), seeded(Watched), Looks()
+    pl.Trainer(max_epochs=NUM_ROUNDS, callbacks=[expected], **settings).fit(plain, Plain(toy))
+    one, looks = ls.FederatedDataModule(toy, ls.IIDPartitioner(1), val=toy, batch_size=BATCH_SIZE), Looks()
+    fitted = fit(settings, seeded(Watched), one, clients_per_round=1, max_epochs=NUM_ROUNDS, callbacks=[looks])
+    assert len(plain.found) == NUM_ROUNDS
+    for theirs, ours in ((plain.found, fitted.module.found), (expected.found, looks.found)):
+        for epoch, (wanted, got) in enumerate(zip(theirs, ours, strict=True)):
+            assert got == wanted, epoch
+
+
 class Pair(Manual):
     """Two optimizers, whose rates the server's hooks can change."""
 

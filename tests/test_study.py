@@ -378,6 +378,7 @@ def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Clients that can hold 0.1 of the model have other labels")
 def test_more_terms_for_some_cost_hardly_anything_with_small_steps(study: Any) -> None:
     """Where larger clients have other labels: at most 2.5 points over two seeds; without small steps, more than ten."""
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")

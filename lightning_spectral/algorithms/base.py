@@ -114,7 +114,7 @@ class Known:
 
 
 UNKNOWN = Known()
-PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that have moved, in a `FederatedModule`
+PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that belong in a `FederatedModule`
     {
         "buffers": 'buffers={"*.queue": "server"}',
         "personal": 'filters=[Personal(["head.*"])]',

@@ -16,7 +16,7 @@ from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseSide, dense_mean
 from lightning_spectral.arguments import Number, as_patterns, check_fields, check_matches, matches_any
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.functional.checks import all_names, has_values
+from lightning_spectral.functional.checks import has_values, named_by_any
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
 from lightning_spectral.nn.torch_modules import normalised_weights
@@ -74,14 +74,12 @@ class FIARSE(Algorithm):
     def masked_weights(self, server: nn.Module) -> tuple[str, ...]:
         """Names of the parameters of which clients hold only the largest entries."""
         check_matches("exclude", self.exclude, dict(server.named_parameters(remove_duplicate=False)), "parameter")
-        whole, known = set(normalised_weights(server)), all_names(server)
+        excluded = named_by_any(server, partial(matches_any, patterns=self.exclude))
+        whole = {*normalised_weights(server), *excluded}
         return tuple(
             name
             for name, parameter in server.named_parameters()
-            if parameter.requires_grad
-            and parameter.dim() > 1
-            and name not in whole
-            and not any(matches_any(alias, self.exclude) for alias in known[name])
+            if parameter.requires_grad and parameter.dim() > 1 and name not in whole
         )
 
     def check(self, plan: Setting) -> None:

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from lightning_spectral.algorithms.base import ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Form, Plan, ServerEnd
 from lightning_spectral.arguments import Whole, as_patterns, check_fields, check_matches, first_of, matches_any
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn, StepActions
-from lightning_spectral.functional.checks import all_names
+from lightning_spectral.functional.checks import all_names, named_by_any
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Tensors, Upload
 
@@ -121,9 +122,9 @@ class Personal(Filter):
             ValueError: `Personal` matches all parameters that are trained, so clients would share nothing; name those \
 that stay with each client, such as Personal(["head.*"]).
         """
-        state = all_names(module)
-        check_matches("Personal", self.patterns, chain.from_iterable(state.values()), "parameter or buffer")
-        names = tuple(first for first, own in state.items() if any(matches_any(name, self.patterns) for name in own))
+        known = chain.from_iterable(all_names(module).values())
+        check_matches("Personal", self.patterns, known, "parameter or buffer")
+        names = named_by_any(module, partial(matches_any, patterns=self.patterns))
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         if trained and trained.issubset(names):
             raise ValueError(

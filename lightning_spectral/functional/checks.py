@@ -1,6 +1,7 @@
 """Input checks shared by the sampling mathematics; each error names the rule, the value and the remedy."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ def all_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
         for name, tensor in named:
             found.setdefault(id(tensor), []).append(name)
     return {names[0]: tuple(names) for names in found.values()}
+
+
+def named_by_any(module: nn.Module, matches: Callable[[str], bool]) -> tuple[str, ...]:
+    """First names of the parameters and buffers of which any name matches, in order.
+
+    Example:
+        >>> net = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
+        >>> net["head"].weight = net["embed"].weight
+        >>> named_by_any(net, lambda name: name.startswith("head"))
+        ('embed.weight', 'head.bias')
+    """
+    return tuple(first for first, names in all_names(module).items() if any(map(matches, names)))
 
 
 def as_magnitudes(values: Tensor, name: str) -> Tensor:

@@ -57,20 +57,19 @@ KEPT = {  # what is said of parts that are dropped
     "algorithm": "the algorithm's sums over all clients",
 }
 CLIENT_ID = Whole(at_least=0)
-MOVED = {  # arguments of a federation that filters are now
+MOVED = {  # arguments that belong elsewhere, or have other names
     "update_bound": "filters=[UsualUpdateNorm()]",
     "secure_sums": "filters=[SecureSums()]",
     "privacy": "filters=[ClientPrivacy(...)]",
-    **{name: PLACES[name] for name in ("personal", "compression")},
-    **dict.fromkeys(("fraction_fit", "num_clients", "cohort_size"), "clients_per_round=10"),
+    **{name: PLACES[name] for name in ("personal", "compression", "mu", "server_lr", "fraction_fit")},
+    **dict.fromkeys(("num_clients", "cohort_size"), PLACES["fraction_fit"]),
     **dict.fromkeys(("num_rounds", "rounds", "max_rounds"), "Trainer(max_epochs=100), an epoch of which is a round"),
     **dict.fromkeys(("lr", "learning_rate", "client_lr"), "the rate into the optimizer of `configure_optimizers`"),
-    **dict.fromkeys(("server_lr", "server_momentum"), "server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.9)"),
-    **dict.fromkeys(("epochs", "num_epochs", "local_steps"), "local_epochs=1"),
+    **dict.fromkeys(("epochs", "num_epochs", "local_steps"), PLACES["local_epochs"]),
+    "server_momentum": PLACES["server_lr"],
     "batch_size": "FederatedDataModule(..., batch_size=32)",
     "strategy": "algorithm=ls.SpectralSharding(strategy=ls.TopN()), or ls.FedAvg()",
     "keep_ratio": "algorithm=ls.SpectralSharding(keep_ratio=0.2)",
-    "mu": "local_hooks=[ls.client.ProximalTerm(0.01)]",
     "callbacks": "Trainer(callbacks=[...])",
 }
 

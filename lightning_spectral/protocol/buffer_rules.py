@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_spectral.arguments import OneOf, as_patterns, check_matches, first_match, matches_any
-from lightning_spectral.functional.checks import all_names, has_values
+from lightning_spectral.functional.checks import all_names, has_values, named_by_any
 
 Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
@@ -270,9 +270,8 @@ def averaged_parameters(module: nn.Module) -> frozenset[str]:
     """
     if not (patterns := getattr(module, "averaged_parameters", ())):
         return frozenset()
-    known = all_names(module)
-    frozen = (name for name, parameter in module.named_parameters() if not parameter.requires_grad)
-    return frozenset(name for name in frozen if any(matches_any(alias, patterns) for alias in known[name]))
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+    return frozenset(frozen.intersection(named_by_any(module, lambda name: matches_any(name, patterns))))
 
 
 def check_averaged_parameters(module: nn.Module) -> None:

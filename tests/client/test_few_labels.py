@@ -233,4 +233,4 @@ def test_nothing_is_said_of_them_otherwise(ratios: Any, options: Any, fit: Fit, 
     data, algorithm = by_capacity(ratios, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*have other labels")
-        fit(seeded(lit_mlp), data, algorithm=algorithm)
+        assert len(fit(seeded(lit_mlp), data, algorithm=algorithm).rows) == 1

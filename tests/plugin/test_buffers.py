@@ -137,7 +137,7 @@ def test_flags_and_counters_that_begin_anew_in_each_turn_are_named_once(fit: Fit
 def test_nothing_is_said_of_buffers_with_a_rule(rules: Any, fit: Fit) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ls.SpectralWarning)
-        fit(seeded(LitLimits), data(), buffers=rules, max_epochs=2)
+        assert len(fit(seeded(LitLimits), data(), buffers=rules, max_epochs=2).rows) == 2
 
 
 ALGORITHMS: dict[str, Any] = {

@@ -35,7 +35,7 @@ from lightning_spectral.algorithms.term_draws import places_of_terms
 from lightning_spectral.arguments import Number, Whole, as_patterns, check_fields, each
 from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.errors import check_is, from_extra
-from lightning_spectral.functional.checks import all_names
+from lightning_spectral.functional.checks import named_by_any
 from lightning_spectral.nn.adapters import AdaptedLayer, adapted_layers, factors_of, matches
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
@@ -273,9 +273,7 @@ class LoRA(Algorithm):
 
     def _trained_buffers(self, server: nn.Module, rules: BufferRules) -> BufferRules:
         """The rules of the buffers that are trained, or about which somebody has said something."""
-        known = all_names(server)
-        matched = {name for name, _ in server.named_buffers() if any(matches(one, self.train) for one in known[name])}
-        return rules.only(rules.asked | matched)
+        return rules.only(rules.asked | {*named_by_any(server, partial(matches, patterns=self.train))})
 
     def whole_of(self, server: nn.Module, layers: Sequence[AdaptedLayer], rules: BufferRules) -> dict[str, Tensor]:
         """What clients send back beside the factors: parameters by patterns of names, and buffers with a rule.
@@ -284,9 +282,7 @@ class LoRA(Algorithm):
         """
         rules = self._trained_buffers(server, rules)
         by_peft = any(layer.brings_factors for layer in layers)
-        named = {
-            name for name, all_of in all_names(server).items() if by_peft or any(matches(n, self.train) for n in all_of)
-        }
+        named = {*named_by_any(server, lambda name: by_peft or matches(name, self.train))}
         chosen = (named | rules.returned) - factors_of(layers)
         return {name: t for name, t in returned_tensors(server, buffers=rules).items() if name in chosen}
 

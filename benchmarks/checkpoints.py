@@ -80,7 +80,7 @@ def measure(what: str, count: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs=2, metavar=("WHAT", "COUNT"), help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(measure(options.measure[0], int(options.measure[1]))))

@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="gpt2")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--case", nargs=2, metavar=("ALGORITHM", "TYPE"), help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     if options.case:
         warnings.filterwarnings("ignore")
@@ -135,7 +135,7 @@ def main() -> None:
             print(*table[-1], sep="  ", file=sys.stderr)
     show(table)
     if options.write:
-        write(f"large {options.model}", {"torch": torch.__version__}, table)
+        write(f"large_{options.model}", {"torch": torch.__version__}, table)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=15, help="steps of each contender, after a warm-up step")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--granularity", type=int, default=1, help="round numbers of terms up to a multiple of this")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     torch.set_num_threads(1)
     allocator = "tuned" if ls.plugin.tune_allocator() else "the default"

@@ -170,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="rounds of each of the two, after a warm-up round")
     parser.add_argument("--memory", type=int, help="play two rounds with this many clients and print the peak in MiB")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory:

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS)[:2], help="our variants")
     parser.add_argument("--untuned", action="store_true", help="use the allocator's defaults")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     cases = [case(options.model, algorithm, options.variants) for algorithm in options.algorithms]
     contenders = [contender for one in cases for contender in (one.bare, *one.ours.values())]
@@ -70,7 +70,7 @@ def main() -> None:
     rows = [HEADER, *(row for one in cases for row in one.rows())]
     show(rows)
     if options.write:
-        write(f"overhead {options.model}", contenders[-1].versions, rows)
+        write(f"overhead_{options.model}", contenders[-1].versions, rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Tables of measurements, printed or written into a documentation page between two comments."""
+"""Tables of measurements, printed or written as CSV files beside the documentation."""
 
+import csv
 import platform
 import re
 import sys
@@ -8,30 +9,20 @@ from pathlib import Path
 
 from lightning_spectral.tables import aligned
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+TABLES = Path(__file__).parents[1] / "docs" / "tables"
 
 
 def show(rows: Sequence[Sequence[str]]) -> None:
     print("\n".join(aligned(rows)))
 
 
-def write(name: str, versions: Mapping[str, str], rows: Sequence[Sequence[str]], page: Path = PAGE) -> None:
-    """Replace the text between ``<!-- name -->`` and ``<!-- end -->`` with command, versions, machine and table.
-
-    Raises:
-        ValueError: If the page does not have exactly one such place.
-    """
+def write(name: str, versions: Mapping[str, str], rows: Sequence[Sequence[str]]) -> None:
+    """Write a table to ``docs/tables``, below its command and, as a second comment, versions and machine."""
     numbers = {"Python": platform.python_version(), **versions}
     setup = ", ".join(f"{package} {number}" for package, number in numbers.items())
-    header, *lines = [f"| {' | '.join(row)} |" for row in rows]
-    rule = f"|{' --- |' * len(rows[0])}"
-    table = "\n".join([header, rule, *lines])
-    text, place = page.read_text(), re.compile(f"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    block = f"\n    {command()}\n\n{setup}; {processor()}.\n\n{table}\n\n"
-    written, times = place.subn(lambda found: f"{found[1]}{block}{found[2]}", text)
-    if times != 1:
-        raise ValueError(f"{page.name} must have `<!-- {name} -->` ... `<!-- end -->` exactly once, got {times} times.")
-    page.write_text(written)
+    with open(TABLES / f"{name}.csv", "w", newline="") as file:
+        file.write(f"# {command()}\n# {setup}; {processor()}.\n")
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def command() -> str:

@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("model", choices=ROUNDS)
     parser.add_argument("--turns", type=int, default=4, help="turns of each contender")
     parser.add_argument("--environments", type=Path, default=Path(__file__).parents[1] / ".peers")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     contenders = contenders_of(options.model, options.environments.resolve())
     for progress in interleave(list(contenders.values()), options.turns, ROUNDS[options.model]):
@@ -111,7 +111,7 @@ def main() -> None:
     show(rows)
     if options.write:
         versions = {name: number for one in contenders.values() for name, number in one.versions.items()}
-        write(f"peers {options.model}", versions, rows)
+        write(f"peers_{options.model}", versions, rows)
 
 
 def _row(name: str, one: Contender, bare: Contender) -> tuple[str, ...]:

@@ -180,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=5, help="turns of each contender, and rounds")
     parser.add_argument("--steps", type=int, default=2, help="local steps of each client")
-    parser.add_argument("--write", action="store_true", help="put the table of weights into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, share = round_table(options.turns, options.steps)

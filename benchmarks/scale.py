@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds; fewer for large cohorts")
     parser.add_argument("--population", type=int, default=0, help="measure this one case and print it as JSON")
     parser.add_argument("--cohort", type=int, default=10)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     options = parser.parse_args()
     if options.population:
         print(json.dumps(measure(options.population, options.cohort, options.rounds)))

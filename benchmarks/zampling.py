@@ -83,7 +83,7 @@ def measure(turns: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The cost of a local step of Zampling.")
     parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--write", action="store_true", help="write the table into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/tables")
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(args.turns)

@@ -1,6 +1,7 @@
 """The documentation does what it says: every Python block runs, prints what is shown, and the lists are complete."""
 
 import ast
+import csv
 import importlib
 import inspect
 import pkgutil
@@ -227,3 +228,12 @@ def test_the_metrics_page_names_every_round_metric(lit, toy, quiet):
     pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(model, data)
     page = (DOCS / "metrics.md").read_text()
     assert not [name for name in history.rows[0] if name.startswith("fl/") and f"`{name}`" not in page]
+
+
+def test_the_performance_page_shows_figures_that_its_tables_have() -> None:
+    page = (DOCS / "performance.md").read_text()
+    tables = [(DOCS / path).read_text().splitlines() for path in re.findall(r"\((tables/\w+\.csv)\)", page)]
+    measured = {cell.split(" (")[0] for lines in tables for row in csv.reader(lines) for cell in row}
+    shown = re.findall(r"(?<=\| )[\d.,]+(?= \|)", page)
+    assert len(shown) > 80
+    assert not [number for number in shown if number not in measured]

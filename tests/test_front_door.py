@@ -42,10 +42,8 @@ def refusing(*names: str) -> str:
 
 def typed_names() -> dict[str, str]:
     """What type checkers see at the top level: a name, and the package that it is imported from."""
-    tree = ast.parse(Path(ls.__file__).read_text())
-    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    assert len(imports) == len(block.body)
+    stub = ast.parse(Path(ls.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     return {str(alias.asname): str(node.module) for node in imports for alias in node.names}
 
 

@@ -103,13 +103,10 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
             data.check_clients()
     for hook in owner.local_hooks:
         hook.check(module, lambda: data.labels_in_examples)
-    if (
-        is_absolute(participation)
-        and owner.conditions.clock is not None
-        and owner.conditions.clock.keep_first is not None
-    ):
+    clock = owner.conditions.clock
+    if is_absolute(participation) and clock is not None and clock.keep_first is not None:
         raise ValueError(
-            f"VirtualClock(keep_first={owner.conditions.clock.keep_first}) leaves out clients that a sampler drew, and "
+            f"VirtualClock(keep_first={clock.keep_first}) leaves out clients that a sampler drew, and "
             "every step would be too short; leave it out, or give the sampler normalize=True."
         )
 
@@ -130,7 +127,7 @@ def remark_on_few_labels(owner: Any, data: ServerData) -> None:
     have_any, have_few = int((num_labels > 0).sum()), int(((num_labels == 1) | (num_labels == 2)).sum())
     if 2 * have_few < have_any:
         return
-    rounds = max(1, owner.part_of.runtime.trainer.max_epochs or 1)
+    rounds = max(1, owner.shared.runtime.trainer.max_epochs or 1)
     hooks = [f"CalibratedLogits({heads[-1]!r}, rounds={rounds})", "GradientClip(1.0)"]
     hooks += [f"FixedBatchNorm({max(1, rounds // 2)})"] * bool(batch_norms(module))
     rank_zero_info(

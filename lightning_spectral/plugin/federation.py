@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-import lightning.pytorch as pl
-from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import promises_of
@@ -20,18 +16,14 @@ from lightning_spectral.client.forms import postponing_interrupts
 from lightning_spectral.filters.own import FROZEN
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.participation.cohorts import SampledCohorts
-from lightning_spectral.plugin.callbacks import Aggregation, BatchNormEstimation, RoundHistory, SubmodelSampling
-from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.checks import check_measurable, check_sampler
-from lightning_spectral.plugin.logs import log_round
 from lightning_spectral.plugin.member import ADVICE, Member
-from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
-from lightning_spectral.plugin.trainer import STAGE, unscaled
-from lightning_spectral.plugin.user_hooks import Share
-from lightning_spectral.protocol.records import Profile, RoundSummary, WorkUnit
+from lightning_spectral.plugin.runtime import Runtime, Shared
+from lightning_spectral.plugin.user_hooks import Host, Share
+from lightning_spectral.protocol.records import RoundSummary, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.server.lasting import Lasting
-from lightning_spectral.server.processes import Processes, predicted_work, shares
+from lightning_spectral.server.processes import predicted_work, shares
 from lightning_spectral.server.round import Turn
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
@@ -39,21 +31,21 @@ OF_A_FIT = ("schedules", "server optimizer", ADVICE, FROZEN)  # parts that go on
 ALONE = "YourModule.load_from_checkpoint(path), or of several load_user_module(path, YourModule, name)"
 
 
-class Federation:
+class Federation(Shared):
     """The rounds of one model or several.
 
     Args:
-        plan: What was chosen for all of them: who takes part, and the seed.
         members: The models by name; the name may be empty if there is only one.
-        runtime: Whatever runs the rounds.
+        plan, runtime: As of `Shared`.
 
     Attributes:
         cohorts: Who takes part in which round.
         last_stepped: The last round in which the servers have stepped; -1 before the first.
     """
 
-    def __init__(self, plan: Any, members: Mapping[str, Member], runtime: Runtime) -> None:
-        self.plan, self.members, self.runtime = plan, dict(members), runtime
+    def __init__(self, plan: Host, members: Mapping[str, Member], runtime: Runtime) -> None:
+        super().__init__(plan, runtime)
+        self.members = dict(members)
         self.cohorts = Cohorts(plan, self.members, runtime)
         self.last_stepped = -1
         self.take_members()
@@ -61,7 +53,7 @@ class Federation:
     def take_members(self) -> None:
         """Make the models part of this federation; they may have been fitted alone or in another one since."""
         for name, member in self.members.items():
-            member.name, member.key, member.part_of = name, name if len(self.members) > 1 else "", self
+            member.name, member.key, member.shared = name, name if len(self.members) > 1 else "", self
 
     def begin_fit(self, resumed: bool) -> None:
         """Begin a fit of all models, new or resumed."""
@@ -192,7 +184,7 @@ class Cohorts:
         lasting: What all models keep together from round to round.
     """
 
-    def __init__(self, plan: Any, members: Mapping[str, Member], runtime: Runtime) -> None:
+    def __init__(self, plan: Host, members: Mapping[str, Member], runtime: Runtime) -> None:
         self._plan, self._members, self._runtime = plan, members, runtime
         self.limit: int | float = 1.0
         self.sampled: SampledCohorts | None = None
@@ -299,79 +291,3 @@ class Cohorts:
             predicted = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
             work.append(predicted * (sum(p.numel() for p in member.module.parameters()) if len(members) > 1 else 1))
         return Share(round_idx, shares(units, work, processes.size), processes.rank)
-
-
-class Runtime:
-    """Runs a federation's rounds with the Trainer that fits a module."""
-
-    def __init__(self, host: pl.LightningModule) -> None:
-        self._host = host
-        self._is_stopping = False
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        return self._host.trainer
-
-    @property
-    def round_idx(self) -> int:
-        return self._host.current_epoch
-
-    @property
-    def processes(self) -> Processes:
-        return processes_of(self.trainer)
-
-    @property
-    def averages_are_set(self) -> bool:
-        return any(isinstance(callback, BatchNormEstimation) for callback in self.round_callbacks())
-
-    @property
-    def profile(self) -> Profile:
-        profiler = self.trainer.profiler  # type: ignore[attr-defined]
-        return (
-            nullcontext if isinstance(profiler, PassThroughProfiler) else lambda stage: profiler.profile(STAGE(stage))
-        )
-
-    def round_callbacks(self) -> list[RoundCallback]:
-        """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""
-        callbacks: list[pl.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-        first = BatchNormEstimation | RoundHistory | SubmodelSampling  # so that others find the round in the history
-        ours = [each for each in callbacks if isinstance(each, RoundCallback)]
-        return sorted(ours, key=lambda each: isinstance(each, Aggregation) - isinstance(each, first))
-
-    def begin(self) -> None:
-        self._is_stopping = False
-
-    def note_shares(self, round_idx: int, share: Share | None = None) -> None:
-        """Let the other processes know what this one does until they meet, for the error if one does not arrive."""
-        if isinstance(self.trainer.strategy, ClientParallelStrategy):
-            self.trainer.strategy.note_shares(round_idx, () if share is None else share.everywhere)
-
-    def until_stopped(self, units: Iterable[WorkUnit]) -> Iterator[WorkUnit]:
-        """Yield the units whose turns may begin: none once this process, or another, was asked to stop."""
-        strategy = self.trainer.strategy
-        for unit in units:
-            if isinstance(strategy, ClientParallelStrategy):
-                self._is_stopping |= not strategy.may_begin(self.round_idx, unit)
-            else:
-                self._is_stopping |= self.trainer.received_sigterm
-            if self._is_stopping:
-                return
-            yield unit
-
-    def stop_if_signalled(self) -> None:
-        """End all processes, as Lightning does for SIGTERM, if any was asked to before its clients were done."""
-        if self.trainer.strategy.reduce_boolean_decision(self._is_stopping, all=False):
-            self.trainer._signal_connector.received_sigterm = True
-            raise SIGTERMException
-
-    def step(self, servers: Sequence[Optimizer]) -> None:
-        """Step server optimizers; Lightning counts one step for the round, however many there are."""
-        counted = self.trainer.fit_loop.epoch_loop.manual_optimization
-        with self.profile("apply"), unscaled(self.trainer.precision_plugin):
-            counted._on_before_step()
-            for server in servers:
-                self.trainer.strategy.optimizer_step(server, lambda: None)  # gradients exist
-            counted._on_after_step()
-
-    def log(self, summaries: Sequence[RoundSummary]) -> None:
-        log_round(self.trainer, summaries)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.client.local_loop import call_with_accepted
-from lightning_spectral.participation import Sampler, UniformParticipation
+from lightning_spectral.participation import Sampler
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.plugin.callbacks import (
     Aggregation,
@@ -42,10 +42,11 @@ from lightning_spectral.plugin.checks import (
     warn_of_recompilations,
 )
 from lightning_spectral.plugin.data import RoundLoader, ServerData
-from lightning_spectral.plugin.federation import ALONE, Federation, Runtime
+from lightning_spectral.plugin.federation import ALONE, Federation
 from lightning_spectral.plugin.logs import forwarded_logging, show_epoch
 from lightning_spectral.plugin.member import Member
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
+from lightning_spectral.plugin.runtime import Runtime
 from lightning_spectral.plugin.settings import (
     TRAINER_SETTINGS,
     FixedArguments,
@@ -92,8 +93,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     CHECKPOINT_HYPER_PARAMS_NAME = f"{ARGUMENTS}_name"
     CHECKPOINT_HYPER_PARAMS_TYPE = f"{ARGUMENTS}_type"
 
-    seed: int
-    participation: UniformParticipation | Sampler | None
     data_type: type[pl.LightningDataModule]
     data_call: str  # that makes such data
     federation: Federation
@@ -123,10 +122,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         got = "dataloaders, or nothing" if found is None else type(found).__name__
         raise TypeError(f"{type(self).__name__} needs clients: call trainer.fit(model, {self.data_call}), got {got}.")
 
-    def data_of(self, name: str) -> Any:
-        """The `ServerData` of one model's clients."""
-        raise NotImplementedError
-
     def data_or_none(self, name: str) -> ServerData | None:
         """One model's data; ``None`` when evaluating with the user's own loader."""
         datamodule = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -152,7 +147,6 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         raise NotImplementedError
 
     def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
-        """What is known of one model's clients, with the capacities that an algorithm gives them."""
         data = self.data_of(name)
         capacities = algorithm.capacities.of_clients(data.num_clients, self.members[name].seed)
         return cast(ClientDirectory, data.client_directory(capacities, self.available_for(name)))

@@ -36,6 +36,7 @@ from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored,
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
 from lightning_spectral.plugin.processes import alone
+from lightning_spectral.plugin.runtime import Shared
 from lightning_spectral.plugin.trainer import ClientTrainer, Lookalike, placement_of
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
 from lightning_spectral.protocol.buffer_rules import Rules
@@ -81,7 +82,7 @@ class Member(pl.LightningModule):
 
     Attributes:
         name: Its name in metrics; empty if it is trained alone.
-        part_of: The federation that it is part of, perhaps with other models.
+        shared: What it shares with the other models of its federation; set once there is one.
         key: Its name in work units; empty if it is the only one.
         stepper: The server's optimizer; only while fitting.
         templates: The user's own optimizers, which step the parameters of clients while these train; likewise.
@@ -91,7 +92,7 @@ class Member(pl.LightningModule):
         engine_or_none: The engine, if there is a fit.
     """
 
-    part_of: Any
+    shared: Shared
     module: pl.LightningModule
     algorithm: Algorithm
     state: nn.Module | None
@@ -111,8 +112,7 @@ class Member(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.name = self.key = ""
-        self.part_of = self._last_data = None
+        self.name, self.key, self._last_data = "", "", None
         self.stepper: Optimizer | None = None
         self.templates: list[Optimizer] = []
         self.schedules = RoundSchedules((), "")
@@ -161,13 +161,13 @@ class Member(pl.LightningModule):
 
     def plan(self, **known: Any) -> Plan:
         """What it is made of, with what else is known now."""
-        who = {"participation": None if self.part_of is None else self.part_of.plan.participation}
-        return Plan(self.module, self.algorithm, self.filters, buffers=self.buffer_rules, **{**who, **known})
+        known = {"participation": self.shared.plan.participation, **known}
+        return Plan(self.module, self.algorithm, self.filters, buffers=self.buffer_rules, **known)
 
     @property
     def data(self) -> Any:
         """The data of its clients, a `FederatedDataModule` unless they are elsewhere."""
-        return self.part_of.plan.data_of(self.name)
+        return self.shared.plan.data_of(self.name)
 
     def make_optimizers(self) -> Sequence[LRSchedulerConfig]:
         """Make the server optimizer, and the user's own; return the user's schedules."""
@@ -189,7 +189,7 @@ class Member(pl.LightningModule):
         server = (self.server_optimizer or AVERAGING)(parameters)
         if not isinstance(server, Optimizer):
             raise TypeError(f"`server_optimizer` must return a torch optimizer, got {server!r}.")
-        callbacks = getattr(self.part_of.runtime.trainer, "callbacks", ())  # none where a plain loop runs the rounds
+        callbacks = getattr(self.shared.runtime.trainer, "callbacks", ())  # none where a plain loop runs the rounds
         self.algorithm.check(self.plan(optimizers=templates, server_optimizer=server, callbacks=callbacks))
         self.lasting.attach("schedules", self.schedules)
         self.lasting.attach("server optimizer", server)
@@ -202,7 +202,7 @@ class Member(pl.LightningModule):
 
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
-        runtime = self.part_of.runtime
+        runtime = self.shared.runtime
         if self.name and runtime.trainer is not None:  # a plain loop has none
             self.module.trainer = self._own_trainer(runtime.trainer)
         self.module.on_fit_start()
@@ -250,7 +250,7 @@ class Member(pl.LightningModule):
         """Drop what earlier fits have left of other clients, or of tensors that were others, with a warning."""
         parameters, before = self.module.named_parameters(), self._belongs.values
         now = self._belongs.values = {
-            "num_clients": self.part_of.plan.clients_of(self.name, self.algorithm).num_clients,
+            "num_clients": self.shared.plan.clients_of(self.name, self.algorithm).num_clients,
             "clients": list(self.data.identity()),
             "tensors": {name: [str(tuple(p.shape)), str(p.dtype), p.requires_grad] for name, p in parameters},
         }
@@ -301,7 +301,7 @@ class Member(pl.LightningModule):
         conditions: Conditions,
         first_round: int | None,
     ) -> Engine:
-        plan, runtime = self.part_of.plan, self.part_of.runtime
+        plan, runtime = self.shared.plan, self.shared.runtime
         sampler, clients, store = plan.participation, plan.clients_of(self.name, algorithm), ClientStore()
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         active = float(getattr(sampler, "active", math.nan))

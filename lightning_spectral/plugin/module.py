@@ -137,7 +137,8 @@ class FederatedModule(FederatedHooks, Member):
             self.participation = UniformParticipation(self.clients_per_round)
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
-        _check_algorithm(self.algorithm, self.plan(participation=self.participation))
+        plan = Plan(module, self.algorithm, self.filters, self.participation, buffers=self.buffer_rules)
+        _check_algorithm(self.algorithm, plan)
         outlasts = any(each.outlasts_faults for each in self.filters)
         self.faults = (FORGIVING if outlasts else Faults()) if faults is None else faults
         check_is("faults", self.faults, Faults)
@@ -230,7 +231,7 @@ class FederatedModule(FederatedHooks, Member):
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value; one of several models logs under its own name."""
-        host: Any = self.part_of.plan
+        host: Any = self.shared.plan
         if host is self:
             return super().log(name, value, *args, **options)
         suffix = self.log_suffix if options.pop("add_dataloader_idx", True) else ""
@@ -327,7 +328,6 @@ class MultiModelModule(FederatedHooks):
         return modules[name]
 
     def population(self) -> Population:
-        """Which client can train which model."""
         directories = [self.clients_of(name, member.algorithm) for name, member in self.members.items()]
         num_clients = self.datamodule.num_clients
         check_num_entries("processors", self.processors, num_clients)

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 from torch import nn
 
+from lightning_spectral.algorithms import Algorithm
+from lightning_spectral.participation import Population, Sampler, UniformParticipation
+from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.records import WorkUnit
 
 T = TypeVar("T")
@@ -62,7 +65,22 @@ class NoOutputs(dict[str, Any]):
 
 
 class Host:
-    """Marks the module that a Trainer fits, and which trains one model or several: `FederatedHooks`."""
+    """The module that a Trainer fits, and which trains one model or several: `FederatedHooks`."""
+
+    seed: int
+    participation: UniformParticipation | Sampler | None
+
+    def data_of(self, name: str) -> Any:
+        """Return the `ServerData` of one model's clients."""
+        raise NotImplementedError
+
+    def clients_of(self, name: str, algorithm: Algorithm) -> ClientDirectory:
+        """What is known of one model's clients, with the capacities that an algorithm gives them."""
+        raise NotImplementedError
+
+    def population(self) -> Population:
+        """Which client can train which model."""
+        raise NotImplementedError
 
 
 def as_host(module: nn.Module | None, claim: str, otherwise: str = "") -> Any:

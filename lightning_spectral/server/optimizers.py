@@ -203,10 +203,7 @@ class FedYogi(_TwoMoments):
     r"""Yogi on the server: :math:`v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \mathrm{sign}(v_{t-1} - \Delta_t^2)`.
 
     Args:
-        lr: Server learning rate.
-        betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
-            change per round.
+        lr, betas, tau: As of `FedAdam`.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -207,7 +207,7 @@ def test_a_copy_has_no_part_in_the_fit(lit_mlp: Any, data: Any) -> None:
     copied = copy.deepcopy(owner)
     assert copied.engine_or_none is None
     assert not copied.templates
-    assert copied.part_of.members[""] is copied  # and not the original
+    assert copied.shared.members[""] is copied  # and not the original
     assert owner.engine is federation.members[""].engine
     module = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)
     unpickled: Any = pickle.loads(pickle.dumps(module))

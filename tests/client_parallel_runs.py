@@ -333,6 +333,10 @@ WITH_THREE = {
 }
 ONLY_WITH_TWO = RUNS.keys() - WITH_THREE  # three processes have to take turns on small machines
 RESUMED = "spectral, FedAdam"
+QUICK = (
+    *(RESUMED, "a step that gathers", "batch norm", "spectral", "the start alone", "clients left out", "secure sums"),
+    *("private", "SCAFFOLD", "LoRA", "errors, dropout and over-selection", "evaluation on clients", "several models"),
+)
 # which process leaves, for how long (0: for good), and how long the others wait
 LOST = {"the last ends": (-1, 0.0, 60.0), "the first ends": (0, 0.0, 60.0), "the last is away": (-1, 6.0, 4.0)}
 
@@ -459,19 +463,26 @@ def say_and_share(processes: Processes) -> dict[str, Any]:
     }
 
 
+def group_of(name: str) -> str:
+    """Whether a run is quick enough to be done in several processes by default."""
+    return "quick" if name in QUICK or "fails" in name else "slow"
+
+
 def begin(rank: int, num_processes: int, port: int, folder: Path) -> Callable[[str, dict[str, Any]], None]:
     """Set up the rendezvous of the processes, and return a function that writes this one's result of a run."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", LOCAL_RANK=str(rank))
     return lambda name, result: torch.save(result, folder / f"{name} {num_processes} {rank}.pt")
 
 
-def one_process(rank: int, num_processes: int, port: int, folder: Path) -> None:
-    """Do all runs as one of several processes, and write its result of each."""
+def one_process(rank: int, num_processes: int, port: int, folder: Path, group: str) -> None:
+    """Do a group of runs as one of several processes, and write its result of each."""
     keep, mine = begin(rank, num_processes, port, folder), folder / str(num_processes)
 
     for name, options in RUNS.items():
-        if num_processes == 2 or name not in ONLY_WITH_TWO:
+        if group == group_of(name) and (num_processes == 2 or name not in ONLY_WITH_TWO):
             keep(name, run(mine / name, num_processes=num_processes, **options))
+    if group != "quick":
+        return
     keep("said", say_and_share(Processes(rank, num_processes)))
     keep("other seeds", run(mine, num_processes=num_processes, seed=rank, clients_per_round=3))
     ckpt = folder / "1" / RESUMED / "0.ckpt"
@@ -490,7 +501,7 @@ def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name:
     keep(name, run(mine, trainer=trainer, **options))
 
 
-def main(folder: Path, num_processes: int, port: int) -> None:
+def main(folder: Path, num_processes: int, port: int, group: str) -> None:
     """Import once, then fork."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*LeafSpec")
@@ -498,11 +509,11 @@ def main(folder: Path, num_processes: int, port: int) -> None:
     warnings.filterwarnings("ignore", message=".*exists and is not empty|The dirpath has changed|.*num_workers")
     warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")  # each gets all data
     torch.set_num_threads(1)
-    start_processes(one_process, (num_processes, port, folder), nprocs=num_processes, start_method="fork")
-    for name in [*LOST][: 5 - num_processes]:
+    start_processes(one_process, (num_processes, port, folder, group), nprocs=num_processes, start_method="fork")
+    for name in [*LOST][: 5 - num_processes] if group == "quick" else ():
         arguments = (num_processes, port, folder, name)
         start_processes(a_lost_process, arguments, nprocs=num_processes, start_method="fork")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

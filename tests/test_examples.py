@@ -100,6 +100,7 @@ def test_lora_fine_tunes_and_leaves_an_adapter(name, tmp_path, monkeypatch, run_
     assert all(file.startswith(f"outputs/{name}/") for file in files)
 
 
+@pytest.mark.slow
 def test_quickstart_leaves_a_picture_and_an_offline_wandb_run(quickstart):
     picture = quickstart.folder / "outputs/quickstart/accuracy.png"
     assert picture.read_bytes().startswith(PNG_SIGNATURE)
@@ -107,11 +108,13 @@ def test_quickstart_leaves_a_picture_and_an_offline_wandb_run(quickstart):
     assert run.stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_quickstart_writes_nothing_outside_its_output_folder(quickstart):
     assert all(name.startswith("outputs/quickstart/") for name in quickstart.files())
     assert list(quickstart.home.rglob("*")) == []
 
 
+@pytest.mark.slow
 def test_quickstart_says_nothing_beside_its_rounds_and_its_table(quickstart):
     assert [line for line in quickstart.errors.splitlines() if not line.startswith("Round ")] == []
     ours = r"Training: .*|Epoch [01]: .*|Round \d/2: .*|Validation.*|accuracy .*|a client's turn .*|keep ratio .*"
@@ -120,10 +123,12 @@ def test_quickstart_says_nothing_beside_its_rounds_and_its_table(quickstart):
     assert [line for line in lines if line and not re.fullmatch(ours, line)] == []
 
 
+@pytest.mark.slow
 def test_quickstart_draws_no_bar_where_the_output_is_not_a_terminal(quickstart):
     assert "Round 2/2" not in quickstart.output  # the bar itself: tests/plugin/callbacks/test_progress.py
 
 
+@pytest.mark.slow
 def test_quickstart_table_counts_every_tensor_that_travels(quickstart):
     convolutions, hidden = 4 * [(32, 32 * 3 * 3)], [(128, 32 * 7 * 7)]  # the sharded layers: c_out, c_in k
     norms, stem, head = 5 * 2 * 32 + 2 * 128, 32 * 5 * 5 + 32, 128 * 10 + 10

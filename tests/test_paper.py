@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from study_files import study_files
 
 import lightning_spectral as ls
@@ -80,7 +81,7 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
     assert {run.clients_per_round for run in paper.run.read("prism_table2", "gpu").runs(seed=0)} == {20}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but([name for name in NAMES if name.startswith("table")], NAMES))
 def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
     """The last run without PriSM, whose exact probabilities take seconds; the slow test below does all of them."""
     experiment = paper.run.read(name, "toy")
@@ -103,6 +104,7 @@ def test_smaller_sub_models_run_at_toy_size(paper: Any, store: Any, settings: An
     assert smaller["total_bytes"] < larger["total_bytes"]
 
 
+@pytest.mark.slow
 def test_costs_are_counted_with_outputs_whole_and_cut(paper: Any) -> None:
     lines = paper.run.read("prism_table1", "toy").markdown().splitlines()[2:]
     shares = {line.split("|")[1].strip(): list(map(int, re.findall(r"\((\d+)%\)", line))) for line in lines}
@@ -376,6 +378,7 @@ def test_reviews_are_read_as_frequent_words(paper: Any) -> None:
     assert reviews.word_ids([text, ["so", "bad"], []], ids, 2).tolist() == [[1, 1], [3, 0], [0, 0]]
 
 
+@pytest.mark.slow
 def test_an_lstm_learns_from_reviews(paper, settings, tmp_path, monkeypatch):
     """60 reviews with one telling word each; the other words of the ten test reviews have no ids."""
     good = torch.arange(70) % 2

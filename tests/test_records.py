@@ -139,6 +139,7 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="it forks, so that torch is loaded once")
 def test_every_script_finds_what_it_imports(tmp_path):
     """Each is loaded by its path alone, without what tests add to ``sys.path``."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_cases import slow_but
 from study_files import study_files
 from torch import Tensor
 
@@ -127,6 +128,7 @@ def deviation(study: Any) -> float:
     return abs(mean(shares) - expected_share(study, rich=10.0)) / (stdev(shares) / math.sqrt(len(shares)))
 
 
+@pytest.mark.slow
 def test_a_tenth_of_the_clients_hold_about_half(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert round(expected_share(study, rich=10.0), 3) == 0.501  # 120 / 228 = 0.526 if all had all labels
     assert deviation(study) <= 5
@@ -149,7 +151,7 @@ def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(study.five_tasks, "texts", lambda: ["to be, or not to be.\n" * 40] * study.tasks.NUM_CLIENTS)
 
 
-@pytest.mark.parametrize("key", ["three", "five"])
+@pytest.mark.parametrize("key", slow_but(["three"], ["three", "five"]))
 def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """Two short runs on a little made-up data, whose results the report reads."""
     synthetic(study, monkeypatch, 1000)

@@ -295,6 +295,7 @@ class TestShown:
         table = cost_table(nn.Linear(100, 100), ls.Zampling(), [500], torch.zeros(1, 100))
         assert "3 B (0.007%)" in str(table)
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
     def test_wandb_takes_the_table_too(self, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         wandb = pytest.importorskip("wandb", reason="wandb is in the `examples` extra")
@@ -363,14 +364,21 @@ class TestBudgets:
 
     @pytest.mark.parametrize(
         ("make", "algorithm", "ratios"),
-        [
-            (middle, spectral(), sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)})),  # 5 ratios between terms
-            (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
-            (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
-            (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
-            (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side
-            (LitMLP, ls.LoRA(aggregation=ls.FrozenA(), **ADAPTED), range(1, 7)),
-        ],
+        slow_but(
+            [(small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0])],
+            [
+                (
+                    middle,
+                    spectral(),
+                    sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)}),
+                ),  # 5 ratios between terms
+                (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
+                (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
+                (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
+                (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side
+                (LitMLP, ls.LoRA(aggregation=ls.FrozenA(), **ADAPTED), range(1, 7)),
+            ],
+        ),
         ids=["spectral", "granular", "width", "FIARSE", "LoRA", "LoRA, frozen A"],
     )
     def test_the_answer_fits_and_no_larger_capacity_does(self, make: Any, algorithm: Any, ratios: Any) -> None:
@@ -591,6 +599,7 @@ class TestWithoutValues:
         options = {"memory": "10 kB", "optimizer": torch.optim.Adam(module.parameters())}
         assert 0 < largest_that_fits(module, ls.SpectralSharding(), EXAMPLE, **options) < 1
 
+    @pytest.mark.slow
     def test_a_table_of_a_large_model_makes_no_copy_of_it(self) -> None:
         """In a process of its own, whose peak grows by less than the module's size; one sub-model has as much."""
         done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)

@@ -11,6 +11,7 @@ import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, same_state, seeded
 from one_client import client_of
+from slow_cases import slow_but
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
 from toy_models import LitNet, plain_sgd, variant
@@ -164,7 +165,7 @@ def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: An
     assert ours.ledger.rows == theirs.ledger.rows
 
 
-@pytest.mark.parametrize("aggregation", KEPT, ids=repr)
+@pytest.mark.parametrize("aggregation", slow_but(KEPT[::4], KEPT), ids=repr)
 def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit, tmp_path: Path) -> None:
     lit, plain = seeded(LitAdapted, "LoRA"), seeded(gpt2)
     before = {name: p.detach().clone() for name, p in lit.named_parameters()}

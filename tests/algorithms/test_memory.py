@@ -213,6 +213,7 @@ def test_the_parts_that_are_shown_add_up() -> None:
     assert table._repr_html_().count("<table>") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [ls.SpectralSharding(), ls.WidthSharding()], ids=["spectral", "width"])
 def test_the_answer_fits_and_the_next_larger_does_not(algorithm: Any) -> None:
     """Every keep ratio is tried, and a budget for each client, with units."""

@@ -214,6 +214,7 @@ def test_measuring_losses_leaves_clients_as_they_are(data: Any, fit: Fit) -> Non
     assert all(row["fl/loss"] > 0 for row in fitted.rows)
 
 
+@pytest.mark.slow
 def test_a_network_learns(data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, step_widths=(0.25, 0.5, 1.0))
     fitted = fit(seeded(LitShapes), data, algorithm=algorithm, clients_per_round=12, max_epochs=8, local_epochs=2)

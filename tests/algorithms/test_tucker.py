@@ -82,6 +82,7 @@ def test_each_entry_is_averaged_over_the_clients_that_hold_it() -> None:
     assert sizes[0][0] < sizes[1][0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")  # where all parameters are frozen
 @pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
 def test_it_keeps_the_contract_of_algorithms(keep_ratio: Any) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from masked_heads import OWN, LitHead, clients, present
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -56,7 +57,7 @@ class LitShifted(LitHead):
         return F.cross_entropy(logits + shift_by_hand([3 * (c in OWN[client_id]) for c in range(5)], 1.0), y)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], ALGORITHMS))
 def test_a_round_is_that_of_a_module_that_shifts_by_hand(name: str, fit: Fit) -> None:
     options = {"algorithm": ALGORITHMS[name]}
     ours = fit(seeded(LitHead), clients(), local_hooks=[CalibratedLogits(rounds=1)], **options)

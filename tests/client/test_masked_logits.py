@@ -12,6 +12,7 @@ import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
 from masked_heads import OWN, LitHead, LitPresent, LitZeros, clients, masked, present
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -45,7 +46,7 @@ ALGORITHMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], ALGORITHMS))
 def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
     options = {"algorithm": ALGORITHMS[name]}
     ours = fit(seeded(LitHead), clients(), local_hooks=[ls.client.MaskedLogits()], **options)
@@ -103,7 +104,7 @@ def test_one_clients_steps_written_out() -> None:
         assert not lit.head._forward_hooks
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, "width"])
+@pytest.mark.parametrize("name", slow_but(["width", "LoRA"], [*ALGORITHMS, "width"]))
 def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit) -> None:
     data, algorithm = partial(clients, [range(5)] * 4), ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5))
     plain = fit(seeded(LitHead), data(), algorithm=algorithm)

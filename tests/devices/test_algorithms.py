@@ -65,13 +65,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = {"MIFA", "Scaled", "Schatten", "EffectiveCohort", "MinimumSupport", "Zampling, not sampled", "supermask"}
-SLOW |= {"RollingChannels", "LoRA, TruncatedProducts", "LoRA, FrozenA", "LoRA, PaddedFactors"}
-SLOW |= {"TopN", "Unbiased", "PriSM", "FedPM", "Zampling, more options", "RandomChannels", "StaleUpdates"}
-SLOW |= {"LoRA, StackedProducts", "LoRA, AlternatingFactors"}
+QUICK = (
+    "FedAvg",
+    "StaleUpdates, terms",
+    "Collective",
+    "Zampling",
+    "PrefixChannels",
+    "FIARSE",
+    "LoRA, SampledTerms",
+    "Int8",
+)
 
 
-@pytest.mark.parametrize("name", slow_but(SYSTEMS.keys() - SLOW, SYSTEMS))
+@pytest.mark.parametrize("name", slow_but(QUICK, SYSTEMS))
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
     agree(*(run(lit(), data, max_epochs=2, **SYSTEMS[name]) for run in (fit, there)))
@@ -115,7 +121,7 @@ OF_NETS = {
     "width": ls.WidthSharding(),
     "adapters": ls.LoRA(1),
 }
-KEPT = [("cnn", "bits"), ("resnet", "spectral"), ("cct", "adapters"), ("gpt", "width")]
+KEPT = [("cnn", "bits"), ("gpt", "width")]
 PAIRS = list(itertools.product(NETS, OF_NETS))
 
 

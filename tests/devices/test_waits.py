@@ -77,7 +77,7 @@ def waits_of(there: Fit, data: Any, **options: Any) -> Counter[str]:
     return count.rounds[1]
 
 
-KINDS = ("FedAvg", "largest changes", "SpectralSharding", "Zampling", "WidthSharding", "Scaffold", "StaleUpdates")
+KINDS = ("FedAvg", "largest changes", "SpectralSharding", "StaleUpdates")
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, PER_ROUND))

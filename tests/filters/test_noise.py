@@ -12,6 +12,7 @@ import torch
 from fake_line import line_of, remote, toy_client_data
 from federation import Fit, same_state, seeded
 from other_process import toy_data
+from slow_cases import slow_but
 from torch import Tensor, nn
 from toy_models import LitMLP, LitSmall
 
@@ -168,7 +169,7 @@ def noisy_line(noise: LocalNoise, lit: Any = LitMLP, spoil: Any = None) -> Any:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4), ls.Ditto(), ls.LoRA(2)],
+    slow_but([ls.FedAvg()], [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4), ls.Ditto(), ls.LoRA(2)]),
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_fit_is_that_of_the_simulation_but_for_the_noise(algorithm: Any, fit: Fit) -> None:

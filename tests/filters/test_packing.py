@@ -184,6 +184,7 @@ def pulled_to_examples(size: int) -> LitNet:
     return LitNet(net, lr=0.02, loss=lambda lit, batch: 0.5 * (lit.net["weight"] - batch[0]).square().sum(1).mean())
 
 
+@pytest.mark.slow
 def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = torch.ones(2, 10)
     targets[:, 0] = torch.tensor([10.0, -10.0])  # cancel in the mean, and are the largest for each client

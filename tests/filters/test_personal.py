@@ -8,6 +8,7 @@ import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
 from other_process import toy_data
+from slow_cases import slow_but
 from torch import Tensor, nn
 from toy_models import LitMLP, toy_examples, variant
 
@@ -73,7 +74,13 @@ def by_hand(
 
 
 @pytest.mark.parametrize("personal_epochs", [0, 2])
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam])
+@pytest.mark.parametrize(
+    "optimizer",
+    slow_but(
+        [torch.optim.Adagrad],
+        [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*rescales gradients")
 def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, fit: Fit) -> None:
     data, filters = toy_data(), [ls.Personal(HEAD, epochs=personal_epochs)]
@@ -175,7 +182,10 @@ def test_spectral_sharding_keeps_the_same_parameters_and_shards_the_others(fit: 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [ls.FedAvg(), ls.SpectralSharding(), ls.StaleUpdates(), ls.QFedAvg(), ls.FedDyn(), ls.Ditto()],
+    slow_but(
+        [ls.SpectralSharding()],
+        [ls.FedAvg(), ls.SpectralSharding(), ls.StaleUpdates(), ls.QFedAvg(), ls.FedDyn(), ls.Ditto()],
+    ),
     ids=repr,
 )
 def test_a_resumed_run_has_the_same_own_models(algorithm: Any, fit: Fit, tmp_path: Path) -> None:

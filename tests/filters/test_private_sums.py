@@ -102,6 +102,7 @@ def test_divisors_do_not_depend_on_who_takes_part() -> None:
     assert released([], SecretNormals(b"key")).any()
 
 
+@pytest.mark.slow
 def test_noise_has_its_deviation_in_every_coordinate_that_clients_reach() -> None:
     """Five deviations of the estimates themselves; coordinates are independent, and unreached rows have none."""
     count, std = 4000, 0.7 * 2.0 * WEIGHT

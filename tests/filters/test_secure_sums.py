@@ -13,6 +13,8 @@ from other_process import toy_data
 from toy_models import LitMLP, LitSmall, Remembering, variant
 
 pytest.importorskip("cryptography", reason="masks need the extra `secure`")
+from slow_cases import slow_but
+
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.plugin.callbacks import BatchNormEstimation, UpdateAlignment
@@ -59,7 +61,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but([*CASES][::3], CASES))
 @pytest.mark.filterwarnings("ignore:.*is left out of the average")
 def test_sums_have_the_bits_of_those_without_masks(name: str, fit: Fit) -> None:
     lit, options = CASES[name]

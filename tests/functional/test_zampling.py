@@ -299,6 +299,7 @@ def test_rows_are_those_of_the_slow_drawer(seed: int, block: int, num_rows: int,
     assert diagonal[1].ravel().tolist() == [v for row in slow_values for v in row][:num_rows]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_draws_the_same_rows_whatever_was_drawn_before() -> None:
     torch.manual_seed(5)
     np.random.seed(5)

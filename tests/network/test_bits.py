@@ -152,7 +152,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", slow_but(["update norms"], SAMPLERS))
 def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     def run(data: Any) -> tuple[Any, Any, Any]:
         models = {
@@ -220,6 +220,7 @@ def test_a_device_that_lost_its_clients_state_says_so_and_begins_anew(fit: Fit, 
     assert sorted(message.partition(" so it")[0] for message in said) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fit: Fit, tmp_path: Path) -> None:
     """Devices have trained for a third round, which the resumed server asks for once more."""
     options: dict[str, Any] = {**SYSTEMS["personal head"], **SETTINGS, "clients_per_round": 12}

@@ -74,7 +74,7 @@ def secure_fit(fit: Fit, line: FakeLine, lit: Any = LitMLP, threshold: float = 0
     return fit(seeded(lit), remote(line, deadline=0.2), filters=[secure], **{**SETTINGS, **options})
 
 
-@pytest.mark.parametrize("lit", [LitMLP, LitSmall])
+@pytest.mark.parametrize("lit", slow_but([LitMLP], [LitMLP, LitSmall]))
 @pytest.mark.parametrize("hazards", [None, 1])
 def test_the_network_gives_the_bits_of_the_simulation_without_masks(lit: Any, hazards: int | None, fit: Fit) -> None:
     ours = fit(seeded(lit), remote(toy_line(lit, hazards=hazards)), filters=[ls.SecureSums()], **SETTINGS)

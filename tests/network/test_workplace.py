@@ -10,6 +10,7 @@ from fake_line import remote, toy_line
 from federation import Fit, same_state, seeded
 from lightning.pytorch.plugins.precision import Precision
 from other_process import toy_data
+from slow_cases import slow_but
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from toy_models import LitHalves, LitMLP, variant
 
@@ -48,7 +49,7 @@ PLAIN: list[Any] = []  # the weights without any of that
 
 
 @pytest.mark.filterwarnings("ignore:weight_decay=0.01 of AdamW does not act on the factors")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but([*CASES][::3], CASES))
 def test_devices_train_as_the_simulation_does(name: str, fit: Fit) -> None:
     lit, options, precision = CASES[name]
     options = {**SETTINGS, **options, "trainer": {"precision": precision}}

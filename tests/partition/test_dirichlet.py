@@ -138,6 +138,7 @@ def test_counts_have_the_moments_of_the_literal_split() -> None:
     assert deviation(ours, moments(literal, SUPPLY, seed=2)) <= 5.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 2])
 def test_blocks_of_clients_have_the_moments_of_the_literal_split(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dirichlet, "BLOCK", block)
@@ -154,6 +155,7 @@ def test_a_million_clients_are_dealt_in_seconds_and_every_example_once() -> None
     assert partition.sizes.unique().tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_blocks_that_draw_what_is_missing_from_another_prior_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: only the client's own prior is right for labels that were skipped."""
     monkeypatch.setattr(

@@ -69,6 +69,7 @@ def test_before_the_first_fit_averages_are_the_modules_own() -> None:
     assert same_state(ls.algorithms.narrow_model(model, 0.5).state_dict(), expected.state_dict())
 
 
+@pytest.mark.slow
 def test_averages_of_a_width_are_those_of_its_activations(data: Any, fit: Fit) -> None:
     """With constant weights, these averages come close to the truth; those of the whole module do not."""
     lit = seeded(LitNorms)

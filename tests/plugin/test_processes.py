@@ -50,9 +50,9 @@ SAME = [name for name in RUNS.RUNS if "fails" not in name]
 CASES = [(name, n) for name in SAME for n in (2, 3) if n == 2 or name not in RUNS.ONLY_WITH_TWO]
 
 
-def run_in_several(folder: Path, num_processes: int) -> None:
+def run_in_several(folder: Path, num_processes: int, group: str) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPT), str(folder), str(num_processes), str(free_port())]
+    command = [sys.executable, str(SCRIPT), str(folder), str(num_processes), str(free_port()), group]
     process = subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -66,42 +66,44 @@ def run_in_several(folder: Path, num_processes: int) -> None:
 
 @dataclass(frozen=True)
 class Results:
-    """The final state of each process of each run; runs are done when the first of them is looked at."""
+    """The final state of each process of each run; several processes do a group of runs when one is looked at."""
 
     folder: Path
-    alone: dict[str, dict[str, Any]]
-    done: set[int] = field(default_factory=set)
+    alone: dict[str, dict[str, Any]] = field(default_factory=dict)
+    done: set[tuple[int, str]] = field(default_factory=set)
 
     def __call__(self, name: str, num_processes: int) -> list[dict[str, Any]]:
-        if num_processes == 1:
-            return [self.alone[name]]
-        return [self.of(name, num_processes, rank) for rank in range(num_processes)]
+        if num_processes > 1:
+            return [self.of(name, num_processes, rank) for rank in range(num_processes)]
+        if name not in self.alone:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*num_workers")
+                warnings.simplefilter("ignore", ls.SpectralWarning)
+                self.alone[name] = RUNS.run(self.folder / "1" / name, **RUNS.RUNS[name])
+        return [self.alone[name]]
 
     def of(self, name: str, num_processes: int, rank: int) -> dict[str, Any]:
-        self.run(num_processes)
+        self.run(name, num_processes)
         found: dict[str, Any] = torch.load(self.folder / f"{name} {num_processes} {rank}.pt", weights_only=True)
         return found
 
-    def run(self, num_processes: int) -> None:
-        if num_processes > 1 and num_processes not in self.done:
-            self.done.add(num_processes)
-            run_in_several(self.folder, num_processes)
+    def run(self, name: str, num_processes: int) -> None:
+        group = RUNS.group_of(name) if name in RUNS.RUNS else "quick"
+        if num_processes > 1 and (num_processes, group) not in self.done:
+            self(RUNS.RESUMED, 1)  # whose checkpoint is resumed
+            self.done.add((num_processes, group))
+            run_in_several(self.folder, num_processes, group)
+        elif num_processes == 1:
+            self(name, 1)
 
     def checkpoint(self, name: str, num_processes: int) -> Path:
-        self.run(num_processes)
+        self.run(name, num_processes)
         return self.folder / str(num_processes) / name / "0.ckpt"
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("runs")
-    alone = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*num_workers")
-        warnings.simplefilter("ignore", ls.SpectralWarning)
-        for name, options in RUNS.RUNS.items():
-            alone[name] = RUNS.run(folder / "1" / name, **options)
-    return Results(folder, alone)
+    return Results(tmp_path_factory.mktemp("runs"))
 
 
 def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -113,7 +115,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert repr(ours[key]) == repr(theirs[key]), key
 
 
-@pytest.mark.parametrize(("name", "num_processes"), slow_but([case for case in CASES if case[1] == 2], CASES))
+@pytest.mark.parametrize(("name", "num_processes"), slow_but([(name, 2) for name in RUNS.QUICK], CASES))
 def test_every_process_ends_as_a_single_one(name: str, num_processes: int, results: Results) -> None:
     (alone,) = results(name, 1)
     assert alone["error"] is None
@@ -124,7 +126,8 @@ def test_every_process_ends_as_a_single_one(name: str, num_processes: int, resul
 
 def test_runs_are_what_they_are_called(results: Results) -> None:
     """Otherwise equality would prove little: clients are left out, cohorts are cut, watchers log their values."""
-    rows = {name: results(name, 1)[0]["history"][0] for name in SAME}
+    named = ("clients left out", "cut cohort", "coordinated, one client", "evaluation on clients")
+    rows = {name: results(name, 1)[0]["history"][0] for name in named}
     assert rows["clients left out"]["fl/clients_left_out"] > 0
     assert rows["cut cohort"]["fl/clients"] == 4
     remembered = [row["fl/store_bytes"] for row in results("a store of clients", 1)[0]["history"]]
@@ -145,7 +148,7 @@ def test_runs_are_what_they_are_called(results: Results) -> None:
 
 def test_one_process_writes_the_dashboard_of_all(results: Results) -> None:
     def record(num_processes: int, rank: int) -> Path:
-        results.run(num_processes)
+        results.run("several models", num_processes)
         return results.folder / str(num_processes) / f"several models, process {rank}" / NAME
 
     def histograms(num_processes: int) -> list[Any]:

@@ -292,6 +292,7 @@ def squared_distance(choice: Any, change_of: Any, size: int, num_rounds: int = 6
     return torch.stack(seen).square().sum(1).mean(), torch.stack(seen).mean(0)
 
 
+@pytest.mark.slow
 def test_around_an_optimum_it_is_noisier_than_averaging() -> None:
     """A tenth of the way to the optimum in each round, plus noise: 1.9 times the squared distance (1.8 to 2.0 here)."""
 
@@ -304,6 +305,7 @@ def test_around_an_optimum_it_is_noisier_than_averaging() -> None:
     assert 1.6 < bounded / averaged < 2.2
 
 
+@pytest.mark.slow
 def test_with_few_and_unequal_clients_it_ends_beside_the_optimum() -> None:
     """One client in twenty, one a round, wants to go far, the others a little the other way: together, nowhere.
 

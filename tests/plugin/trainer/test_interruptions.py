@@ -21,6 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_versions import HAS_2_5_3, needs_2_5_3
 from mixed_federation import MIXED
+from slow_cases import slow_but
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from toy_models import LitMLP, LitSmall, variant
 
@@ -263,7 +264,7 @@ def forms(module: torch.nn.Module) -> list[Any]:
 @pytest.mark.parametrize("interrupt", [press, press_again_and_again])
 @pytest.mark.parametrize(
     "algorithm",
-    [ls.FedAvg(), MIXED, ls.Zampling(4, degree=3), ls.LoRA({1: 0.5, 3: 0.5})],
+    slow_but([MIXED], [ls.FedAvg(), MIXED, ls.Zampling(4, degree=3), ls.LoRA({1: 0.5, 3: 0.5})]),
     ids=["FedAvg", "spectral", "Zampling", "LoRA"],
 )
 def test_ctrl_c_in_a_client_leaves_the_server_and_saves_the_last_whole_round(

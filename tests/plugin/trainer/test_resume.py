@@ -13,6 +13,7 @@ from federation import HARDLY_MOVED, Fit, Fitted, check_resumes, same_state, see
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from mixed_federation import MIXED, federate
+from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import SpectralStart
@@ -48,7 +49,7 @@ def fit_and_save(fit: Fit, lit_mlp: Any, data: Any) -> FitAndSave:
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
-@pytest.mark.parametrize("stop_after", [1, 3, 4])
+@pytest.mark.parametrize("stop_after", slow_but([3], [1, 3, 4]))
 def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save: FitAndSave, tmp_path: Path) -> None:
     whole = fit_and_save(tmp_path / "whole", 5)
     fit_and_save(tmp_path / "parts", stop_after)

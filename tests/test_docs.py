@@ -143,7 +143,7 @@ def test_pages_name_attributes_that_classes_have() -> None:
 
     pages = [*DOCS.glob("*.md"), ROOT / "README.md"]
     named = {pair for page in pages for pair in re.findall(r"`([A-Z]\w+)\.([a-z]\w*)", page.read_text())}
-    assert {("Round", "send"), ("FederatedModule", "start_round")} <= named
+    assert {("Round", "send"), ("FederatedModule", "configure_callbacks")} <= named
     assert not [pair for pair in named if pair[0] in known and not has(*pair)]
 
 

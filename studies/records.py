@@ -7,9 +7,10 @@ trained twice.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 KEPT = Path("docs/runs")
+TABLES = Path("docs/tables")  # those that are too long for a page
 Run = dict[str, Any]
 
 
@@ -98,6 +100,13 @@ def keep(folder: Path, kept: Path | None = None, part: Callable[[Run], Run] = di
     paths = sorted(folder.glob("*.json"))
     lines = [json.dumps({"file": path.stem, **rounded(part(json.loads(path.read_text())))}) for path in paths]
     kept.write_text("".join(f"{line}\n" for line in lines))
+
+
+def write_csv(name: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Write a table to ``docs/tables``."""
+    TABLES.mkdir(parents=True, exist_ok=True)
+    with (TABLES / f"{name}.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
 
 
 def rounded(value: Any) -> Any:

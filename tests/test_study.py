@@ -270,11 +270,13 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
     study.report.main()
     assert {path.name for path in Path("docs").iterdir()} == {
         "runs",
-        "study.csv",
+        "tables",
         "study_tables.md",
+        "study_systems_tables.md",
         "study.svg",
         "study_curves.svg",
     }
+    assert {path.name for path in Path("docs/tables").iterdir()} == {"study.csv", "study_best.csv"}
 
 
 @pytest.mark.slow

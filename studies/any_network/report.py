@@ -2,15 +2,15 @@
 
     python studies/any_network/report.py
 
-reads ``outputs/any_network`` and writes ``docs/study.csv``, ``docs/study_tables.md``, ``docs/study.svg`` (accuracy
-against kilobytes) and ``docs/study_curves.svg`` (accuracy against rounds, with bands over seeds). Tables and figures
-have only contenders whose ladder of learning rates was climbed to its end; the list has all runs. They are also stored
-in ``docs/runs``.
+reads ``outputs/any_network`` and writes ``docs/tables/study.csv``, with all runs, and ``docs/tables/study_best.csv``,
+with each contender at its best learning rate; what the pages show of the latter, ``docs/study_tables.md`` and
+``docs/study_systems_tables.md``; and ``docs/study.svg`` (accuracy against kilobytes) and ``docs/study_curves.svg``
+(accuracy against rounds, with bands over seeds). All but the first have only contenders whose ladder of learning rates
+was climbed to its end. Runs are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
 
-import csv
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -35,7 +35,7 @@ from plans import (
     reported,
     results,
 )
-from records import keep
+from records import keep, write_csv
 from run import EVERY
 from setups import FEW_LABELS, MIXED, SERVERS, SETUPS
 from systems import KEEP_RATIO, system_rows
@@ -82,7 +82,10 @@ def cell(runs: Sequence[Run], dense: Sequence[Run] = ()) -> str:
     return f"{mean(values.values()):.1f}{spread}{share} at {runs[0]['lr']:g}{failed}"
 
 
-def table(runs: Sequence[Run], contenders: Sequence[Contender], **where: Any) -> list[str]:
+Grid = tuple[Sequence[str], Mapping[str, Sequence[str]]]  # columns, and the cells of each row
+
+
+def table(runs: Sequence[Run], contenders: Sequence[Contender], **where: Any) -> Grid:
     """Return a row for each network and a column for each contender; those that were not run are left out."""
     anywhere = {name: value for name, value in where.items() if name != "keep_ratio"}
 
@@ -96,26 +99,24 @@ def table(runs: Sequence[Run], contenders: Sequence[Contender], **where: Any) ->
         net: [cell(found(net, one), found(net, ("FedAvg", one[1])) if one[0] != "FedAvg" else ()) for one in columns]
         for net in rows
     }
-    return markdown([label(one) for one in columns], cells)
+    return [label(one) for one in columns], cells
 
 
-def systems(runs: Sequence[Run]) -> list[str]:
+def systems(runs: Sequence[Run]) -> Grid:
     """Return a row for each system at about a tenth of the parameters, and a column for each network."""
     one = select(runs, data="MNIST", split=NEAR_IID, seed=0, server="averaging")
     dense = {run["net"]: run for run in select(one, setup="FedAvg")}
-    return markdown(NETS, system_rows(select(one, keep_ratio=KEEP_RATIO), dense))
+    return NETS, system_rows(select(one, keep_ratio=KEEP_RATIO), dense)
 
 
-def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of a table, or none if there are no rows."""
-    if not rows:
-        return []
+def markdown(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a table for a page."""
     lines = [f"| | {' | '.join(columns)} |", "| --- " * (len(columns) + 1) + "|"]
-    return [*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())]
+    return "\n".join([*lines, *(f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items())])
 
 
-def tables(runs: Sequence[Run]) -> str:
-    """Return all tables that have rows, each below a line that says what it shows."""
+def tables(runs: Sequence[Run]) -> dict[str, Grid]:
+    """Return all tables that have rows, by what they show."""
     groups: dict[str, Sequence[Contender]] = {
         "": [*product(MAIN, BOTH)],
         ", as published": [*product(PUBLISHED, BOTH)],
@@ -125,7 +126,7 @@ def tables(runs: Sequence[Run]) -> str:
         ", two capacities": [(setup, "momentum") for setup in (*ALL_CLIENTS, *TWO_CAPACITIES)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
-    parts: dict[str, list[str]] = {}
+    parts: dict[str, Grid] = {}
     for (data, split), keep_ratio in product(product(IMAGES, (*ALPHAS, TIED)), (0.05, 0.1, 0.2, *MIXED)):
         for name, contenders in groups.items():
             where = {"data": data, "split": split, "keep_ratio": keep_ratio}
@@ -135,20 +136,31 @@ def tables(runs: Sequence[Run]) -> str:
                 select(runs, setup=a, server=b, **where) for a, b in contenders if a not in MAIN or b not in BOTH
             ):
                 parts[f"{data}, {split}, keep ratio {keep_ratio}{name}"] = table(runs, contenders, **where)
-    parts["Accuracy (bytes of a turn, multiplications of a pass, in per cent of FedAvg's), seed 0"] = systems(runs)
-    return "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines) + "\n"
+    return {title: grid for title, grid in parts.items() if grid[1]}
 
 
-def write_csv(runs: Sequence[Run], path: Path) -> None:
-    """Write one line per run, whatever its learning rate."""
+def write_tables(runs: Sequence[Run], reported: Sequence[Run]) -> None:
+    """Write all runs, the table of each question, and what the pages show."""
     names = ["data", "split", "net", "setup", "server", "keep_ratio", "lr", "seed", "num_rounds"]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([*names, "accuracy", "val_accuracy", "bytes_per_turn", "error"])
-        for run in runs:
-            scores = [f"{final(run, part):.4f}" for part in ("test", "val")]
-            turns = "/".join(f"{turn:.0f}" for turn in run["bytes_per_turn"].values())
-            writer.writerow([*(run[name] for name in names), *scores, turns, run["error"][:80]])
+    lines = []
+    for run in runs:
+        scores = [f"{final(run, part):.4f}" for part in ("test", "val")]
+        turns = "/".join(f"{turn:.0f}" for turn in run["bytes_per_turn"].values())
+        lines.append([*(run[name] for name in names), *scores, turns, run["error"][:80]])
+    write_csv("study", [*names, "accuracy", "val_accuracy", "bytes_per_turn", "error"], lines)
+    grids = tables(reported)
+    cells = [
+        [title, net, contender, cell]
+        for title, (columns, rows) in grids.items()
+        for net, own in rows.items()
+        for contender, cell in zip(columns, own, strict=True)
+        if cell
+    ]
+    write_csv("study_best", ["table", "net", "contender", "accuracy (share of FedAvg's) at learning rate"], cells)
+    shown = {split: f"MNIST, {split}, keep ratio {KEEP_RATIO}" for split in ALPHAS}
+    parts = [f"{split}:\n\n{markdown(*grids[title])}\n" for split, title in shown.items() if title in grids]
+    (DOCS / "study_tables.md").write_text("\n".join(parts))
+    (DOCS / "study_systems_tables.md").write_text(f"{markdown(*systems(reported))}\n")
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
@@ -215,13 +227,11 @@ def accuracy_against_rounds(runs: Sequence[Run], figure: Figure) -> None:
 def main() -> None:
     keep(OUTPUT)
     runs = reported(results())
-    write_csv(results(), DOCS / "study.csv")
-    (DOCS / "study_tables.md").write_text(tables(runs))
+    write_tables(results(), runs)
     with printed(DOCS / "study.svg", 9.5, 5.2) as figure:
         accuracy_against_bytes(runs, figure)
     with printed(DOCS / "study_curves.svg", 9.5, 5.2) as figure:
         accuracy_against_rounds(runs, figure)
-    print(tables(runs))
 
 
 if __name__ == "__main__":

@@ -119,9 +119,11 @@ def test_the_report_has_a_row_for_each_compression_and_each_other_setting(study:
     study.report.main()
     text = Path("docs/zampling_tables.md").read_text()
     assert "| 32 | 40 | 2 | 1023.5 | 32.0 | 90.00 ± 0.00 | 85.00 ± 0.00 | 0.93 |" in text
-    assert "| He start | 8 | 40 | 0.1 | 1.0 | 0.0 | 1 |  | 2 | 90.00 ± 0.00 | 85.00 ± 0.00 |" in text
-    assert text.count(f"| FedPM | 1 | {len(fed_pm)} | 33,328 | 1,042 |") == 1
-    assert "| 2 bits down | 32 | 1 | 33,328 | 1,042 | 32.0 | 1023.5 | 90.00 | 85.00 |" in text
+    names = ("others", "posteriors", "downlink")
+    others, fed_pms, downlink = (Path(f"docs/tables/zampling_{name}.csv").read_text() for name in names)
+    assert "He start,8,40,0.1,1.0,0.0,1,,2,90.00 ± 0.00,85.00 ± 0.00" in others
+    assert fed_pms.count(f'FedPM,1,{len(fed_pm)},"33,328","1,042",') == 1
+    assert '2 bits down,32,1,"33,328","1,042",32.0,1023.5,90.00,85.00' in downlink
     row = "| continuous, coordinated | 32 | 1 | 33,328 | 1,042 | 232.0 | 7421.3 | 90.00 | 85.00 |"
     assert row in Path("docs/zampling_conv4.md").read_text()
     assert row not in text

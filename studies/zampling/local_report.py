@@ -2,8 +2,8 @@
 
     python studies/zampling/local_report.py
 
-reads ``outputs/zampling_local`` and writes ``docs/zampling_local.md`` and ``docs/zampling_figure3.svg``. All runs are
-also stored in ``docs/runs``.
+reads ``outputs/zampling_local`` and writes ``docs/tables/zampling_local_*.csv``, what the page shows of them,
+``docs/zampling_local.md``, and ``docs/zampling_figure3.svg``. All runs are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from local import NUM_PERTURBATIONS, OUTPUT, TAUS
 from matplotlib.axes import Axes
-from records import keep, read_runs
-from tables import Run, per_cent, table
+from records import keep, read_runs, write_csv
+from tables import Rows, Run, per_cent, table
 
 from lightning_spectral.report.printed import legend_above, look, printed
 
@@ -51,7 +51,7 @@ def mean_sampled(runs: Sequence[Run]) -> list[float]:
     return [mean(run["sampled"]) for run in runs]
 
 
-def figure3_table() -> list[str]:
+def figure3_table() -> Rows:
     """Return a table of the mean sampled accuracy and that of the expected network, beside Table 2."""
     runs = results("figure3")
     rows = []
@@ -73,7 +73,7 @@ def figure3_table() -> list[str]:
                 ]
             )
     head = ["d", "m/n", "mean of sampled", "spread of one run's samples", "expected network", "Table 2, sampled"]
-    return table(head, rows)
+    return head, rows
 
 
 def figure3(axes: Axes) -> None:
@@ -95,7 +95,7 @@ def figure3(axes: Axes) -> None:
     axes.set_title("784-20-20-10 on MNIST: mean of sampled networks; dashed, the expected network")
 
 
-def zhou_table() -> list[str]:
+def zhou_table() -> Rows:
     """Return a table of the best sampled networks and of supermasks."""
     runs = results("zhou")
     rows = []
@@ -106,10 +106,10 @@ def zhou_table() -> list[str]:
         rows.append(
             [name, f"{lr:g}", best, per_cent(mean_sampled(chosen)), per_cent([run["expected"] for run in chosen])]
         )
-    return table(["", "learning rate", "best of the sampled", "mean of the sampled", "expected network"], rows)
+    return ["method", "learning rate", "best of the sampled", "mean of the sampled", "expected network"], rows
 
 
-def sensitivity_table() -> list[str]:
+def sensitivity_table() -> Rows:
     """Return a table of accuracy after perturbation and its mean change, relative and per unit of the noise's norm."""
     runs = results("sensitivity")
     rows = []
@@ -146,10 +146,10 @@ def sensitivity_table() -> list[str]:
                     ]
                 )
     head = ["perturbed", "τ", "training", "share of p, %", "accuracy before", "accuracy after", "sensitivity"]
-    return table([*head, "deviation", "Table 4: accuracy, sensitivity"], rows)
+    return [*head, "deviation", "Table 4: accuracy, sensitivity"], rows
 
 
-def integrality_table() -> list[str]:
+def integrality_table() -> Rows:
     """Return a table of expected, rounded and sampled networks for each start."""
     runs = results("integrality")
     rows = []
@@ -168,7 +168,7 @@ def integrality_table() -> list[str]:
             ]
         )
     head = ["training", "Beta(a, a), a", "expected network", "mean of sampled", "rounded", "integrality gap"]
-    return table([*head, "mean p(1 - p) at the end"], rows)
+    return [*head, "mean p(1 - p) at the end"], rows
 
 
 def scale_of(experiment: str) -> str:
@@ -179,8 +179,7 @@ def scale_of(experiment: str) -> str:
     rates = " or ".join(f"{lr:g}" for lr in levels(runs, "lr"))
     return (
         f"{first['num_images']:,} images, {epochs} epochs, Adam with a learning rate of {rates}, "
-        f"{len(levels(runs, 'seed'))} seeds, {first['num_samples']} sampled networks in each run. Test accuracy in per "
-        "cent, ± its standard deviation over seeds."
+        f"{len(levels(runs, 'seed'))} seeds, {first['num_samples']} sampled networks in each run."
     )
 
 
@@ -195,20 +194,21 @@ def main() -> None:
         "Perturbed probabilities (section 3.3)": ("sensitivity", sensitivity_table()),
         "The integrality gap (appendix A)": ("integrality", integrality_table()),
     }
+    shown = {"figure3": (0, ("10",)), "sensitivity": (1, ("0.1", "0.5"))}  # a column, and its values on the page
     notes = {
-        "figure3": " Whether the ± of Table 2 is over seeds or samples the paper does not say. A row of Q has d "
-        "different columns, so d is at most n: with m = 16,330 that leaves out d = 100 from m/n = 256 on, and d = 50 "
-        "from 512 on.",
+        "figure3": " A row of Q has d different columns, so d is at most n: with m = 16,330 that leaves out d = 100 "
+        "from m/n = 256 on, and d = 50 from 512 on. The paper does not say whether its ± is over seeds or samples.",
         "sensitivity": f" {NUM_PERTURBATIONS} perturbations in each run, clipped to [0, 1]; ± is over these, too. "
-        "*Inside* are probabilities between τ and 1 - τ, as printed; *outside* are the others. With τ = 0.5 the first "
-        "are none and the second all, and the paper says that it perturbs all. Its deviation is 0.7 times its "
-        "sensitivity in every row, so its perturbations had a norm of about 1.3 for every τ, which neither reading "
-        "gives: the norm of N(0, 1) on half of the probabilities is 90.",
+        "*Inside* are probabilities between τ and 1 - τ, as printed; *outside* are the others.",
         "integrality": " *Rounded* has each probability at its nearer end.",
     }
     lines = ["<!-- written by studies/zampling/local_report.py -->"]
-    for title, (experiment, rows) in parts.items():
-        lines += ["", f"### {title}", "", scale_of(experiment) + notes.get(experiment, ""), "", *rows]
+    lines += ["", "Test accuracy in per cent, ± its standard deviation over seeds; `docs/tables` has all rows."]
+    for title, (experiment, (head, rows)) in parts.items():
+        write_csv(f"zampling_local_{experiment}", head, rows)
+        column, values = shown.get(experiment, (0, ()))
+        part = [row for row in rows if not values or row[column] in values]
+        lines += ["", f"### {title}", "", scale_of(experiment) + notes.get(experiment, ""), "", *table(head, part)]
     (DOCS / "zampling_local.md").write_text("\n".join(lines) + "\n")
 
 

@@ -2,8 +2,9 @@
 
     python studies/zampling/report.py
 
-reads ``outputs/zampling`` and writes ``docs/zampling_tables.md`` and ``docs/zampling.svg`` for the paper's network, and
-``docs/zampling_conv4.md`` for FedPM's. All runs are also stored in ``docs/runs``.
+reads ``outputs/zampling`` and writes ``docs/zampling_tables.md``, ``docs/zampling.svg`` and
+``docs/tables/zampling_*.csv`` for the paper's network, and ``docs/zampling_conv4.md`` for FedPM's. All runs are also
+stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Any
 from federated import EVERY
 from matplotlib.axes import Axes
 from plans import FEW_IMAGES, MAIN_TASK, OUTPUT, STOPPING, downlink, fedpm, posteriors, results, stopped
-from records import keep
-from tables import Run, per_cent, table
+from records import keep, write_csv
+from tables import Rows, Run, per_cent, table
 
 from lightning_spectral.report.printed import BASELINE, draw_seeds, legend_above, look, printed, round_axis
 
@@ -62,7 +63,7 @@ def saved(run: Run, way: str) -> str:
     return f"{DENSE_BYTES[run['task']] / run[way]:.1f}"
 
 
-def table1(runs: Sequence[Run]) -> list[str]:
+def table1(runs: Sequence[Run]) -> Rows:
     """Return Table 1: savings in the bytes that were sent, and accuracy of the expected and of sampled networks."""
     head = ["m/n", "rounds", "seeds", "uplink saved", "downlink saved", "expected network, %", "sampled ones, %"]
     rows = []
@@ -70,10 +71,10 @@ def table1(runs: Sequence[Run]) -> list[str]:
         if found := named(runs, "published", num_rounds, compression=compression):
             cells = [str(compression), str(num_rounds), str(len(found)), saved(found[0], "up"), saved(found[0], "down")]
             rows.append([*cells, expected(found), sampled(found), PAPER[compression]])
-    return table([*head, "the paper"], rows) if rows else []
+    return [*head, "the paper"], rows
 
 
-def others(runs: Sequence[Run]) -> list[str]:
+def others(runs: Sequence[Run]) -> Rows:
     """Return a row for each other setting, best first; settings that only save bytes have their own table."""
     head = ["setup", "m/n", "rounds", "Adam's lr", "server's lr", "momentum", "local epochs", "cosine", "seeds"]
     published = {settings(run) for num_rounds in ROUNDS for run in named(runs, "published", num_rounds)}
@@ -84,10 +85,10 @@ def others(runs: Sequence[Run]) -> list[str]:
     for group in groups:
         cells = [*(f"{group[0][name]}" for name in SETTINGS[:7]), "yes" if group[0]["decay"] else "", str(len(group))]
         rows.append([*cells, expected(group), sampled(group)])
-    return table([*head, "expected", "sampled"], rows) if rows else []
+    return [*head, "expected", "sampled"], rows
 
 
-def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
+def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> Rows:
     """Return a row for each setting of a plan that was run, with the bytes of a client's turn."""
     head = ["setup", "m/n", "seeds", "bytes down", "bytes up", "downlink saved", "uplink saved", "expected", "sampled"]
     done = {settings(group[0]): group for group in by_settings(runs)}
@@ -98,7 +99,7 @@ def of_plan(plan: Iterable[Any], runs: Sequence[Run]) -> list[str]:
         cells = [first["setup"], str(first["compression"] or ""), str(len(group))]
         sizes = [f"{first['down']:,.0f}", f"{first['up']:,.0f}", saved(first, "down"), saved(first, "up")]
         rows.append([*cells, *sizes, expected(group), sampled(group)])
-    return table(head, rows) if rows else []
+    return head, rows
 
 
 def figure4(runs: Sequence[Run], axes: Axes) -> None:
@@ -121,15 +122,10 @@ def figure4(runs: Sequence[Run], axes: Axes) -> None:
 def write_main_task(runs: Sequence[Run]) -> None:
     """Write the tables and the figure of the paper's network."""
     main_task = [run for run in runs if run["task"] == MAIN_TASK]
-    parts = {
-        "As published (Table 1 of the paper)": table1(main_task),
-        "The same with up to 100 local epochs, stopped early, 2 rounds": of_plan(stopped(), runs),
-        "Other choices": others(main_task),
-        "Fewer bits down, 20 rounds": of_plan(downlink(), runs),
-        "FedPM and its relatives, 5,000 images, 20 rounds of three local epochs": of_plan(posteriors(), runs),
-    }
-    text = "\n\n".join(f"{title}:\n\n" + "\n".join(lines) for title, lines in parts.items() if lines)
-    (DOCS / "zampling_tables.md").write_text(text + "\n")
+    (DOCS / "zampling_tables.md").write_text("\n".join(table(*table1(main_task))) + "\n")
+    write_csv("zampling_others", *others(main_task))
+    for plan in (stopped, downlink, posteriors):
+        write_csv(f"zampling_{plan.__name__}", *of_plan(plan(), runs))
     with printed(DOCS / "zampling.svg", 6.5, 4.0) as figure:
         figure4(main_task, figure.subplots())
         legend_above(figure, 2)
@@ -140,8 +136,9 @@ def main() -> None:
     runs = results()
     if any(run["task"] == MAIN_TASK for run in runs):
         write_main_task(runs)
-    if conv4 := of_plan(fedpm(), runs):
-        (DOCS / "zampling_conv4.md").write_text("\n".join(conv4) + "\n")
+    head, conv4 = of_plan(fedpm(), runs)
+    if conv4:
+        (DOCS / "zampling_conv4.md").write_text("\n".join(table(head, conv4)) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from statistics import mean, stdev
 from typing import Any
 
 Run = Mapping[str, Any]
+Rows = tuple[Sequence[str], Sequence[Sequence[str]]]  # the head of a table, and its rows
 
 
 def per_cent(values: Sequence[float], digits: int = 1) -> str:

@@ -2,7 +2,8 @@
 
     python studies/lora/report.py
 
-reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/lora_tables.md`` and ``docs/lora_shakespeare.svg``,
+reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/tables/lora_shakespeare.csv``, what the page shows of
+it, ``docs/lora_tables.md``, and ``docs/lora_shakespeare.svg``; and ``docs/tables/lora_vit.csv``,
 ``docs/lora_vit_tables.md`` and ``docs/lora_vit.svg``. All runs of the tables are also stored in ``docs/runs``.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
-from records import keep, restore
+from records import keep, restore, write_csv
 from run import TASKS, Task
 
 from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, log_axis, look, printed
@@ -103,8 +104,8 @@ class Page:
             self.with_spread([self.at(run, equal) for run in own.values()]),
         ]
 
-    def text(self, runs: Runs) -> str:
-        """Return a description of the runs, and a row for each setup."""
+    def write(self, runs: Runs) -> None:
+        """Write a row for each setup, and for the page a description of the runs and the columns that matter most."""
         every = [run for of_setup in runs.values() for run in of_setup.values()]
         equal, curve = min(run["megabytes"][-1] for run in every), every[0][self.task.figure]
         if len(starts := {f"{run[self.task.figure][0]:.{self.digits}f}" for run in every}) > 1:
@@ -112,18 +113,18 @@ class Page:
                 f"Runs in {self.task.output} begin with the {self.task.figure} {' and '.join(sorted(starts))}, so they "
                 "fine-tune different networks; remove those of one, whose network another machine has pre-trained."
             )
-        averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
-        rates = ", ".join(f"{rate:g}" for rate in sorted({rate for run in runs for rate in self.task.rates_of(run)}))
-        text = (
-            f"{len(curve) - 1} rounds{averaged}; ± is the standard deviation over seeds. The learning rate is the best "
-            f"in seed 0 of some or all of {rates}. "
-            f"Before fine-tuning the {self.task.figure} is {curve[0]:.{self.digits}f}. "
-            f"Paired: by how much it ends {'below' if self.task.best is min else 'above'} `{REFERENCE}` of the same "
-            f"seed. Equal: after {equal:.1f} MB, which is all that the thriftiest run has sent."
-        )
         rows = [self.row(setup, runs, equal) for setup in runs]
-        lines = [f"| {' | '.join(cells)} |" for cells in (self.head, ["---"] * len(self.head), *rows)]
-        return f"{text}\n\n" + "\n".join(lines) + "\n"
+        write_csv(Path(self.figure).stem, self.head, rows)
+        averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
+        text = (
+            f"{len(curve) - 1} rounds{averaged}, from {curve[0]:.{self.digits}f}. Paired: by how much it ends "
+            f"{'below' if self.task.best is min else 'above'} `{REFERENCE}` of the same seed. "
+            f"[All columns](tables/{Path(self.figure).stem}.csv) include the {self.task.figure} after {equal:.1f} MB, "
+            "which is all that the thriftiest run has sent."
+        )
+        shown = [[row[column] for column in (0, 3, 4, 5)] for row in (self.head, ["---"] * len(self.head), *rows)]
+        lines = "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
+        (DOCS / self.table).write_text(f"{text}\n\n{lines}")
 
     def draw(self, runs: Runs, figure: Figure) -> None:
         """Draw the figure against megabytes: the mean over seeds, and a band from the lowest to the highest value."""
@@ -151,11 +152,9 @@ def main() -> None:
         raise SystemExit("No setup has been run with all learning rates yet: call `run.py` first.")
     for page, runs in chosen.items():
         keep(page.task.output)
-        text = page.text(runs)
-        (DOCS / page.table).write_text(text)
+        page.write(runs)
         with printed(DOCS / page.figure, 7.5, 4.5) as figure:
             page.draw(runs, figure)
-        print(text)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 trains the first of the three models with full participation, keeps all updates of some rounds, and compares ways to
 draw 12 of the clients by the mean squared error of the estimated sum of weighted updates, relative to the square of the
-sum. It takes two minutes and writes ``docs/several_models_fixed_size.md``.
+sum. It takes two minutes and writes ``docs/tables/several_models_fixed_size.csv``.
 
 Coefficients w / p are the only unbiased ones that depend on the processor alone, so only the probabilities p can be
 chosen. For independent draws the best probabilities are proportional to the norms of the weighted updates. For a fixed
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from federations import FEDERATIONS
 from quiet import quiet_trainer, silence_lightning
+from records import write_csv
 from scipy.optimize import minimize
 from setups import ACTIVE
 from tasks import LOCAL_EPOCHS
@@ -32,7 +32,6 @@ from lightning_spectral.algorithms import DenseRound
 from lightning_spectral.functional.sampling.inclusion import assignment_probs
 
 ROUNDS = (1, 10, 30, 60)
-PAGE = Path("docs/several_models_fixed_size.md")
 DESIGN = ls.ConditionalPoisson()
 HEAD = ["round", "probabilities", "independent draws", "fixed size"]
 
@@ -157,8 +156,7 @@ def rows(grams: Mapping[int, tuple[Tensor, Tensor]], size: int = ACTIVE) -> Iter
 def main() -> None:
     silence_lightning()
     torch.set_num_threads(1)
-    table = [HEAD, ["---"] * len(HEAD), *rows(trained())]
-    PAGE.write_text("".join(f"| {' | '.join(row)} |\n" for row in table))
+    write_csv("several_models_fixed_size", HEAD, rows(trained()))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python studies/several_models/report.py
 
 reads ``outputs/several_models`` and ``outputs/several_models_five``, and writes the tables of both to
-``docs/several_models_tables.md`` and the figures ``docs/several_models.png`` and ``docs/several_models_five.png``.
+``docs/tables/several_models.csv`` and ``docs/tables/several_models_five.csv``, what the page shows of them to
+``docs/several_models_tables.md``, and the figures ``docs/several_models.png`` and ``docs/several_models_five.png``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from federations import FEDERATIONS, Federation
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from records import keep, read_runs, restore
+from records import keep, read_runs, restore, write_csv
 from run import EVERY, NUM_ROUNDS
 from setups import ACTIVE, SETUPS
 from tasks import LOCAL_EPOCHS, NUM_CLIENTS
@@ -33,12 +34,13 @@ HEAD = [
     "accuracy, %",
     "relative to full participation",
     "the slides",
-    "\\|H\\|₁, mean",
-    "\\|H\\|₁, std over rounds",
+    "|H|₁, mean",
+    "|H|₁, std over rounds",
     "traffic, MB",
     "of it to measure, MB",
     "store, MB",
 ]
+ON_PAGE = [HEAD[column] for column in (0, 2, 3, 4, 7)]
 LOOKS = {
     FULL: BASELINE,
     "Random": Look("#999999", "x", 1.6),
@@ -159,7 +161,7 @@ def seeds(runs: Mapping[int, Run]) -> str:
 
 
 def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
-    """Return a description of the runs, and a row for each setup with a result; for five models also their accuracies.
+    """Write a row for each setup with a result, for five models also their accuracies; return what the page shows.
 
     Args:
         key: Key of the federation.
@@ -172,7 +174,7 @@ def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
         f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at {learning_rates(federation)}, "
         f"{NUM_CLIENTS} clients, {ACTIVE} active processors, {up_to} (± is the standard deviation over seeds), "
         f"accuracy averaged over the {len(federation.models)} models and the last {LAST} evaluations.\n"
-        f"{federation.about}"
+        f"{federation.about} [All columns](tables/{federation.figure}.csv)."
     )
     names = federation.models if key in WITH_MODELS else ()
     head = [*HEAD, *(f"{model}, %" for model in names)]
@@ -184,8 +186,10 @@ def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
         for name, of_setup in runs.items()
         if of_setup
     ]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-    return f"{text}\n\n" + "\n".join(lines) + "\n"
+    write_csv(federation.figure, head, rows)
+    columns = [head.index(name) for name in ON_PAGE]
+    shown = [[row[column] for column in columns] for row in (head, ["---"] * len(head), *rows)]
+    return f"{text}\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
 
 
 def learning_rates(federation: Federation) -> str:

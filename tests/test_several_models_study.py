@@ -347,9 +347,9 @@ def test_five_models_have_a_table_of_their_own_with_the_accuracy_of_each(study: 
     robin = ["Round robin", "1", "50.0", "-", "-", *steps[:2], "120", "-", "-", *["50.0"] * 5]
     assert five[1:] == [full, ["Random", *random], robin]
     text = Path("docs/several_models_tables.md").read_text()
-    assert "averaged over the 3 models" in text
+    assert "mean of the 3 models" in text
     assert "| Random | 42.0 | 0.700 | 0.749 | 60 |\n" in text
-    assert "averaged over the 5 models" in text
+    assert "mean of the 5 models" in text
     assert Path("docs/several_models_five.png").stat().st_size > 10_000
 
 

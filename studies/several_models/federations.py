@@ -51,9 +51,8 @@ FEDERATIONS: dict[str, Federation] = {
         output=Path("outputs/several_models"),
         figure="several_models",
         about=(
-            "All models are of Fashion-MNIST at 14 x 14 pixels, each a perceptron with one hidden layer of 100 units "
-            "instead of the slides' network: compare the order with that of the slides (Table I, 3 tasks), not the "
-            "numbers."
+            "Perceptrons with one hidden layer of 100 units on Fashion-MNIST at 14 x 14 pixels: compare the order with "
+            "that of the slides (Table I, 3 tasks), not the numbers."
         ),
     ),
     "five": Federation(
@@ -63,9 +62,8 @@ FEDERATIONS: dict[str, Federation] = {
         output=Path("outputs/several_models_five"),
         figure="several_models_five",
         about=(
-            "Two models of Fashion-MNIST, one of CIFAR-10, one of MNIST, where the slides have EMNIST, and one of "
-            "Shakespeare; all are smaller than those of the slides: compare the order with that of the slides "
-            "(Table I, 5 tasks), not the numbers."
+            "All models are smaller than those of the slides: compare the order with that of the slides (Table I, 5 "
+            "tasks), not the numbers."
         ),
     ),
 }

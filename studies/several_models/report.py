@@ -20,8 +20,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from records import keep, read_runs, restore, write_csv
 from run import EVERY, NUM_ROUNDS
-from setups import ACTIVE, SETUPS
-from tasks import LOCAL_EPOCHS, NUM_CLIENTS
+from setups import SETUPS
+from tasks import LOCAL_EPOCHS
 
 from lightning_spectral.report.printed import BASELINE, Look, draw_seeds, legend_above, look, printed, round_axis
 
@@ -40,7 +40,7 @@ HEAD = [
     "of it to measure, MB",
     "store, MB",
 ]
-ON_PAGE = [HEAD[column] for column in (0, 2, 3, 4, 7)]
+ON_PAGE = [HEAD[column] for column in (0, 2, 3, 4, 7)]  # of setups that the slides have or that measure nothing
 LOOKS = {
     FULL: BASELINE,
     "Random": Look("#999999", "x", 1.6),
@@ -169,12 +169,10 @@ def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
     """
     federation = FEDERATIONS[key]
     number = len(set(chain.from_iterable(runs.values())))
-    up_to = f"{number} seed" if number == 1 else f"up to {number} seeds"
     text = (
-        f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at {learning_rates(federation)}, "
-        f"{NUM_CLIENTS} clients, {ACTIVE} active processors, {up_to} (± is the standard deviation over seeds), "
-        f"accuracy averaged over the {len(federation.models)} models and the last {LAST} evaluations.\n"
-        f"{federation.about} [All columns](tables/{federation.figure}.csv)."
+        f"{NUM_ROUNDS} rounds of {LOCAL_EPOCHS} local epochs with plain SGD at {learning_rates(federation)}; {number} "
+        f"seed{'s' * (number > 1)}; mean of the {len(federation.models)} models and the last {LAST} evaluations. "
+        f"{federation.about} [All setups and columns](tables/{federation.figure}.csv)."
     )
     names = federation.models if key in WITH_MODELS else ()
     head = [*HEAD, *(f"{model}, %" for model in names)]
@@ -188,7 +186,8 @@ def table(key: str, runs: Mapping[str, Mapping[int, Run]]) -> str:
     ]
     write_csv(federation.figure, head, rows)
     columns = [head.index(name) for name in ON_PAGE]
-    shown = [[row[column] for column in columns] for row in (head, ["---"] * len(head), *rows)]
+    compared = [row for row in rows if SETUPS[row[0]].published or "last known" in row[0]]
+    shown = [[row[column] for column in columns] for row in (head, ["---"] * len(head), *compared)]
     return f"{text}\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in shown)
 
 

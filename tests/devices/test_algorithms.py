@@ -168,7 +168,7 @@ def make() -> LitMLP:
     return LitMLP(momentum=0.0, dropout=0.0)
 
 
-@pytest.mark.parametrize("name", OF_NETWORK)
+@pytest.mark.parametrize("name", slow_but(["spectral", "stale updates"], OF_NETWORK))
 def test_devices_train_on_their_accelerators(
     name: str, fit: Fit, device: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

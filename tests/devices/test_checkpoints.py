@@ -61,7 +61,7 @@ def ours(checkpoint: dict[str, Any]) -> Iterator[Tensor]:
     yield from (leaf for leaf in tree_leaves([own, parts, lasting["together"]]) if isinstance(leaf, Tensor))
 
 
-@pytest.mark.parametrize("name", MEMORY)
+@pytest.mark.parametrize("name", slow_but(["store", "StaleUpdates, terms"], MEMORY))
 def test_what_the_server_keeps_of_clients_is_on_the_cpu(
     name: str, data: Any, there: Fit, tmp_path: Path, device: Any
 ) -> None:

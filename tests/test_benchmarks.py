@@ -67,6 +67,18 @@ def test_rounds_start_no_more_kernels_than_they_did(run: Run) -> None:
         assert 0.9 * most_outside < outside <= most_outside, case
 
 
+def test_the_suites_slowest_tests_are_written_where_its_page_shows_them(tmp_path: Path, run: Run) -> None:
+    suite = runpy.run_path(str(BENCHMARKS / "suite.py"))
+    (tmp_path / "1").write_text("0.50\ttests/test_a.py::test_it[x]\n2.00\ttests/b/test_b.py::test_it\n")
+    (tmp_path / "2").write_text("".join(f"1.00\ttests/test_c.py::test_it[{number}]\n" for number in range(19)))
+    table = suite["slowest"](suite["seconds_of"](tmp_path))
+    assert table.startswith("21 tests take 22 CPU seconds; the slowest 20, 98%:\n")
+    assert table.splitlines()[4] == "| 2.0 | `b/test_b.py::test_it` |"
+    assert "test_a" not in table
+    page = (BENCHMARKS.parent / "CONTRIBUTING.md").read_text()
+    assert table in suite["TABLE"].sub(lambda _: table, page)
+
+
 @pytest.mark.slow
 def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path, run: Run) -> None:
     """All but the tests on the device and the doctor, which have their own tests."""

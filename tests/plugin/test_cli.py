@@ -250,14 +250,14 @@ def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None
 def test_every_config_of_the_page_builds_a_federation(block: str, quiet: dict[str, Any]) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
     shown = yaml.safe_load(block)
-    needed = {} if "models" in shown["model"] else {"module": part(LitToy, width=32)}
+    needed: dict[str, Any] = {"module": part(LitToy, width=32)}
     if not {"clients_per_round", "participation"} & shown["model"].keys():
         needed["clients_per_round"] = 2
     quiet = {**quiet, "enable_progress_bar": True, "default_root_dir": str(quiet["default_root_dir"])}
     trainer = {**quiet, **shown.get("trainer", {})}
     config = {"data": DATA, **shown, "model": {**needed, **shown["model"]}, "trainer": trainer}
     cli = FederatedCLI(args=config, run=False, save_config_callback=None)
-    assert cli.model.members.keys() == shown["model"].get("models", {"": None}).keys()
+    assert cli.model.members.keys() == {""}
 
 
 @pytest.mark.parametrize("option", ["--model.help=MultiModelModule", "--model.algorithm.help=SpectralSharding"])

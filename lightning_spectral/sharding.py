@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.checks import as_magnitudes
+from lightning_spectral.functional.checks import as_magnitudes, check_num_terms
 from lightning_spectral.functional.figures import cohort_discrepancy
 from lightning_spectral.functional.sampling.cohorts import SLACK, effective_cohort_size, joint_multipliers, kish_size
 from lightning_spectral.functional.sampling.inclusion import (
@@ -28,6 +28,7 @@ __all__ = [
     "ChannelChoice",
     "Collective",
     "EffectiveCohort",
+    "Number",
     "PrefixChannels",
     "PriSM",
     "RandomChannels",
@@ -37,6 +38,12 @@ __all__ = [
     "ShardingStrategy",
     "TopN",
     "Unbiased",
+    "as_magnitudes",
+    "check_fields",
+    "check_num_terms",
+    "inverse_probs",
+    "proportional_inclusion_probs",
+    "top_inclusion_probs",
 ]
 
 OWN_DESIGN = ConditionalPoisson()  # one for all layers, which are then fitted together

@@ -79,11 +79,15 @@ def restore(folder: Path, kept: Path | None = None) -> None:
         kept: The file in which they are kept; by default in ``docs/runs``.
     """
     kept = kept or kept_in(folder)
-    for line in kept.read_text().splitlines() if kept.exists() else ():
-        run = json.loads(line)
-        path = folder / f"{run.pop('file')}.json"
-        if not path.exists():
+    for name, run in kept_runs(kept).items():
+        if not (path := folder / f"{name}.json").exists():
             write_run(path, run)
+
+
+def kept_runs(kept: Path) -> dict[str, Run]:
+    """Return the kept runs by the names of their files; none if there is no such file."""
+    lines = map(json.loads, kept.read_text().splitlines()) if kept.exists() else ()
+    return {run.pop("file"): run for run in lines}
 
 
 def keep(folder: Path, kept: Path | None = None, part: Callable[[Run], Run] = dict) -> None:
@@ -95,10 +99,9 @@ def keep(folder: Path, kept: Path | None = None, part: Callable[[Run], Run] = di
         part: What to keep of a run; by default all of it.
     """
     kept = kept or kept_in(folder)
-    restore(folder, kept)
+    runs = kept_runs(kept) | {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    lines = [json.dumps({"file": name, **rounded(part(runs[name]))}) for name in sorted(runs)]
     kept.parent.mkdir(parents=True, exist_ok=True)
-    paths = sorted(folder.glob("*.json"))
-    lines = [json.dumps({"file": path.stem, **rounded(part(json.loads(path.read_text())))}) for path in paths]
     kept.write_text("".join(f"{line}\n" for line in lines))
 
 

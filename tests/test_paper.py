@@ -4,8 +4,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,7 +143,7 @@ def test_every_setting_is_part_of_the_name_of_a_run(paper: Any, settings: Any) -
 def test_what_is_done_is_not_done_again(paper, tmp_path, monkeypatch, capsys):
     calls: list[str] = []
 
-    def train(store: Any, settings: Any, accelerator: str) -> dict[str, Any]:
+    def train(store: Any, settings: Any, accelerator: str, end: float) -> dict[str, Any]:
         calls.append(settings.key)
         store.write(settings, made_up(settings, 0.5))
         return made_up(settings, 0.5)
@@ -155,7 +156,82 @@ def test_what_is_done_is_not_done_again(paper, tmp_path, monkeypatch, capsys):
     assert len(calls) == len(set(calls)) == 18
     capsys.readouterr()
     paper.run.main([*command, "--list"])
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["table3", "4"], ["figure1", "6"]]
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:7] for line in lines] == [
+        ["table3", "0", "stored", "8", "trained", "here", "4"],
+        ["figure1", "0", "stored", "12", "trained", "here", "6"],
+    ]
+
+
+def test_a_stored_row_is_marked_and_trained_anew_if_asked(paper, tmp_path, monkeypatch, capsys):
+    """Stored: 0.6 with seed 0 and 0.8 with seed 1, so their mean is 70 and their deviation 14.14."""
+    monkeypatch.chdir(tmp_path)
+    grid = paper.run.read("table1", "toy").choose(["TopN"], [], ["0.1"])
+    (cell,) = grid.cells
+    runs = [replace(cell.settings, seed=seed) for seed in range(3)]
+    for run, accuracy in zip(runs[:2], (0.6, 0.8), strict=True):
+        timed = made_up(run, accuracy) | {"num_rounds": 2, "settings": asdict(run), "seconds": 3600.0}
+        paper.evidence.write_run(tmp_path / "made" / f"{run.key}.json", timed)
+    sys.modules["records"].keep(tmp_path / "made", tmp_path / "docs/paper/runs_toy.jsonl")
+    command = ["table1", "--scale", "toy", "--rows", "TopN", "--keep-ratios", "0.1", "--output", "out"]
+    paper.run.main([*command, "--list"])
+    assert re.search(r"2 stored +0 trained here +1 to train \(about 1.0 hours\)", capsys.readouterr().out)
+    monkeypatch.setattr(paper.evidence, "train", lambda settings, *_: made_up(settings, 0.5))
+    paper.run.main([*command, "--seeds", "0"])
+    assert capsys.readouterr().out.startswith("tables and figures"), "nothing was trained"
+    assert "| Top-n | 60.00 † |" in (table := Path("out/toy/table1.md").read_text())
+    assert "† includes runs that are stored" in table
+    paper.run.main([*command, "--seeds", "0", "2", "--fresh"])
+    assert "50.0% (1 s); stored with this seed: 60.00 %; stored with seeds 0, 1: 70.00 ± 14.14 %; 1.4 standard" in (
+        shown := capsys.readouterr().out
+    )
+    assert "50.0% (1 s); stored with seeds 0, 1: 70.00 ± 14.14 %; 1.4 standard deviations below" in shown
+    assert "| Top-n | 50.00 ± 0.00 |" in Path("out/toy/table1.md").read_text()
+    with pytest.raises(SystemExit):
+        paper.run.parsed(["table1", "--tasks", "Imaginary"])
+    assert "--tasks: there is no Imaginary; there are Fashion-MNIST, CIFAR-10 small" in capsys.readouterr().err
+
+
+def test_a_strategy_of_ones_own_is_a_row(paper, tmp_path, capsys):
+    code = "import lightning_spectral as ls\nclass Mine(type(ls.TopN())): ...\n"
+    (tmp_path / "my_strategies.py").write_text(code)
+    rows = "{Top-n: , Mine: {class_path: my_strategies.Mine}}"
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"tasks: {{cpu: [Fashion-MNIST]}}\ngroups: {{g: {{settings: {{keep_ratio: 0.1}}, rows: {rows}}}}}")
+    assert {cell.task for cell in paper.run.read(str(file), "cpu").cells} == {"Fashion-MNIST"}
+    paper.run.main([str(file), "--scale", "toy", "--seeds", "0", "--output", str(tmp_path), "--accelerator", "cpu"])
+    own, listed = (
+        re.findall(rf"\| {row} \| ([\d.]+) \|", (tmp_path / "toy/mine.md").read_text()) for row in ("Mine", "Top-n")
+    )
+    assert own == listed != [], "the same strategy under another name"
+    before = paper.run.read(str(file), "toy").cells[1].settings.key
+    (tmp_path / "my_strategies.py").write_text(code + "# edited\n")
+    assert paper.run.read(str(file), "toy").cells[1].settings.key != before
+    for scale, wrong, message in (
+        ("gpu", "", "mine.yaml has no tasks for the scale gpu; it has some for toy, cpu"),
+        ("toy", "None", "cannot be made: module 'my_strategies' has no attribute 'MineNone'"),
+    ):
+        file.write_text(file.read_text().replace("s.Mine", f"s.Mine{wrong}"))
+        with pytest.raises(SystemExit):
+            paper.run.parsed([str(file), "--scale", scale])
+        assert message in capsys.readouterr().err
+
+
+def test_a_run_ends_before_its_minutes_are_over_and_goes_on(paper, store, settings, tmp_path, monkeypatch):
+    """A round of which each takes a second of a made-up clock, which begins at zero: five fit in 5.5 seconds."""
+    settings = replace(settings, length=4.0)  # eight rounds
+    clock = iter(map(float, range(100)))
+    monkeypatch.setattr(
+        paper.evidence, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0)
+    )
+    with pytest.raises(paper.evidence.Stopped, match=r"round 5 of 8, 1.00 rounds/s, 0 min left"):
+        store.train(settings, "cpu", 5.5)
+    assert store.read(settings) is None
+    resumed, whole = store.train(settings, "cpu"), paper.evidence.Store(tmp_path / "whole").train(settings, "cpu")
+    assert (resumed["resumed"], whole["resumed"]) == (True, False)
+    for name in ("val_accuracy", "fl/loss", "fl/bytes_up"):
+        assert resumed["curves"][name] == whole["curves"][name]
+    assert resumed["total_bytes"] == whole["total_bytes"]
 
 
 @pytest.mark.parametrize("seeds", ["0 0", "1 -1"])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from settings import Settings
-from setups import SETUPS
+from setups import setup_of
 from sources import MissingDataError, Source, source
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -95,7 +95,7 @@ def build(settings: Settings) -> Federation:
     module.example_input_array = found.train.tensors[0][:2]  # used to find which channels belong together
     model = ls.FederatedModule(
         module,
-        algorithm=SETUPS[settings.setup].algorithm(settings.keep_ratio, settings.design, settings.output_ratio),
+        algorithm=setup_of(settings.setup).algorithm(settings.keep_ratio, settings.design, settings.output_ratio),
         clients_per_round=settings.clients_per_round,
         local_epochs=settings.local_epochs,
         seed=settings.seed,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from setups import SETUPS, KeepRatio, Whole
+from setups import SETUPS, KeepRatio, Whole, setup_of, with_digest
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Settings:
         num_test: Number of test examples, taken from the start; ``None`` for all.
         evaluate_every: Number of rounds between two evaluations.
         length: Factor by which the number of rounds is multiplied.
-        setup: Name of the setup, one of `SETUPS`.
+        setup: Name of the setup, one of `SETUPS`; or ``class_path`` and ``init_args`` of a strategy.
         keep_ratio: Share of the terms, or a mapping from it to the share of clients; ``None`` for the whole model.
         output_ratio: Share of the outputs of each sharded layer that a client computes; ``None`` for all of them.
         design: Name of the design; ``None`` for the strategy's own.
@@ -54,7 +54,7 @@ class Settings:
     num_test: int | None = None
     evaluate_every: int = 10
     length: float = 1.0
-    setup: str = "No sharding"
+    setup: str | Mapping[str, Any] = "No sharding"
     keep_ratio: KeepRatio | None = None
     output_ratio: float | None = None
     design: str | None = None
@@ -74,7 +74,8 @@ class Settings:
         chosen = {name: value for name, value in asdict(self).items() if value != defaults[name]}
         digest = hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:10]
         kept = self.keep_ratio if not isinstance(self.keep_ratio, Mapping) else "mixed"
-        words = (self.data, self.model, self.setup, *([] if kept is None else [kept]), f"seed {self.seed}")
+        setup = self.setup if isinstance(self.setup, str) else self.setup["class_path"]
+        words = (self.data, self.model, setup, *([] if kept is None else [kept]), f"seed {self.seed}")
         readable = ("".join(c if c.isalnum() or c in ".-" else "-" for c in str(word)) for word in words)
         return "_".join([*readable, digest])
 
@@ -83,12 +84,19 @@ def settings_of(values: Mapping[str, Any], where: str) -> Settings:
     """Return settings from YAML; the whole model gets no keep ratio or design, so that tables share its runs.
 
     Raises:
-        ValueError: If a name is unknown.
+        ValueError: If a name is unknown, or a class cannot be made.
     """
     known = {field.name for field in fields(Settings)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"{where}: there are no settings {', '.join(unknown)}; there are {', '.join(sorted(known))}.")
-    if values["setup"] not in SETUPS:
-        raise ValueError(f"{where}: there is no setup {values['setup']!r}; there are {', '.join(SETUPS)}.")
-    whole = {"keep_ratio": None, "design": None} if isinstance(SETUPS[values["setup"]], Whole) else {}
-    return Settings(**{**values, **whole})
+    setup = values["setup"]
+    if isinstance(setup, str) and setup not in SETUPS:
+        raise ValueError(
+            f"{where}: there is no setup {setup!r}; give the row a `class_path`, or name one of {', '.join(SETUPS)}."
+        )
+    try:
+        setup = setup if isinstance(setup, str) else with_digest(setup)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    whole = {"keep_ratio": None, "design": None} if isinstance(setup_of(setup), Whole) else {}
+    return Settings(**{**values, "setup": setup, **whole})

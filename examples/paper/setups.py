@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol
 
 import lightning_spectral as ls
@@ -90,3 +94,30 @@ SETUPS: Mapping[str, Setup] = {
     "Schatten, p = 4": Spectral(ls.sharding.Schatten(4), CLIP),
     "Spectral start": Spectral(ls.Collective(), CLIP, published=False),
 }
+
+
+def setup_of(name: str | Mapping[str, Any]) -> Setup:
+    """Return the setup with a name, or that of a strategy given by its class, which is trained as Collective is."""
+    return SETUPS[name] if isinstance(name, str) else Spectral(own_strategy(name), CLIP)
+
+
+def own_strategy(given: Mapping[str, Any]) -> ls.sharding.ShardingStrategy:
+    """Make a strategy from its ``class_path`` and ``init_args``.
+
+    Raises:
+        ValueError: If that is impossible, or makes something else.
+    """
+    module, _, name = given["class_path"].rpartition(".")
+    try:
+        made = getattr(import_module(module), name)(**(given.get("init_args") or {}))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"`class_path: {given['class_path']}` cannot be made: {error}") from error
+    if not isinstance(made, ls.sharding.ShardingStrategy):
+        raise ValueError(f"`class_path` must name an `ls.sharding.ShardingStrategy`, got {given['class_path']}.")
+    return made
+
+
+def with_digest(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add a hash of the file of a class, so that a run of an edited class is another run."""
+    file = inspect.getfile(type(own_strategy(given)))
+    return {**given, "digest": hashlib.sha256(Path(file).read_bytes()).hexdigest()[:10]}

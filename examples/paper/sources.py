@@ -37,6 +37,7 @@ SHORTEST_TEXT, TEST_SHARE = 500, 0.2  # characters that a speaker must have; sha
 TINY = "tiny-imagenet-200"
 FEMNIST_USERS, USERS_OF_CLIENT = 1_000, 10  # the writers whose images are dealt, as in PriSM
 FEMNIST_CLASSES = 62
+FOLDERS = {"cifar100": "cifar-100-binary", "tinyimagenet": TINY, "femnist": "femnist/train"}  # not downloaded
 
 
 class MissingDataError(Exception):
@@ -95,7 +96,7 @@ def photos() -> Source:
 
 def cifar100() -> Source:
     """CIFAR-100 from ``cifar-100-binary``, the format without pickles."""
-    parts = [read_cifar100(existing("cifar-100-binary") / f"{part}.bin") for part in ("train", "test")]
+    parts = [read_cifar100(existing(FOLDERS["cifar100"]) / f"{part}.bin") for part in ("train", "test")]
     (images, labels, coarse), (test_images, test_labels, _) = parts
     of_class = dict(zip(labels.tolist(), coarse.tolist(), strict=True))
     superclasses = tuple(of_class[label] for label in range(100))
@@ -192,6 +193,16 @@ def of_images(images: Tensor, labels: Tensor, num_train: int) -> Source:
     images = ls.functional.standardize_images(images)
     parts = (slice(num_train), slice(num_train, None))
     return Source(*(TensorDataset(images[part], labels[part]) for part in parts), num_classes=10)
+
+
+def missing(data: str) -> str:
+    """Return why a data set cannot be read, empty if its folder exists or it is downloaded."""
+    try:
+        if data in FOLDERS:
+            existing(FOLDERS[data])
+    except MissingDataError as error:
+        return str(error)
+    return ""
 
 
 def existing(name: str) -> Path:

@@ -13,6 +13,8 @@ from typing import Any
 from evidence import Evidence, Store
 from grid import Cell, Grid
 
+STORED = " †"  # marks results that were not trained here
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -65,22 +67,24 @@ def results(store: Store, cell: Cell, seeds: Iterable[int]) -> list[Evidence]:
 
 
 def show(runs: Sequence[Evidence], metric: Metric) -> str:
-    """Format the mean and standard deviation over seeds, and how many runs diverged; empty without runs."""
+    """Format the mean and deviation over seeds, how many runs diverged, and if any is stored; empty without runs."""
     values = [value for run in runs if (value := metric.of(run)) is not None]
     diverged = sum(bool(run["error"]) for run in runs)
     spread = f" ± {stdev(values):.{metric.digits}f}" if len(values) > 1 else ""
     found = f"{mean(values):.{metric.digits}f}{spread}" if values else ""
     lost = f"{diverged} of {len(runs)} diverged" if diverged else ""
-    return ", ".join(filter(None, (found, lost)))
+    return ", ".join(filter(None, (found, lost))) + STORED * any(run.get("stored", False) for run in runs)
 
 
 def markdown(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
     """Return a table for each metric and group: the paper's rows, our columns, then the paper's columns."""
-    parts = [f"{grid.title}. {grid.source}"]
+    parts = [f"{grid.title}. {grid.source}".strip()]
     for metric in (METRICS[name] for name in grid.metrics):
         for group, cells in groupby(grid.cells, key=lambda cell: cell.group):
             parts += [f"{group}: {metric.label}", "\n".join(group_table(grid, store, seeds, metric, list(cells)))]
-    return "\n\n".join([*parts, seeds_done(grid, store, seeds)]) + "\n"
+    text = "\n\n".join([*parts, seeds_done(grid, store, seeds)])
+    mark = f"{STORED} includes runs that are stored; `--fresh` trains them here." if STORED in text else ""
+    return f"{text}{mark}\n"
 
 
 def group_table(grid: Grid, store: Store, seeds: Sequence[int], metric: Metric, cells: Sequence[Cell]) -> list[str]:
@@ -109,7 +113,7 @@ def seeds_done(grid: Grid, store: Store, seeds: Sequence[int]) -> str:
     counts = {}
     for seed in seeds:
         runs = list(grid.runs(seed))
-        counts[seed] = f"{sum(store.path(run).exists() for run in runs)} of {len(runs)} runs with seed {seed}"
+        counts[seed] = f"{sum(store.read(run) is not None for run in runs)} of {len(runs)} runs with seed {seed}"
     return f"Done: {', '.join(counts.values())}. Deviations are over seeds."
 
 

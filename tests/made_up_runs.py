@@ -50,5 +50,6 @@ def strategies(root: Path, **extra: float) -> Path:
             algorithm = {"name": "SpectralSharding", "strategy": {"name": strategy}}
             config = {"federation": {"algorithm": algorithm, "seed": seed}}
             accuracies = [0.5 + gain + 0.01 * seed, 0.6 + gain + 0.02 * seed]
-            write_run(root / strategy / f"version_{seed}", rounds(accuracies, **extra), config)
+            own = {"fl/bytes_up": 1e6 * (1 + gain), **extra}
+            write_run(root / strategy / f"version_{seed}", rounds(accuracies, **own), config)
     return root

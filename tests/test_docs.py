@@ -13,6 +13,7 @@ from doctest import ELLIPSIS, NORMALIZE_WHITESPACE, OutputChecker
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
+from statistics import mode
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -158,6 +159,21 @@ def test_formulas_become_mathml_and_a_command_that_cannot_be_shown_is_refused(mo
     assert "\\" not in shown
     with pytest.raises(ValueError, match=r"unknown commands: \\nosuch"):
         mathml(r"\nosuch{x}", "inline")
+
+
+def test_letters_of_figures_have_ten_pixels_on_a_phone() -> None:
+    """In a PNG, letters have nine points, and an inch 150 dots."""
+    narrow = (DOCS / "_static/pages.css").read_text().partition("@media (max-width: 46em)")[2]
+    (usual,) = re.findall(r"\.gallery img { max-width: none; width: (\d+)em; }", narrow)
+    ((wide, large),) = re.findall(r"\n  (article img\[src.*) { max-width: none; width: (\d+)em; }", narrow)
+    for path in [*DOCS.glob("*.svg"), *DOCS.glob("*.png"), *DOCS.glob("paper/*.png")]:
+        points, letters = int.from_bytes(path.read_bytes()[16:20], "big") / 150 * 72, 9.0
+        if path.suffix == ".svg":
+            text = path.read_text()
+            points = float(re.findall(r'viewBox="0 0 ([\d.]+)', text)[0])
+            letters = float(mode(re.findall(r'font(?:-size)?(?:: |=")([\d.]+)', text)))
+        chosen = large if any(word in path.name for word in re.findall(r'\*="(\w+)"', wide)) else usual
+        assert 16 * int(chosen) * letters / points >= 10, path
 
 
 def test_the_gallery_has_every_figure_and_its_commands_exist() -> None:

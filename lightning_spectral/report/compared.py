@@ -37,6 +37,7 @@ COSTS = ("rounds", "megabytes", "virtual seconds")
 FLAT = 0.02  # a metric that stays within this share of its scale has not moved
 STRETCHED = 10  # how much longer an axis may be than nine in ten of its values need
 FEWEST = 3  # evaluations of a curve that may be called flat
+LAST = 5  # evaluations whose mean is the result of a run: groups that are ranked by a single one are ranked by chance
 EQUAL_CURVES = (
     "While `fl/inclusion_entropy` is 0, every client holds the largest terms and strategies do not differ; after a "
     "spectral start, that is the rule. Compare strategies with `spectral_start=None`."
@@ -170,10 +171,15 @@ def label(settings: Settings, names: Sequence[str]) -> str:
 
 
 def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
-    """Megabytes sent by the evaluation of a round, the last one if it is NaN, and its result."""
-    found = evaluations(run, metric)
-    at = -1 if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx))
-    return float(megabytes_at(run, found.rounds[[at]])[0]), float(found.values[at])
+    """Megabytes sent by the evaluation of a round, by the last one if it is NaN, and the mean of `LAST` until then."""
+    found = until(evaluations(run, metric), round_idx)
+    return float(megabytes_at(run, found.rounds[-1:])[0]), float(found.values[-LAST:].mean())
+
+
+def until(found: Curve, round_idx: float) -> Curve:
+    """A curve up to a round, all of it if that is NaN."""
+    end = len(found.rounds) if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx)) + 1
+    return Curve(found.rounds[:end], found.values[:end])
 
 
 def last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
@@ -182,7 +188,7 @@ def last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
 
 
 def group_end(group: Group, metric: str) -> Numbers:
-    """Megabytes and the metric of each run, at the last evaluation that all have, or its own if there is none.
+    """Megabytes and the result of each run, by the last evaluation that all have, or its own if there is none.
 
     Returns:
         Shape ``(runs, 2)``; NaN where megabytes were not counted.
@@ -218,18 +224,20 @@ def spread_of(values: Sequence[float] | Numbers) -> str:
     return f"{mean:.4g} ± {deviation:.2g}{known}" if deviation else f"{mean:.4g}{known}"
 
 
-def groups_table(groups: Sequence[Group], metric: str) -> Table:
-    """A row for each group: its runs, its last evaluation over them, rounds and megabytes."""
+def groups_table(groups: Sequence[Group], metric: str, minimise: bool) -> Table:
+    """A row for each group: its runs, means of their last evaluations and the best one, rounds and megabytes."""
     common = last_common_round([run for group in groups for run in group.runs], metric)
     ends = [last_common_round(group.runs, metric) for group in groups]
     compared = len(set(ends)) > 1 and not math.isnan(common)
     rows = []
     for group, end in zip(groups, ends, strict=True):
         sent, reached = group_end(group, metric).T
-        rounds = "" if math.isnan(end) else int(end) + 1
+        rounds, pick = "" if math.isnan(end) else int(end) + 1, np.min if minimise else np.max
+        best = spread_of([float(pick(until(evaluations(run, metric), end).values)) for run in group.runs])
         at_common = [spread_of([run_end(run, metric, common)[1] for run in group.runs])] if compared else []
-        rows.append((group.label, len(group.runs), spread_of(reached), rounds, spread_of(sent), *at_common))
-    columns = ("group", "runs", metric, "rounds", "megabytes", *([f"at round {common + 1:g}"] if compared else []))
+        rows.append((group.label, len(group.runs), spread_of(reached), best, rounds, spread_of(sent), *at_common))
+    names = ("group", "runs", f"{metric}, last {LAST}", "best", "rounds", "megabytes")
+    columns = (*names, *([f"at round {common + 1:g}"] if compared else []))
     return Table(columns, tuple(rows))
 
 
@@ -334,6 +342,25 @@ def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None
         if any(len(one.rounds) > 1 for one in curves):
             alike[tuple(sorted((one.rounds.tobytes(), one.values.tobytes()) for one in curves))].append(group)
     return [found for found in alike.values() if len(found) > 1]
+
+
+def on_repetitions(groups: Sequence[Group], metric: str) -> str:
+    """Which order of groups may be chance: without repetitions, or with intervals that overlap; empty if none."""
+    parts, chains, top = [], list[list[str]](), -math.inf
+    alone = [group.label for group in groups if len(group.runs) == 1]
+    if alone and len(groups) > 1:
+        whose = "every group" if len(alone) == len(groups) else "; ".join(alone)
+        parts.append(f"One run only: {whose}. With other seeds the order may be another: `--seeds 0,1,2` of `sweep`.")
+    results = {group.label: group_end(group, metric)[:, 1] for group in groups if len(group.runs) > 1}
+    spans = [(own.mean() - own.std(ddof=1), own.mean() + own.std(ddof=1), label) for label, own in results.items()]
+    for low, high, label in sorted(span for span in spans if math.isfinite(span[1])):
+        if low > top:
+            chains.append([])
+        chains[-1].append(label)
+        top = max(top, high)
+    if overlapping := "; ".join(" and ".join(labels) for labels in chains if len(labels) > 1):
+        parts.append(f"Their order is not settled, as their standard deviations overlap: {overlapping}.")
+    return " ".join(parts)
 
 
 def on_lengths(groups: Sequence[Group], metric: str) -> str:

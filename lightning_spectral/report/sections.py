@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
 from lightning_spectral.report.compared import (
+    LAST,
     Group,
     equal_cost_table,
     flat_settings,
@@ -23,6 +24,7 @@ from lightning_spectral.report.compared import (
     groups_table,
     on_curves,
     on_lengths,
+    on_repetitions,
     pareto_front,
     run_end,
     target_table,
@@ -124,6 +126,12 @@ class Contents:
         return [run for group in self.groups for run in group.runs]
 
     @property
+    def costed(self) -> bool:
+        """Whether megabytes were counted, and tell groups apart."""
+        sent = np.array([group_end(group, self.metric)[:, 0].mean() for group in self.groups])
+        return bool(np.isfinite(sent).all() and (len(sent) == 1 or np.ptp(sent) > SAME * sent.max()))
+
+    @property
     def labels(self) -> list[str]:
         """Labels of the groups."""
         return [group.label for group in self.groups]
@@ -136,23 +144,33 @@ def all_sections(contents: Contents) -> list[Section]:
 
 
 def pareto_section(contents: Contents) -> Section:
-    """Every run's last evaluation against what was sent until then; below it, the spread over clients."""
+    """Every run's result against what was sent until then; below it, the spread over clients."""
     groups, metric = contents.groups, contents.metric
-    title, remark = f"{metric} against megabytes", on_lengths(groups, metric)
+    title, of = f"{metric} against megabytes", f"{metric}, last {LAST}"
+    remark = " ".join(filter(None, (on_repetitions(groups, metric), on_lengths(groups, metric))))
     rows = []
     for group in groups:
         for run in group.runs:
             cost, value = run_end(run, metric)
-            notes = [*run.notes, *([] if np.isfinite(value) else [f"its last {metric} is {value}"])]
+            notes = [
+                *run.notes,
+                *([] if np.isfinite(value) else [f"{metric} is {value} in its last {LAST} evaluations"]),
+            ]
             rounds = int(evaluations(run, metric).rounds[-1]) + 1
             rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
-    of_runs = Table(("group", "run", "rounds", metric, "megabytes", "remarks"), tuple(rows))
-    tables = (("Groups", groups_table(groups, metric)), ("All runs", of_runs))
-    if not all(megabytes(run) for run in contents.runs):
-        return Section(title, "", None, tables, f"{SWITCH_ON['bytes']} {remark}".strip(), num_open=1)
+    of_runs = Table(("group", "run", "rounds", of, "megabytes", "remarks"), tuple(rows))
+    tables = (("Groups", groups_table(groups, metric, contents.minimise)), ("All runs", of_runs))
+    said = (
+        f"Results are means of the last {LAST} evaluations, or of all if there are fewer, because a single one varies; "
+        "the best one beside them is chosen in hindsight."
+    )
+    if not contents.costed:
+        counted = all(megabytes(run) for run in contents.runs)
+        why = "All groups sent the same, so nothing is drawn against megabytes." if counted else SWITCH_ON["bytes"]
+        return Section(metric, said, None, tables, f"{remark} {why}".strip(), num_open=1)
     with_clients = any(spread(run, metric) for run in contents.runs)
     lead = (
-        "Small marks are runs, at the last evaluation that all repetitions have; large marks are means of repetitions, "
+        f"{said} Small marks are runs, up to the last evaluation that all repetitions have; large marks are means, "
         "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
@@ -176,7 +194,7 @@ def pareto_section(contents: Contents) -> Section:
         front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
         if len(front) > 1:
             axes[0].plot(*means[front].T, color=INK, lw=1, ls="--", zorder=1)
-        axes[0].set_ylabel(as_label(f"{metric}, last evaluation"))
+        axes[0].set_ylabel(as_label(of))
         cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
         legend_above(figure, LEGEND_COLUMNS)
 
@@ -228,7 +246,7 @@ def costs_section(contents: Contents) -> Section:
 def curves_section(contents: Contents) -> Section:
     """The metric over the course of the run: against rounds and, if all runs counted them, against megabytes."""
     groups, metric = contents.groups, contents.metric
-    costed = all(megabytes(run) is not None for run in contents.runs)
+    costed = contents.costed
 
     def draw(figure: Figure) -> None:
         axes = panels(figure, 1 + costed, sharey=True)
@@ -244,7 +262,7 @@ def curves_section(contents: Contents) -> Section:
             cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
         legend_above(figure, LEGEND_COLUMNS)
 
-    title = f"{metric} over rounds and over megabytes"
+    title = f"{metric} over rounds" + " and over megabytes" * costed
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     picture = Picture("curves", f"{title}: a line for each group.", draw, 3.8, contents.labels)
     return Section(title, lead, picture, remark=on_curves(groups, metric))

@@ -16,8 +16,8 @@ from subprocess import PIPE, STDOUT, Popen
 from typing import Any
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.compared import group_runs, groups_table, in_order
-from lightning_spectral.report.measures import choose_metric
+from lightning_spectral.report.compared import group_runs, groups_table, in_order, on_repetitions
+from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import printable, read_runs
 from lightning_spectral.sweep.plan import PlannedRun, SweepError, planned_runs
@@ -74,11 +74,15 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
     before = len(able) - len(waiting)
     if before:
         print(f"{before} of {len(runs)} runs are finished already")
-    for number, (run, failure) in enumerate(_train_all(waiting, jobs), start=before + 1):
+    if waiting:
+        print(f"training {len(waiting)} runs; what each prints is in its folder, in {OUTPUT}", flush=True)
+    begun = time.monotonic()
+    for number, (run, failure) in enumerate(_train_all(waiting, jobs), start=1):
         if failure:
             _complain(f"{run.name}: {failure} (see {able[run] / OUTPUT})")
         else:
-            print(f"[{number}/{len(able)}] {run.name}", flush=True)
+            left = (time.monotonic() - begun) / number * (len(waiting) - number)
+            print(f"[{before + number}/{len(able)}] {run.name}, {left / 60:.1f} min left", flush=True)
     finished = [place for place in able.values() if (place / FINISHED).is_file()]
     written = _compare(finished, folder / "report.html", target)
     return int(len(finished) < len(runs) or not written)
@@ -123,8 +127,10 @@ def _compare(finished: Sequence[Path], page: Path, target: float | None) -> bool
         return False
     try:
         metric, runs, _ = choose_metric(read_runs(finished)[0])
-        table = groups_table(in_order(group_runs(runs)[0], metric), metric)
-        print("", as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]]), "", sep="\n")
+        groups = in_order(group_runs(runs)[0], metric)
+        table = groups_table(groups, metric, lower_is_better(metric))
+        shown = as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]])
+        print("", shown, "", *filter(None, [on_repetitions(groups, metric)]), sep="\n")
         (written, *_) = write_report(finished, page, target=target)
     except (ModuleNotFoundError, ReportError) as error:
         _complain(str(error))

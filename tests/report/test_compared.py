@@ -29,6 +29,7 @@ from lightning_spectral.report.compared import (
     last_common_round,
     on_curves,
     on_lengths,
+    on_repetitions,
     pareto_front,
     target_table,
 )
@@ -44,7 +45,7 @@ from lightning_spectral.report.measures import (
 )
 from lightning_spectral.report.printed import GREY
 from lightning_spectral.report.runs import LoggedRun, read_run, read_runs
-from lightning_spectral.report.sections import Contents, look_of, pareto_section
+from lightning_spectral.report.sections import Contents, all_sections, look_of, pareto_section
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
 
@@ -127,15 +128,46 @@ def test_repetitions_are_compared_where_the_shortest_ends_and_groups_at_a_common
     long, short = run([0.1, 0.2, 0.3, 0.4], seed=0, lr=1), run([0.3, 0.4], seed=1, lr=1)
     groups = grouped(long, short, run([0.5, 0.6, 0.7], lr=2))
     assert last_common_round(groups[0].runs, "val_acc") == 1
-    np.testing.assert_allclose(group_end(groups[0], "val_acc"), [[2, 0.2], [2, 0.4]])
-    table = groups_table(groups, "val_acc")
-    assert table.columns == ("group", "runs", "val_acc", "rounds", "megabytes", "at round 2")
-    assert table.rows == (("lr=1", 2, "0.3 ± 0.14", 2, "2", "0.3 ± 0.14"), ("lr=2", 1, "0.7", 3, "3", "0.6"))
+    np.testing.assert_allclose(group_end(groups[0], "val_acc"), [[2, 0.15], [2, 0.35]])
+    table = groups_table(groups, "val_acc", minimise=False)
+    assert table.columns == ("group", "runs", "val_acc, last 5", "best", "rounds", "megabytes", "at round 2")
+    first = ("lr=1", 2, "0.25 ± 0.14", "0.3 ± 0.14", 2, "2", "0.25 ± 0.14")
+    assert table.rows == (first, ("lr=2", 1, "0.6", "0.7", 3, "3", "0.55"))
     assert on_lengths(groups, "val_acc") == (
         "Runs were last evaluated after 2 to 4 rounds: some may be unfinished. Repetitions are compared where the "
         "shortest of them ends: lr=1. The table also compares all groups at round 2, the last that all runs have."
     )
     assert on_lengths(grouped(long, run([0.0] * 4, lr=2)), "val_acc") == ""
+
+
+def test_groups_are_ranked_by_means_of_five_evaluations_with_the_best_beside_them() -> None:
+    """The first ends higher by chance; the second is better in all but its last evaluation."""
+    lucky, steady = run([0.9, 0.1, 0.1, 0.1, 0.1, 0.8], lr=1), run([0.2, 0.7, 0.7, 0.7, 0.7, 0.3], lr=2)
+    rows = groups_table(grouped(lucky, steady), "val_acc", minimise=False).rows
+    assert [row[2:4] for row in rows] == [("0.24", "0.9"), ("0.62", "0.7")]
+    assert [row[3] for row in groups_table(grouped(lucky, steady), "val_acc", minimise=True).rows] == ["0.1", "0.2"]
+
+
+def test_an_order_that_may_be_chance_is_named() -> None:
+    """Means and deviations: .15 and .07, .2 and .14, .9 and .07; the first two overlap."""
+    repeated = [run([value], lr=lr) for lr, pair in enumerate([(0.1, 0.2), (0.1, 0.3), (0.85, 0.95)]) for value in pair]
+    assert on_repetitions(grouped(*repeated), "val_acc") == (
+        "Their order is not settled, as their standard deviations overlap: lr=1 and lr=0."
+    )
+    assert on_repetitions(grouped(*repeated[2:]), "val_acc") == ""
+    assert on_repetitions(grouped(*repeated[2:], run([0.5], lr=7)), "val_acc").startswith("One run only: lr=7. With")
+    assert on_repetitions(grouped(run([0.5], lr=7)), "val_acc") == "", "there is no order"
+
+
+@pytest.mark.parametrize("times", [1.0, 1.001, 2.0])
+def test_nothing_is_drawn_against_megabytes_that_are_equal(times: float) -> None:
+    groups = grouped(run([0.1, 0.5], lr=1), run([0.1, 0.6], times, lr=2))
+    first, _, curves, *_ = all_sections(Contents(groups, "val_acc", False))
+    differ = times == 2.0
+    assert ("megabytes" in curves.title, "megabytes" in first.title, first.picture is not None) == (differ,) * 3
+    assert ("All groups sent the same" in first.remark) == (not differ)
+    assert "means of the last 5 evaluations" in first.lead
+    assert first.remark.startswith("One run only: every group.")
 
 
 @pytest.mark.parametrize(
@@ -220,7 +252,7 @@ def test_validation_is_reported_before_a_test_which_belongs_to_the_last_round(tm
     assert choose_metric([read])[0] == "val_acc"
     assert [row["fl/round"] for row in read.rows] == [0, 1, 2]
     assert read.rows[-1]["test_acc"] == 0.95
-    assert groups_table(grouped(read), "test_acc").rows == ((read.name, 1, "0.95", 3, "9"),)
+    assert groups_table(grouped(read), "test_acc", False).rows == ((read.name, 1, "0.95", "0.95", 3, "9"),)
 
 
 def test_a_run_that_was_only_tested_is_left_out_beside_others_and_reported_alone(tmp_path: Path) -> None:
@@ -255,7 +287,8 @@ def test_a_legend_of_long_names_fits_into_its_figure() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     ratios = [f"{{0.{index}: 0.6, 0.{index + 1}: 0.25, 1.0: 0.15}}" for index in range(1, 6)]
-    groups = grouped(*(run([0.1, 0.5], keep_ratio=ratio, strategy="EffectiveCohort") for ratio in ratios))
+    runs = (run([0.1, 0.5], sent, keep_ratio=ratio, strategy="EffectiveCohort") for sent, ratio in enumerate(ratios, 1))
+    groups = grouped(*runs)
     picture = pareto_section(Contents(groups, "val_acc", False)).picture
     assert picture is not None
     figure = picture.drawn()

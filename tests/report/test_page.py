@@ -101,6 +101,17 @@ def test_references_within_a_page_are_unique_and_exist(full: Path) -> None:
     assert used <= set(elements.ids)
 
 
+def test_a_figure_that_is_too_wide_for_a_phone_scrolls_with_letters_of_ten_pixels(full: Path) -> None:
+    page = (full / "new/report.html").read_text()
+    (rem,) = re.findall(r"figure {[^}]*overflow-x: auto; }\nsvg {[^}]*min-width: (\d+)rem;", page)
+    for svg in re.findall(r"<svg role=.*?</svg>", page, re.DOTALL):
+        letters, wide = (
+            map(float, re.findall(r"font-size: ([\d.]+)px", svg)),
+            float(svg.split('viewBox="0 0 ')[1].split()[0]),
+        )
+        assert 16 * int(rem) * min(letters) / wide >= 10
+
+
 def test_figures_are_in_the_page_and_in_files(full: Path) -> None:
     page = (full / "new/report.html").read_text()
     names = {"pareto", "curves", "fairness", "coverage", "bits", "seconds"}
@@ -166,7 +177,7 @@ def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path)
     ((_, of_clients),) = sections["Fairness"].tables
     assert of_clients.column("run") == ["run", "run"]
     _, (_, every_run) = sections["val_acc against megabytes"].tables
-    assert every_run.column("remarks") == ["", "its last val_acc is nan"]
+    assert every_run.column("remarks") == ["", "val_acc is nan in its last 5 evaluations"]
 
 
 def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> None:
@@ -284,7 +295,13 @@ ODD = [
 def write_odd_run(folder: Path, name: str, seed: int = 0) -> None:
     """A run whose metric, statistics, stage, layer, client table and setting have a name."""
     ends = {f"fl/clients/{name}/{end}": 0.5 for end in (LOW, MIDDLE, HIGH)}
-    extra = {f"fl/seconds_{name}": 0.3, "fl/bit_entropy": 0.5, f"{name}/sampling_gap": 0.1, **ends}
+    extra = {
+        "fl/bytes_up": 1e6 + 1e6 * seed,
+        f"fl/seconds_{name}": 0.3,
+        "fl/bit_entropy": 0.5,
+        f"{name}/sampling_gap": 0.1,
+        **ends,
+    }
     rows = [{name if key == "val_acc" else key: row[key] for key in row} for row in rounds([0.5], **extra)]
     layer = f"singular_values/{name}"
     bins = {layer: {"edges": [0.0, 0.5, 1.0], "counts": [1, 1]}}
@@ -306,7 +323,7 @@ def test_an_odd_name_is_text_wherever_it_is_shown(tmp_path: Path, name: str) -> 
     assert re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", text) is None
     if name in (QUICK, *FORMULAS):
         shown = printable(name)
-        assert {shown, f"{shown}, last evaluation", f"{shown}: expected minus sampled"} <= page.texts
+        assert {shown, f"{shown}, last 5", f"{shown}: expected minus sampled"} <= page.texts
 
 
 @pytest.mark.parametrize("folder", [b"\xff\xfe", b"a\nb \x1b[31m"])

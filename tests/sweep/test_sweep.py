@@ -121,7 +121,8 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     assert raised.startswith("error: kind=raises: lightning_spectral.errors.ClientError: Round 0, client ")
     assert raised.endswith("ValueError: of the user's own (see sweeps/run/kind=raises/output.txt)")
     assert "Traceback (most recent call last)" in Path("sweeps/run/kind=raises/output.txt").read_text()
-    assert re.search(r"\[\d/3\] kind=fine\n\n.*val_accuracy +rounds +megabytes\n\S+ +1 +0\.\d+ +2 +0\.0\d+\n", told.out)
+    line = r"\[\d/3\] kind=fine, \d\.\d min left\n\n.*val_accuracy, last 5 +best +rounds +megabytes\n"
+    assert re.search(rf"training 3 runs; .*\n{line}\S+ +1 +0\.\d+ +0\.\d+ +2 +0\.0\d+\n", told.out)
     assert Path("sweeps/run/report.html").read_text().count("<h2>Cost</h2>") == 1
 
     again = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine")

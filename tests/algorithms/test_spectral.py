@@ -272,6 +272,16 @@ def test_optimizers_that_undo_the_clip_are_reported_once(optimizer: Any, clip_ta
     assert all(f"{type(optimizer).__name__} rescales gradients by their own history" in text for text in said)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_pretrained_model_is_not_told_that_the_default_rate_is_too_small(trained: bool) -> None:
+    server = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    with torch.no_grad():
+        server[1].weight += trained * torch.ones(64, 64)  # one term far beyond those of random weights
+    with pytest.warns(ls.SpectralWarning, match="tune its learning rate anew") as caught:
+        ls.SpectralSharding().check(Setting(server, optimizers=[torch.optim.Adam(server.parameters())]))
+    assert ("1e-3 is often ten times too small" in str(caught[0].message)) == (not trained)
+
+
 def test_the_weight_decay_of_the_round_decays_the_factors() -> None:
     """A schedule may change it: the gradient that decay adds is proportional to the round's coefficient."""
     server = net()

@@ -149,12 +149,13 @@ class TestSubModels:
         figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "be below"))
         assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
         assert 0.5 < least < 0.9
-        assert "Use `spectral_start=SpectralStart()` or a larger keep ratio; SpectralDiagnostics" in message
+        start = "`spectral_start=ls.algorithms.SpectralStart()` too, unless you compare strategies"
+        assert f"Use a larger keep ratio or {start}, which are equal then; ls.plugin.callbacks.Spec" in message
 
     def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
         algorithm = random_start(spectral_start=ls.algorithms.SpectralStart())  # half of what Unbiased draws is tail
         (message,) = said_during(lambda: fit(seeded(wide), data, algorithm=algorithm))
-        assert "Use a larger keep ratio or TopN(), which has the least error;" in message
+        assert "Use a larger keep ratio or ls.TopN(), which has the least error;" in message
         assert said_during(lambda: fit(seeded(wide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
 
     @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.functional.figures import marginal_entropy
-from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, singular_terms
+from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, looks_random, singular_terms
 from lightning_spectral.nn.cost import CostsBesides
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.layers.tucker import PARTS
@@ -339,7 +339,7 @@ class SpectralSharding(Algorithm):
         """Warn if no layer is sharded, of layers of which every client would hold all terms, and of optimizers."""
         held = self.plan(plan.module).keeping_dense(plan.stays, "personal")
         for template in plan.optimizers:
-            self._check_optimizer(template, held)
+            self._check_optimizer(template, held, plan.module)
         if plan.optimizers:
             estimates = any(getattr(callback, "estimates_averages", False) for callback in plan.callbacks)
             if self.small_steps and self.is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
@@ -367,17 +367,19 @@ class SpectralSharding(Algorithm):
                 stacklevel=3,
             )
 
-    def _check_optimizer(self, template: Optimizer, plan: ModulePlan) -> None:
+    def _check_optimizer(self, template: Optimizer, plan: ModulePlan, module: nn.Module) -> None:
         """Warn about optimizers that the clip does not affect, and say where the optimizer's weight decay goes."""
         if not plan.blocks:
             return
         kind = type(template).__name__
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
+            largest = max(matrices_of(module, plan).values(), key=torch.Tensor.numel)  # a small one says little
+            random = looks_random(torch.linalg.svdvals(largest.double()), (len(largest), largest.shape[1]))
+            rate = ", upwards: twice the dense model's, then more; torch's default of 1e-3 is often ten times too small"
             warnings.warn(
                 f"{kind} rescales gradients by their own history, so neither clip_tau={self.clip_tau:g} nor "
                 f"clip_weight_lr={self.clip_weight_lr:g} bounds its steps. Use SGD, for which both are exact; or tune "
-                "its learning rate anew, upwards: twice the dense model's, then more; torch's default of 1e-3 is often "
-                "ten times too small. clip_tau=float('inf') silences this.",
+                f"its learning rate anew{rate if random else ''}. clip_tau=float('inf') silences this.",
                 SpectralWarning,
                 stacklevel=2,
             )
@@ -663,14 +665,17 @@ class SpectralRound(DenseRound):
         if error <= LARGEST_ERROR:
             return []
         least = fmean(of_matrix.missing_energy(ratio) for of_matrix in draws)
-        start = ["`spectral_start=SpectralStart()`"] if self.half.choice.spectral_start is None else []
-        strategy = ["TopN(), which has the least error"] if least <= LARGEST_ERROR else []
+        can_start = self.half.choice.spectral_start is None
+        start = (
+            "`spectral_start=ls.algorithms.SpectralStart()` too, unless you compare strategies, which are equal then"
+        )
+        strategy = ["ls.TopN(), which has the least error"] if least <= LARGEST_ERROR else []
         return [
             f"sub-models of keep ratio {ratio:g} {'lack most of the weight' if error < 1 else 'are mostly noise'}: the "
             f"expected squared error of one is {error:.3g} times the squared norm of the weight, averaged over the "
             f"sharded layers; with that many terms it cannot be below {least:.3g}. The spectra are flat, as those of "
-            f"random weights are. Use {' or '.join([*start, 'a larger keep ratio', *strategy])}; SpectralDiagnostics "
-            "logs it as `fl/client_error`."
+            f"random weights are. Use {' or '.join(['a larger keep ratio', *strategy, *[start] * can_start])}; "
+            "ls.plugin.callbacks.SpectralDiagnostics logs it as `fl/client_error`."
         ]
 
     def empty_terms(self) -> Sequence[str]:

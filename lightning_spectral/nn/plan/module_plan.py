@@ -156,12 +156,14 @@ class ModulePlan(Tabular):
         buffers: In order of registration.
         problems: Problems that have to be solved before training.
         choices: The user's choices, which determine the plan together with the module.
+        note: In what a run without this plan would differ from it.
     """
 
     layers: tuple[LayerPlan, ...]
     buffers: tuple[BufferPlan, ...] = ()
     problems: tuple[str, ...] = ()
     choices: LayerChoices = LayerChoices()
+    note: str = field(default="", compare=False)
 
     @property
     def sharded(self) -> Mapping[str, LayerPlan]:
@@ -264,9 +266,8 @@ class ModulePlan(Tabular):
         if self.buffers:
             of_buffers = [(buffer.name, _size(buffer.shape), buffer.policy) for buffer in self.buffers]
             tables.append([("buffer", "shape", "policy"), *of_buffers])
-        if self.problems:
-            tables.append("\n".join(f"PROBLEM: {problem}" for problem in self.problems))
-        return tables
+        said = [f"PROBLEM: {problem}" for problem in self.problems], filter(None, [self.note])
+        return [*tables, *filter(None, map("\n".join, said))]
 
 
 def _counted(entries: Iterable[str]) -> str:

@@ -204,32 +204,31 @@ def validate(
     layers: LayerChoices | ModulePlan = LayerChoices(),
     buffers: Rules | None = None,
 ) -> ModulePlan:
-    """Print how clients hold every layer and buffer, and why, with all problems at once; nothing is changed.
+    """Find how clients hold every layer and buffer, and why, with all problems at once; ``print`` shows it as tables.
 
     Args:
         module: The user's module.
         example_input: One input, a tuple of them, or a dictionary of keyword arguments, for one forward pass that shows
             which layers run and in which order; ``None`` for the module's ``example_input_array``, or for no pass if it
             has none.
-        layers: Choices that differ from the defaults; or a plan of this module, to print it again.
-        buffers: What becomes of buffers, as for `FederatedModule`, to print that too.
+        layers: Choices that differ from the defaults; or a plan of this module, to check it again.
+        buffers: What becomes of buffers, as for `FederatedModule`, to show that too.
 
     Returns:
-        The printed plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
+        The plan, including its problems. Pass it to `SpectralSharding`, `cost_table` and others as ``layers``,
         and they follow it. Otherwise a run makes its own plan, from the module's ``example_input_array`` alone; a
-        printed note says if that plan differs.
+        note says if that plan differs.
 
     Example:
         >>> import torch
         >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
-        >>> plan = validate(mlp, torch.zeros(1, 8))
+        >>> print(validate(mlp, torch.zeros(1, 8)))
         layer  type    weight  N   in forward  held     reason
         0      Linear  16x8    8   yes         dense    first layer
         2      Linear  16x16   16  yes         sharded  affine
         4      Linear  2x16    2   yes         dense    last layer
     """
     plan = _plan(module, layers, example_input, buffers=buffers)
-    print(plan)
     if isinstance(layers, LayerChoices) and example_input is not None and example_of(module) is None:
         untraced = {layer.name: layer.sharded for layer in plan_layers(module, choices=layers).layers}
         other = [layer.name for layer in plan.layers if layer.sharded is not untraced[layer.name]]
@@ -237,7 +236,7 @@ def validate(
         dense = ", ".join(name for name in other if untraced[name] is None)
         if held := " and ".join([f"shard {sharded}"] * bool(sharded) + [f"keep {dense} dense"] * bool(dense)):
             whose = f"{type(module).__name__} has no `example_input_array`"
-            print(f"\nNOTE: {whose}, so a run traces no pass and would {held}. {REMEDY}")
+            return replace(plan, note=f"NOTE: {whose}, so a run traces no pass and would {held}. {REMEDY}")
     return plan
 
 

@@ -124,15 +124,6 @@ class VirtualClock:
             macs=_macs,
         )
 
-    def check(self, num_clients: int, clients_per_round: int) -> None:
-        """Raise ``ValueError`` if this clock does not fit the federation."""
-        check_num_entries("profiles", self.profiles, num_clients)
-        if self.keep_first is not None and self.keep_first > clients_per_round:
-            raise ValueError(
-                f"`keep_first` must be at most clients_per_round={clients_per_round}, got {self.keep_first}; lower "
-                "it, or raise `clients_per_round`."
-            )
-
     def seconds(self, profile: DeviceProfile, task: SimulatedTask) -> float:
         """Duration of a task on a device in seconds, from the server's first byte to the device's last."""
         forward: float = task.num_parameters
@@ -160,30 +151,14 @@ class ClientDropout:
             clients}``; or one per client.
 
     Example:
-        >>> dropout = ClientDropout({0.0: 0.5, 0.5: 0.5})  # half of the clients are on mains power
-        >>> [dropout.assign(num_clients=6, seed=0).of(client_id) for client_id in range(6)]
-        [0.5, 0.5, 0.5, 0.0, 0.0, 0.0]
+        >>> ClientDropout({0.0: 0.5, 0.5: 0.5})  # half of the clients are on mains power
+        ClientDropout(probability={0.0: 0.5, 0.5: 0.5})
     """
 
     probability: PerClient[float]
 
     def __post_init__(self) -> None:
         check_fields(self, probability=partial(check_per_client, rule=Number(at_least=0, at_most=1)))
-
-    def assign(self, num_clients: int, seed: int) -> Assigned[float]:
-        """Each client's probability, the same in every round."""
-        return assign(self.probability, num_clients, seed, "dropout probability")
-
-
-def drops_out(probability: float, seed: int, round_idx: int, unit: WorkUnit) -> bool:
-    """Whether a unit drops out of a round: an independent draw for each unit and round.
-
-    Example:
-        >>> sum(drops_out(0.25, 0, 0, WorkUnit(client_id)) for client_id in range(1000))
-        250
-    """
-    # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
-    return derived_seed(seed, "client dropout", round_idx, *unit.ids) < probability * 2**63
 
 
 @dataclass(frozen=True)
@@ -218,13 +193,13 @@ class Simulation:
 
     Attributes:
         seed: The run's seed.
-        probabilities: Each client's probability of dropping out; ``None`` if none do.
+        probabilities: Each client's probability of dropping out.
         clock: Maps a device and a task to seconds; ``None`` if time plays no part.
         profiles: Each client's device; ``None`` without a clock.
     """
 
     seed: int
-    probabilities: Assigned[float] | None = None
+    probabilities: Assigned[float]
     clock: VirtualClock | None = None
     profiles: Assigned[DeviceProfile] | None = None
 
@@ -259,8 +234,9 @@ class Simulation:
         """The outcome as far as it depends on this unit alone: everything but being surplus."""
         if task.num_examples == 0:
             return SimulatedOutcome("no_data")
-        chance = 0.0 if self.probabilities is None else self.probabilities.of(unit.client_id)
-        if drops_out(chance, self.seed, round_idx, unit):
+        # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
+        drawn = derived_seed(self.seed, "client dropout", round_idx, *unit.ids)
+        if drawn < self.probabilities.of(unit.client_id) * 2**63:
             return SimulatedOutcome("dropped_out")
         if self.clock is None or self.profiles is None:
             return SimulatedOutcome()
@@ -291,7 +267,11 @@ class Conditions:
         if self.dropout is not None:
             check_num_entries("probability", self.dropout.probability, num_clients)
         if self.clock is not None:
-            self.clock.check(num_clients, clients_per_round)
+            check_num_entries("profiles", self.clock.profiles, num_clients)
+            if (first := self.clock.keep_first or 0) > clients_per_round:
+                raise ValueError(
+                    f"`keep_first` must be at most clients_per_round={clients_per_round}, got {first}; lower it."
+                )
 
     @property
     def exclusion_reasons(self) -> tuple[ExclusionReason, ...]:
@@ -305,7 +285,8 @@ class Conditions:
 
     def prepare(self, num_clients: int, seed: int) -> Simulation:
         """Assign probabilities and devices to clients, once for all rounds."""
-        probabilities = None if self.dropout is None else self.dropout.assign(num_clients, seed)
+        chance = 0.0 if self.dropout is None else self.dropout.probability
+        probabilities = assign(chance, num_clients, seed, "dropout probability")
         if self.clock is None:
             return Simulation(seed, probabilities)
         profiles = assign(self.clock.profiles, num_clients, seed, "device profile")

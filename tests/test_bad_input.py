@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
         "lists 2 values for 12 clients",
     ),
     "data without a length": (
-        lambda given: given.fit(given.split(Stream()), clients_per_round=1), ValueError, "Stream has no length",
+        lambda given: given.split(Stream()), TypeError, "data set, with `__len__` and `__getitem__`, got <",
     ),
     "data that is not federated": (
         lambda given: given.trainer().fit(given.federated(), *[DataLoader(given.toy, num_workers=0)] * 2), TypeError,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf, Setting, promises_of
 from lightning_spectral.client.device import DeviceEnd, Instructions
 from lightning_spectral.errors import check_is
-from lightning_spectral.participation import Figure, Participation, Sampler
+from lightning_spectral.participation import Figure, Sampler, UniformParticipation
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import (
@@ -226,7 +226,7 @@ class Plan(Setting):
 
     algorithm: Algorithm
     filters: Sequence[Filter] = ()
-    participation: Participation | Sampler | None = None
+    participation: UniformParticipation | Sampler | None = None
 
     @cached_property
     def stays(self) -> frozenset[str]:

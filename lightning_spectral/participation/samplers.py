@@ -21,7 +21,6 @@ __all__ = [
     "Figure",
     "FullParticipation",
     "LossVarianceReduced",
-    "Participation",
     "Population",
     "RoundRobin",
     "Sampler",
@@ -35,42 +34,8 @@ __all__ = [
 CLIENTS_PER_ROUND = Whole(at_least=1, at_most=MOST_TERMS)
 
 
-class Participation(ABC):
-    """A way to choose the cohort of a round: a frozen dataclass with one method that draws.
-
-    Example:
-        >>> class Everyone(Participation):
-        ...     def cohort(self, num_clients, generator):
-        ...         return torch.arange(num_clients)
-        >>> Everyone().cohort(3, torch.Generator())
-        tensor([0, 1, 2])
-    """
-
-    @abstractmethod
-    def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
-        """Choose the cohort: a pure function of its arguments, cheap even for millions of clients.
-
-        Args:
-            num_clients: Number of clients in the federation.
-            generator: CPU generator of this round, the only source of randomness.
-
-        Returns:
-            Distinct client ids in ``[0, num_clients)``, int64, shape ``(k,)``, in the order in which they are served.
-        """
-
-    def check(self, num_clients: int) -> None:  # noqa: B027 - a scheme without limits has nothing to check
-        """Refuse a federation that this scheme cannot serve; called at set-up, before any round.
-
-        Args:
-            num_clients: Number of clients in the federation.
-
-        Raises:
-            ValueError: If no cohort can be drawn from this number of clients.
-        """
-
-
 @dataclass(frozen=True)
-class UniformParticipation(Participation):
+class UniformParticipation:
     """A fixed number k of clients, drawn uniformly without replacement, in random order, at a cost proportional to k.
 
     Args:
@@ -89,6 +54,7 @@ class UniformParticipation(Participation):
         check_fields(self, clients_per_round=CLIENTS_PER_ROUND)
 
     def check(self, num_clients: int) -> None:
+        """Raise ``ValueError`` if no cohort can be drawn from this number of clients; called at set-up."""
         if self.clients_per_round > num_clients:
             raise ValueError(
                 f"`clients_per_round` must be at most num_clients={num_clients}, "
@@ -96,6 +62,7 @@ class UniformParticipation(Participation):
             )
 
     def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
+        """Distinct client ids in ``[0, num_clients)``, int64, shape ``(k,)``, in the order in which they are served."""
         self.check(num_clients)
         size = self.clients_per_round
         if 4 * size >= num_clients:
@@ -148,11 +115,11 @@ class Population:
             number = int(self.num_examples[client, model])
             raise ValueError(f"`num_examples` must not be negative, got {number} of client {client}, model {model}.")
         if (self.processors < 1).any():
-            clients = (self.processors < 1).nonzero()[:, 0].tolist()
-            raise ValueError(f"`processors` must be at least 1, got less for {_listed('client', clients)}.")
+            clients = first_of([*map(str, (self.processors < 1).nonzero()[:, 0].tolist())], 10)
+            raise ValueError(f"`processors` must be at least 1, got less for clients {clients}.")
         if not self.trainable.any(0).all():
-            models = (~self.trainable.any(0)).nonzero()[:, 0].tolist()
-            raise ValueError(f"no client can train {_listed('model', models)}; add examples, or leave it out.")
+            models = first_of([*map(str, (~self.trainable.any(0)).nonzero()[:, 0].tolist())], 10)
+            raise ValueError(f"no client can train models {models}; add examples, or leave them out.")
 
     @cached_property
     def trainable(self) -> Tensor:
@@ -251,11 +218,6 @@ def _check_field(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
         raise ValueError(
             f"`{name}` must have shape {shape} and type {dtype}, got shape {tuple(value.shape)} and {value.dtype}."
         )
-
-
-def _listed(noun: str, ids: list[int], most: int = 10) -> str:
-    """For example ``clients 3, 5``; of many only the first."""
-    return f"{noun}{'s' * (len(ids) > 1)} {first_of([*map(str, ids)], most)}"
 
 
 Figure = Literal["", "loss", "update", "stale update"]
@@ -440,7 +402,7 @@ def draw_choices(probs: Tensor, design: Design | None, generator: torch.Generato
     if design is None:
         sums = cumulative[:, -1:]
         cumulative = torch.where(sums > 1 - ROUNDING, cumulative / sums, cumulative)  # certain despite rounding
-        choice = (cumulative <= _uniforms(len(probs), generator)).sum(1)
+        choice = (cumulative <= torch.rand(len(probs), 1, dtype=torch.float64, generator=generator)).sum(1)
         choice = torch.where(choice < probs.shape[1], choice, -1)
         return choice, (choice >= 0).nonzero()[:, 0]
     rows = cumulative[:, -1].clamp(max=1.0)
@@ -452,12 +414,9 @@ def draw_choices(probs: Tensor, design: Design | None, generator: torch.Generato
     choice, chances = torch.full((len(probs),), -1), cumulative[order]
     choice[order] = 0
     if probs.shape[1] > 1:
-        choice[order] = (chances / chances[:, -1:] <= _uniforms(len(order), generator)).sum(1)
+        uniforms = torch.rand(len(order), 1, dtype=torch.float64, generator=generator)
+        choice[order] = (chances / chances[:, -1:] <= uniforms).sum(1)
     return choice, order
-
-
-def _uniforms(number: int, generator: torch.Generator) -> Tensor:
-    return torch.rand(number, 1, dtype=torch.float64, generator=generator)
 
 
 def processor_joint_probs(probs: Tensor, design: Design) -> Tensor:
@@ -650,7 +609,6 @@ class LossVarianceReduced(VarianceReduced):
         Zhang et al. (2024), "Towards Optimal Heterogeneous Client Sampling in Multi-Model Federated Learning".
 
     Example:
-        >>> import torch
         >>> LossVarianceReduced(active=1).probs(torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
         tensor([[0.2500, 0.2500],
                 [0.0000, 0.5000]], dtype=torch.float64)

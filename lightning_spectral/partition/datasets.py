@@ -35,7 +35,7 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             f"map-style data set, whose examples have numbers, got {kind}, which cannot be dealt to clients; collect "
             "its examples first, for example in a list"
         )
-    elif isinstance(train, str | bytes | type) or not hasattr(train, "__getitem__"):
+    elif isinstance(train, str | bytes | type) or not (hasattr(train, "__getitem__") and hasattr(train, "__len__")):
         said = (
             f"map-style data set, with `__len__` and `__getitem__`, got {train!r}; pass the data set itself, or a list "
             "of examples"
@@ -75,13 +75,3 @@ def _check_no_columns(argument: str, data: Any) -> None:
             f"`{argument}` must be a data set, got a {type(data).__name__} of {type(data[0]).__name__}s; write "
             f"torch.utils.data.TensorDataset(*{parts}), whose examples are their rows."
         )
-
-
-def dataset_length(dataset: Any) -> int:
-    """The number of examples of a data set; raise ``ValueError`` if it has no length."""
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no length, so its examples cannot be dealt to clients; "
-            "pass a map-style data set, with `__len__` and `__getitem__`."
-        )
-    return len(dataset)

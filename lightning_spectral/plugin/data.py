@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NoReturn, TypeAlias, cast
+from functools import cached_property, partial
+from typing import Any, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -31,7 +31,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.partition.datasets import check_dealt, check_evaluation, dataset_length
+from lightning_spectral.partition.datasets import check_dealt, check_evaluation
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.plugin.user_hooks import Share, as_host
@@ -204,10 +204,10 @@ class ServerData(pl.LightningDataModule):
             return [self._loader(one, method, argument) for one in data]
         if isinstance(data, DataLoader) or not hasattr(data, "__getitem__"):
             return data  # a loader of the user's own
-        dataset = cast(Dataset[Any], data)
+        dataset: Any = data
         source = BatchSource(dataset, self.collate_fn)
         if source.is_in_memory:
-            return EvaluationLoader(source, dataset_length(dataset), self.eval_batch_size)
+            return EvaluationLoader(source, len(dataset), self.eval_batch_size)
         return DataLoader(dataset, self.eval_batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
 
 
@@ -269,12 +269,12 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
-        self.train = train
+        self.train: Any = train
         self.partitioner = partitioner
         self.drop_last = flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
-        self._labels = None if labels is None else class_indices(labels, dataset_length(train))
+        self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
         self._source = BatchSource(train, collate_fn, self.num_workers)
         self._fix(("train", "collate_fn", "num_workers"))
 
@@ -306,7 +306,7 @@ class FederatedDataModule(FixedArguments, ServerData):
     @cached_property
     def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
-        whole = self.partitioner(dataset_length(self.train), labels, derived_generator(self.seed, "partition"))
+        whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
         self._fix(("partitioner", "seed", "client_val_fraction", "labels"))
         return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
 
@@ -350,7 +350,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        return ClientDirectory(self.partition.sizes, capacities, available, self.examples_per_epoch)
+        per_epoch = partial(examples_per_epoch, batch_size=self.batch_size, drop_last=self.drop_last)
+        return ClientDirectory(self.partition.sizes, capacities, available, per_epoch)
 
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""
@@ -387,9 +388,6 @@ class FederatedDataModule(FixedArguments, ServerData):
         with isolated_rng(derived_seed(self.seed, "first examples")):  # examples may draw
             examples = [self.train[int(self.partition[client][0])] for client in with_data[:COMPARED]]
         return [pickle.dumps(tree_map_only(Tensor, lambda tensor: tensor.numpy(force=True), each)) for each in examples]
-
-    def examples_per_epoch(self, num_examples: int) -> int:
-        return examples_per_epoch(num_examples, self.batch_size, self.drop_last)
 
     def client_val_batches(self, client_id: int) -> Iterator[Any]:
         """A client's held-out examples in order, in batches of ``eval_batch_size``."""

@@ -112,7 +112,7 @@ ONES = torch.ones(3, dtype=torch.int64)
         (torch.ones(3, 2).long(), ONES, torch.ones(3, 2), "`available` must have .* type torch.bool"),
         (torch.tensor([[1], [-2], [1]]), ONES, None, "must not be negative, got -2 of client 1, model 0"),
         (torch.ones(3, 2).long(), torch.tensor([1, 0, -1]), None, "at least 1, got less for clients 1, 2"),
-        (torch.tensor([[1, 0], [1, 0], [1, 0]]), ONES, None, "no client can train model 1; add examples"),
+        (torch.tensor([[1, 0], [1, 0], [1, 0]]), ONES, None, "no client can train models 1; add examples"),
         (torch.ones(3, 2).long(), ONES, torch.zeros(3, 2).bool(), "no client can train models 0, 1;"),
     ],
 )

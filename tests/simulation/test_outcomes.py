@@ -191,7 +191,10 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
         (lambda: ls.VirtualClock(device(1.0), deadline=0.0), "`deadline` must be positive, got 0.0; it is in seconds"),
         (lambda: ls.VirtualClock(device(1.0), keep_first=0), "`keep_first` must be at least 1, or None, got 0"),
         (lambda: ls.VirtualClock([3.0]), "`profiles` must be an instance of DeviceProfile, got 3.0"),  # type: ignore[list-item]
-        (lambda: ls.VirtualClock(device(1.0), keep_first=3).check(9, 2), "at most clients_per_round=2, got 3"),
+        (
+            lambda: Conditions(None, ls.VirtualClock(device(1.0), keep_first=3)).check(9, 2),
+            "at most clients_per_round=2, got 3",
+        ),
         (
             lambda: ls.VirtualClock(device(1.0), macs={1.0: 3.0}).seconds(device(1.0), TASK),
             "no entry for keep ratio 0.5",

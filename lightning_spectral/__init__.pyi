@@ -73,8 +73,11 @@ from lightning_spectral.participation import Uniform as Uniform
 from lightning_spectral.participation import UpdateVarianceReduced as UpdateVarianceReduced
 from lightning_spectral.partition import DirichletPartitioner as DirichletPartitioner
 from lightning_spectral.partition import IIDPartitioner as IIDPartitioner
+from lightning_spectral.partition import LabelsPerClient as LabelsPerClient
 from lightning_spectral.partition import NaturalPartitioner as NaturalPartitioner
 from lightning_spectral.partition import PachinkoPartitioner as PachinkoPartitioner
+from lightning_spectral.partition import ShardPartitioner as ShardPartitioner
+from lightning_spectral.partition import SizeLaw as SizeLaw
 from lightning_spectral.plugin import FederatedDataModule as FederatedDataModule
 from lightning_spectral.plugin import FederatedModule as FederatedModule
 from lightning_spectral.plugin import MultiModelDataModule as MultiModelDataModule

@@ -28,7 +28,10 @@ _NAMES = {
     "participation": """
         FullParticipation LossVarianceReduced RoundRobin StaleUpdateVarianceReduced Uniform UpdateVarianceReduced
     """,
-    "partition": "DirichletPartitioner IIDPartitioner NaturalPartitioner PachinkoPartitioner",
+    "partition": """
+        DirichletPartitioner IIDPartitioner LabelsPerClient NaturalPartitioner PachinkoPartitioner ShardPartitioner
+        SizeLaw
+    """,
     "plugin": "FederatedDataModule FederatedModule MultiModelDataModule MultiModelModule latest_checkpoint",
     "plugin.callbacks": """
         Aggregation ClientEvaluation CommunicationLedger RoundCallback RoundDashboard RoundHistory RoundProgressBar
@@ -62,6 +65,7 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
         "MultiKrum": "filters=[ls.Robust(ls.server.MultiKrum(2))]",
         "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
         "SCAFFOLD": "ls.Scaffold()",
+        "SizePartitioner": "ls.IIDPartitioner(num_clients, sizes=...)",
         "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",
         "TrimmedMean": "filters=[ls.Robust(ls.server.TrimmedMean(0.1))]",
     }

@@ -1,4 +1,4 @@
-"""Clients of equal size whose classes are skewed: by one Dirichlet prior, or by two stages, superclass then class."""
+"""Clients whose classes are skewed: by one Dirichlet prior, or by two stages, superclass then class."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
-from lightning_spectral.partition.partition import Partition, Partitioner, equal_shares
+from lightning_spectral.partition.labels import by_class
+from lightning_spectral.partition.partition import Partition, Partitioner
+from lightning_spectral.partition.sizes import Floats, Sizes, check_sizes, client_shares, numbers, numpy_generator
 
-Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 # Maps the numbers of examples left in each class, shape (K,), and a client's total to its numbers in each class.
 CountLaw = Callable[[Ints, int, np.random.Generator], Ints]
@@ -28,7 +29,7 @@ class DirichletPartitioner(Partitioner):
 
     Clients are served one after another, in random order. A client draws its labels one by one from its
     prior, without replacement: a class that has run out gets probability 0 and the others are renormalised.
-    Every example is used exactly once and sizes differ by at most one; the clients served first are the larger ones.
+    Every example is used exactly once.
 
     Args:
         num_clients: Number of clients C, at least 1.
@@ -37,6 +38,7 @@ class DirichletPartitioner(Partitioner):
         symmetric: ``False``: concentration :math:`\alpha p`, with p the class proportions of the data set
             (sum :math:`\alpha`). ``True``: concentration :math:`\alpha` for each class present (sum
             :math:`\alpha K`).
+        sizes: How much each client has, as for `IIDPartitioner`; ``None`` for equal sizes.
 
     Note:
         Two conventions use the same letter: with ten equal classes, ``alpha=1`` here is ``alpha=0.1, symmetric=True``.
@@ -60,12 +62,14 @@ class DirichletPartitioner(Partitioner):
     num_clients: int
     alpha: float
     symmetric: bool = False
+    sizes: Sizes = None
 
     needs_labels: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         alpha = Number(above=0, hint="use IIDPartitioner for iid clients")
         check_fields(self, num_clients=Whole(at_least=1), alpha=alpha, symmetric=flag)
+        check_fields(self, sizes=partial(check_sizes, num_clients=self.num_clients))
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         assert labels is not None, "__call__ checks it"
@@ -74,7 +78,7 @@ class DirichletPartitioner(Partitioner):
         draw_slots = partial(draw_slot_classes, partial(draw_dirichlet_counts, concentration))
         if self.num_clients >= MANY:
             draw_slots = partial(draw_dirichlet_slots, concentration)
-        return deal_by_class(labels, self.num_clients, draw_slots, generator)
+        return deal_by_class(labels, self.num_clients, draw_slots, generator, self.sizes)
 
 
 def class_concentration(sizes: Ints, total: float, symmetric: bool) -> Floats:
@@ -134,11 +138,13 @@ def log_dirichlet(concentration: Floats, rng: np.random.Generator) -> Floats:
         return np.asarray(np.log(rng.standard_gamma(concentration + 1.0)) - exponential / concentration)
 
 
-def deal_by_class(labels: Tensor, num_clients: int, draw_slots: SlotLaw, generator: torch.Generator) -> Partition:
+def deal_by_class(
+    labels: Tensor, num_clients: int, draw_slots: SlotLaw, generator: torch.Generator, sizes: Sizes = None
+) -> Partition:
     """Deal all examples to clients, which are served one after another, in random order.
 
-    Sizes differ by at most one. ``draw_slots`` says which class each client gets its examples from, of only the classes
-    that are present, in sorted order; within a class, examples are assigned at random.
+    ``draw_slots`` says which class each client gets its examples from, of only the classes that are present, in sorted
+    order; within a class, examples are assigned at random.
 
     Example:
         >>> def first_come(left, num_draws, rng):
@@ -148,19 +154,13 @@ def deal_by_class(labels: Tensor, num_clients: int, draw_slots: SlotLaw, generat
         >>> sorted(labels[own].tolist() for own in partition)
         [[4, 4], [7, 7]]
     """
-    _, inverse, class_sizes = np.unique(labels.cpu().numpy(), return_inverse=True, return_counts=True)
-    class_of_example = torch.from_numpy(inverse)
-    order, sizes = equal_shares(len(labels), num_clients, generator)
-    # torch's public gamma draw takes no generator
-    of_numpy = np.random.Generator(np.random.PCG64(int(torch.randint(2**63 - 1, (), generator=generator))))
-    class_of_slot = draw_slots(class_sizes, sizes.numpy(), of_numpy)
+    class_sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
+    order, client_sizes = client_shares(sizes, len(labels), num_clients, generator)
+    class_of_slot = draw_slots(class_sizes, client_sizes.numpy(), numpy_generator(generator))
     # both sides list the classes in order, with equal counts; within a class the order is random
-    shuffled = torch.randperm(len(labels), generator=generator)
-    examples = shuffled[class_of_example[shuffled].argsort(stable=True)]
     slots = torch.from_numpy(class_of_slot).argsort(stable=True)
-    client_of_example = torch.empty(len(labels), dtype=torch.int64)
-    client_of_example[examples] = order.repeat_interleave(sizes)[slots]
-    return Partition.from_assignment(client_of_example, num_clients)
+    clients = order.repeat_interleave(client_sizes)[slots]
+    return Partition.from_assignment(clients[by_class(labels, generator).argsort()], num_clients)
 
 
 def draw_slot_classes(draw: CountLaw, class_sizes: Ints, client_sizes: Ints, rng: np.random.Generator) -> Ints:
@@ -260,7 +260,7 @@ class PachinkoPartitioner(Partitioner):
         check_fields(
             self,
             num_clients=Whole(at_least=1),
-            superclasses=_whole_numbers,
+            superclasses=partial(numbers, rule=Whole(), of="class"),
             alpha=Number(above=0, hint="use IIDPartitioner for iid clients"),
             beta=Number(above=0),
             symmetric=flag,
@@ -299,14 +299,3 @@ def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float,
         return counts
 
     return draw
-
-
-def _whole_numbers(argument: str, values: object) -> tuple[int, ...]:
-    """Whole numbers as a tuple of plain integers, so that a tensor, an array and a YAML list are the same choice."""
-    if isinstance(values, Tensor | np.ndarray):
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"`{argument}` must be a sequence of whole numbers, one for each class, got {values!r}.")
-    if not values:
-        raise ValueError(f"`{argument}` must hold a whole number for each class, got none.")
-    return tuple(Whole()(f"{argument}[{k}]", value) for k, value in enumerate(values))

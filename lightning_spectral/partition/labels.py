@@ -136,6 +136,12 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
     return _as_classes(labels, "`labels`")
 
 
+def by_class(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Indices of the examples in the order of their labels, of equal ones in random order."""
+    shuffled = torch.randperm(len(labels), generator=generator)
+    return shuffled[labels.cpu()[shuffled].argsort(stable=True)]
+
+
 def stored_labels(dataset: Any) -> Tensor | None:
     """Labels that a data set stores as a whole, or ``None``; raise ``ValueError`` unless they are integers."""
     for name in STORED:

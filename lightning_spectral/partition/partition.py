@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
 from lightning_spectral.errors import from_extra
+from lightning_spectral.partition.sizes import Sizes, check_sizes, client_shares
 from lightning_spectral.tables import Block, Tabular
 
 
@@ -112,10 +113,6 @@ class Partition:
 
     def fingerprint(self) -> str:
         """Hash of 16 hexadecimal digits that identifies the split in a checkpoint, the same on every platform."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for tensor in (torch.tensor([self.num_clients]), self.offsets, self.indices):
             digest.update(tensor.numpy().astype("<i8").tobytes())
@@ -234,16 +231,6 @@ class Partitioner(ABC):
         """Deal the examples; the arguments are already checked by :meth:`__call__`."""
 
 
-def equal_shares(num_examples: int, num_clients: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Client ids in random order with their shares; the first ``num_examples % num_clients`` get an extra example.
-
-    Both are int64 of shape ``(num_clients,)``.
-    """
-    share, remainder = divmod(num_examples, num_clients)
-    order = torch.randperm(num_clients, generator=generator)
-    return order, share + (torch.arange(num_clients) < remainder).long()
-
-
 def check_one_per_example(argument: str, entries: Any) -> None:
     """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a string as its letters.
 
@@ -265,29 +252,31 @@ Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 
 @dataclass(frozen=True)
 class IIDPartitioner(Partitioner):
-    """Equal shares of a random permutation: sizes differ by at most one and every example is used.
-
-    Labels are ignored. The clients that get an extra example are drawn at random.
+    """Shares of a random permutation; every example is used, and labels are ignored.
 
     Args:
         num_clients: Number of clients, at least 1.
+        sizes: How much each client has: a positive number for each, in any unit, since only ratios count; or a
+            `SizeLaw`. Each client has at least one example. ``None`` for equal sizes, which differ by at most one.
 
     Example:
-        >>> partition = IIDPartitioner(num_clients=4)(10, None, torch.Generator().manual_seed(0))
-        >>> sorted(partition.sizes.tolist())
+        >>> draw = torch.Generator().manual_seed(0)
+        >>> sorted(IIDPartitioner(num_clients=4)(10, None, draw).sizes.tolist())
         [2, 2, 3, 3]
+        >>> IIDPartitioner(num_clients=3, sizes=[24, 180, 36])(240, None, draw).sizes
+        tensor([ 24, 180,  36])
     """
 
     num_clients: int
+    sizes: Sizes = None
 
     def __post_init__(self) -> None:
-        check_fields(self, num_clients=Whole(at_least=1))
+        check_fields(self, num_clients=Whole(at_least=1), sizes=partial(check_sizes, num_clients=self.num_clients))
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        order, sizes = equal_shares(num_examples, self.num_clients, generator)
-        client_of_example = torch.empty(num_examples, dtype=torch.int64)
-        client_of_example[torch.randperm(num_examples, generator=generator)] = order.repeat_interleave(sizes)
-        return Partition.from_assignment(client_of_example, self.num_clients)
+        order, sizes = client_shares(self.sizes, num_examples, self.num_clients, generator)
+        place = torch.randperm(num_examples, generator=generator).argsort()
+        return Partition.from_assignment(order.repeat_interleave(sizes)[place], self.num_clients)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,10 +17,13 @@ from torch import Generator, Tensor
 from lightning_spectral.partition import (
     DirichletPartitioner,
     IIDPartitioner,
+    LabelsPerClient,
     NaturalPartitioner,
     PachinkoPartitioner,
     Partition,
     Partitioner,
+    ShardPartitioner,
+    SizeLaw,
     hold_out,
     report,
 )
@@ -38,6 +41,10 @@ PARTITIONERS = [
     PachinkoPartitioner(7, [0, 0, 1, 1, 2], alpha=1.0, beta=10.0),
     PachinkoPartitioner(60, [3, 1, 3, 1, 1], alpha=0.01, beta=0.1, symmetric=True),
     NaturalPartitioner((torch.arange(60) // 9).tolist()),
+    IIDPartitioner(7, sizes=SizeLaw("lognormal", 2.0)),
+    DirichletPartitioner(7, alpha=0.5, sizes=[1, 2, 3, 4, 5, 6, 300]),
+    ShardPartitioner(7),
+    LabelsPerClient(7, num_labels=2),
 ]
 
 

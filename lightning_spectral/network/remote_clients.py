@@ -48,10 +48,12 @@ class HeldOut:
     Attributes:
         sizes: Their numbers, int64, shape ``(num_clients,)``.
         max_share: Largest share of the weight that one of several clients has.
+        names: Their names.
     """
 
     sizes: Tensor
     max_share: float
+    names: Sequence[str]
 
     @property
     def num_assigned(self) -> int:
@@ -225,7 +227,7 @@ class RemoteClients(ServerData):
     def held_out(self) -> HeldOut:
         """How many examples each client holds out, for `ClientEvaluation`."""
         sizes = torch.tensor([holding.num_held_out for holding in self.roster.holdings(self.model)])
-        return HeldOut(sizes, self.max_share)
+        return HeldOut(sizes, self.max_share, self.roster.names)
 
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]

@@ -4,7 +4,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +29,7 @@ class Partition:
     Attributes:
         indices: Example indices, one client after another, int64, shape ``(num_assigned,)``, on the CPU.
         offsets: Client c owns ``indices[offsets[c]:offsets[c + 1]]``, int64, shape ``(num_clients + 1,)``.
+        names: Name of each client; empty if clients have only numbers.
 
     Example:
         >>> partition = Partition.from_lists([[4, 0], [], [2, 3, 1]])
@@ -40,6 +41,7 @@ class Partition:
 
     indices: Tensor
     offsets: Tensor
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, tensor in (("indices", self.indices), ("offsets", self.offsets)):
@@ -161,7 +163,7 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
         raise ValueError(f"The share of examples to hold out must be in [0, 1), got {fraction}.")
     sizes = partition.sizes
     if fraction == 0:
-        return partition, Partition(partition.indices[:0], _offsets(torch.zeros_like(sizes)))
+        return partition, replace(partition, indices=partition.indices[:0], offsets=_offsets(torch.zeros_like(sizes)))
     counts = (sizes.double() * fraction).round().long().clamp(min=1).minimum((sizes - 1).clamp(min=0))
     owner = torch.arange(partition.num_clients).repeat_interleave(sizes)
     shuffled = torch.randperm(partition.num_assigned, generator=generator)
@@ -169,8 +171,8 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
     place = torch.arange(partition.num_assigned) - partition.offsets[owner]
     is_held_out = torch.empty(partition.num_assigned, dtype=torch.bool)
     is_held_out[by_client] = place < counts[owner]
-    training = Partition(partition.indices[~is_held_out], _offsets(sizes - counts))
-    return training, Partition(partition.indices[is_held_out], _offsets(counts))
+    training = replace(partition, indices=partition.indices[~is_held_out], offsets=_offsets(sizes - counts))
+    return training, replace(partition, indices=partition.indices[is_held_out], offsets=_offsets(counts))
 
 
 class Partitioner(ABC):
@@ -334,7 +336,8 @@ class NaturalPartitioner(Partitioner):
             raise ValueError(
                 f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
             )
-        return Partition.from_assignment(self.client_of_example, self.num_clients)
+        names = () if self.client_names == tuple(range(self.num_clients)) else tuple(map(str, self.client_names))
+        return replace(Partition.from_assignment(self.client_of_example, self.num_clients), names=names)
 
 
 def _as_objects(keys: Keys) -> Sequence[Hashable]:
@@ -368,6 +371,7 @@ class PartitionReport(Tabular):
         counts: Examples per client, int64, shape ``(num_clients,)``.
         histogram: Examples per client and class, int64, shape ``(num_clients, num_classes)``; ``None`` without labels.
         classes: Label of each column of ``histogram``, ascending, shape ``(num_classes,)``; ``None`` without labels.
+        names: Name of each client; empty if clients have only numbers.
 
     Example:
         >>> partition = Partition.from_lists([[0, 1], [2, 3, 4]])
@@ -383,6 +387,7 @@ class PartitionReport(Tabular):
     counts: Tensor
     histogram: Tensor | None
     classes: Tensor | None
+    names: Sequence[str] = ()
 
     def mean_classes(self, min_share: float = 0.0) -> float:
         """Number of classes with more than a given share of a client's examples, averaged over the clients.
@@ -432,9 +437,10 @@ class PartitionReport(Tabular):
                 f"of {self.histogram.shape[1]} classes, a client has {self.mean_classes():.1f} on average, "
                 f"{self.mean_classes(0.05):.1f} above a 5 % share"
             )
-        rows: list[tuple[str, ...]] = [("client", "examples", *["classes"] * (self.histogram is not None))]
+        classes = ["classes"] * (self.histogram is not None)
+        rows: list[tuple[str, ...]] = [("client", *["name"] * bool(self.names), "examples", *classes)]
         for client, size in enumerate(self.counts[:_ROWS].tolist()):
-            rows.append((str(client), str(size), *self._mixture(client)))
+            rows.append((str(client), *self.names[client : client + 1], str(size), *self._mixture(client)))
         hidden = len(self.counts) - _ROWS
         return ["\n".join(lines), rows, *[f"... and {hidden} more clients"] * (hidden > 0)]
 
@@ -459,7 +465,7 @@ def report(partition: Partition, labels: Tensor | None = None) -> PartitionRepor
         tensor([2, 1])
     """
     if labels is None:
-        return PartitionReport(partition.sizes, None, None)
+        return PartitionReport(partition.sizes, None, None, partition.names)
     num_needed = int(partition.indices.max()) + 1 if partition.num_assigned else 0
     if labels.ndim != 1 or len(labels) < num_needed:
         raise ValueError(
@@ -469,4 +475,4 @@ def report(partition: Partition, labels: Tensor | None = None) -> PartitionRepor
     client = torch.arange(partition.num_clients).repeat_interleave(partition.sizes)
     cell = client * len(values) + torch.from_numpy(inverse)[partition.indices]
     histogram = cell.bincount(minlength=partition.num_clients * len(values)).view(partition.num_clients, -1)
-    return PartitionReport(partition.sizes, histogram, torch.from_numpy(values))
+    return PartitionReport(partition.sizes, histogram, torch.from_numpy(values), partition.names)

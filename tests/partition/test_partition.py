@@ -340,6 +340,20 @@ def test_long_tables_are_cut() -> None:
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_names_of_clients_are_reported_and_stay_with_held_out_examples() -> None:
+    partition = NaturalPartitioner(["Bologna", "Ulm", "Ulm", "Bologna", "Graz"])(5, None, seeded())
+    training, held_out = hold_out(partition, 0.5, seeded())
+    assert training.names == held_out.names == ("Bologna", "Ulm", "Graz")
+    rows = str(report(partition, torch.tensor([0, 0, 1, 0, 1]))).splitlines()
+    assert [row.split() for row in rows[-4:]] == [
+        ["client", "name", "examples", "classes"],
+        ["0", "Bologna", "2", "0:", "2"],
+        ["1", "Ulm", "2", "0:", "1,", "1:", "1"],
+        ["2", "Graz", "1", "1:", "1"],
+    ]
+    assert "name" not in str(report(NaturalPartitioner([0, 1, 1])(3, None, seeded())))
+
+
 def test_report_without_labels_has_sizes_only() -> None:
     seen = report(PARTITION)
     assert (seen.histogram, seen.classes) == (None, None)

@@ -136,7 +136,7 @@ class RoundDashboard(RoundCallback):
         if self._history.rows and trainer.state.fn == "fit" and not trainer.sanity_checking:
             _log(pl_module, self.total_bytes)  # so that any logger can plot the metrics over them
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not self._history.rows:
             return
         _log(pl_module, self.total_bytes)  # the model has been validated
@@ -147,7 +147,8 @@ class RoundDashboard(RoundCallback):
             for summary, shown in self._finished:
                 if summary.clients:
                     known = [one.client_columns(summary) for one in trainer.callbacks if isinstance(one, RoundCallback)]
-                    shown["tables/clients"] = client_table(summary, known)
+                    names = pl_module.data_of(summary.model).held_out.names
+                    shown["tables/clients"] = client_table(summary, known, names)
                     shown["tables/keep_ratios"] = keep_ratio_table(summary)
                 every |= {summary.metric(name): one for name, one in shown.items()}
             self._show(trainer, every)
@@ -205,13 +206,16 @@ def table(rows: Iterable[Mapping[str, Any]]) -> Table:
     return Table(columns, tuple(tuple(row.get(column) for column in columns) for row in known))
 
 
-def client_table(summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]]) -> Table:
+def client_table(
+    summary: RoundSummary, more: Sequence[Mapping[str, Mapping[int, float]]], names: Sequence[str] = ()
+) -> Table:
     """One row per client of a model's round, in the cohort's order, with ``more`` columns by title and client."""
     titles = {title: values for columns in more for title, values in columns.items()}
     return table(
         {
             "round": client.round_idx,
             "client": client.client_id,
+            **({"name": names[client.client_id]} if names else {}),
             "keep_ratio": client.keep_ratio,
             "examples": client.num_examples,
             "steps": client.num_steps,

@@ -134,11 +134,13 @@ class ClientRow:
         client_id: The client, from 0.
         num_examples: Number of its held-out examples.
         metrics: The values that ``validation_step`` logged on them, by name.
+        name: The client's name; empty if clients have only numbers.
     """
 
     client_id: int
     num_examples: int
     metrics: Mapping[str, float]
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,11 @@ class ClientTable(Tabular):
         return found
 
     def _blocks(self) -> list[Block]:
-        lines = [["client", "examples", *self.metrics]]
+        named = any(row.name for row in self.rows)
+        lines = [["client", *["name"] * named, "examples", *self.metrics]]
         for row in self.rows:
             cells = (f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics)
-            lines.append([str(row.client_id), str(row.num_examples), *cells])
+            lines.append([str(row.client_id), *[row.name] * named, str(row.num_examples), *cells])
         return [lines]
 
 
@@ -317,7 +320,7 @@ def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids
 
     Where some clients have models of their own, the server's is that of the others: they would begin with it.
     """
-    sizes, processes = model.data.held_out.sizes_of(client_ids), processes_of(trainer)
+    sizes, names, processes = model.data.held_out.sizes_of(client_ids), model.data.held_out.names, processes_of(trainer)
     module, beside = model.module, ValidatedBeside(model.module, {}, trainer)
 
     def metrics_of(client_id: int) -> dict[str, float]:
@@ -354,7 +357,8 @@ def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids
     if any(name.startswith(OWN) for metrics in found.values() for name in metrics):
         own = {c: {f"{OWN}{n}": x for n, x in metrics.items() if not n.startswith(OWN)} for c, metrics in found.items()}
         found = {client_id: {**own[client_id], **metrics} for client_id, metrics in found.items()}
-    return tuple(ClientRow(c, size, found[c]) for c, size in zip(client_ids, sizes, strict=True) if c in found)
+    rows = zip(client_ids, sizes, strict=True)
+    return tuple(ClientRow(c, size, found[c], *names[c : c + 1]) for c, size in rows if c in found)
 
 
 def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:

@@ -84,6 +84,18 @@ def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any
     assert fitted.rows[0]["fl/clients/val_loss/mean"] != fitted.rows[1]["fl/clients/val_loss/mean"]
 
 
+def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: TensorDataset, fit: Fit) -> None:
+    owners = ls.NaturalPartitioner(["Ulm"] * 40 + ["Graz"] * 80)
+    evaluation = ls.ClientEvaluation()
+    fit(lit, ls.FederatedDataModule(toy, owners, client_val_fraction=0.25), clients_per_round=2, callbacks=[evaluation])
+    head, *rows = (row.split() for row in str(evaluation.table).splitlines())
+    assert head[:3] == ["client", "name", "examples"]
+    assert [row[:3] for row in rows] == [["0", "Ulm", "10"], ["1", "Graz", "20"]]
+    resumed = ls.ClientEvaluation()
+    resumed.load_state_dict(evaluation.state_dict())
+    assert resumed.table == evaluation.table
+
+
 def test_a_value_that_may_be_negative_has_no_share() -> None:
     rows = tuple(ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
     assert set(ClientTable(0, rows).figures()) == {

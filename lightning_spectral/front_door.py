@@ -18,8 +18,8 @@ _NAMES = {
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
     "filters": """
-        ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums TopK UpdateBound UsualUpdateNorm
-        Weights
+        Attack ClientPrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums TopK UpdateBound
+        UsualUpdateNorm Weights
     """,
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d
@@ -65,7 +65,6 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
         "MultiKrum": "filters=[ls.Robust(ls.server.MultiKrum(2))]",
         "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
         "SCAFFOLD": "ls.Scaffold()",
-        "SizePartitioner": "ls.IIDPartitioner(num_clients, sizes=...)",
         "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",
         "TrimmedMean": "filters=[ls.Robust(ls.server.TrimmedMean(0.1))]",
     }

@@ -43,6 +43,7 @@ DEVICE = ls.simulation.DeviceProfile(1.0, 1.0, 1.0)
 
 # What must be given in addition to the argument that is wrong.
 NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
+    "Attack": lambda: {"lie": "scale", "strength": 1.0, "clients": 0.5},
     "ClientDropout": lambda: {"probability": 0.5},
     "ClientPrivacy": lambda: {"clip": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
     "DeviceProfile": lambda: {"downlink": 1.0, "uplink": 1.0, "macs_per_second": 1.0},

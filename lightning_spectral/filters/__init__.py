@@ -19,12 +19,13 @@ from lightning_spectral.filters.noise import LocalNoise
 from lightning_spectral.filters.packing import Int8, Packing, TopK
 from lightning_spectral.filters.personal import Personal
 from lightning_spectral.filters.privacy import ClientPrivacy
-from lightning_spectral.filters.robust import Robust
+from lightning_spectral.filters.robust import Attack, Robust
 from lightning_spectral.filters.secure_sums import SecureSums
 from lightning_spectral.filters.weights import Weights
 
 __all__ = [
     "Arrival",
+    "Attack",
     "ClientPrivacy",
     "DeviceEnd",
     "DeviceTurn",

@@ -1,23 +1,28 @@
-"""Robust means: updates are combined by a rule that a few clients who lie cannot move far."""
+"""Robust means: updates are combined by a rule that a few clients who lie cannot move far; and lies to try it on."""
 
 # Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
+from lightning_spectral.arguments import Number, OneOf, Whole, check_fields, each
 from lightning_spectral.errors import SpectralWarning, check_is
 from lightning_spectral.filters.own import both_ways
 from lightning_spectral.filters.robust_rules import Changes, RobustRule
 from lightning_spectral.participation import UniformParticipation
+from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import ClientOutcome, Key
+from lightning_spectral.protocol.rng import derived_generator
 from lightning_spectral.sums.exact_mean import Peers
 
+Lie = Literal["scale", "noise", "alie", "ipm"]
 Told = tuple[dict[str, Tensor], dict[str, Tensor]]  # what a client has changed, and where
 
 
@@ -98,10 +103,14 @@ class RobustEnd(ServerEnd):
             return
         keys = sorted(everybody)
         changes = Changes(*zip(*(everybody[key] for key in keys), strict=True))
-        for key, center in zip(keys, self.rule.passed_on(changes), strict=True):
+        for key, center in zip(keys, self.passed_on(keys, changes), strict=True):
             self._num_used += center is not None
             if center is not None and key in self._held:
                 yield self._moved(self._held[key], center)
+
+    def passed_on(self, keys: Sequence[Key], changes: Changes) -> Sequence[Mapping[str, Tensor] | None]:
+        """What stands for the change of each unit, in their order; ``None`` for one that is left out."""
+        return self.rule.passed_on(changes)
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
         return {"updates_used": float(self._num_used)}
@@ -123,3 +132,75 @@ class RobustEnd(ServerEnd):
         like = next(iter(sent.values()), torch.empty(0)).device
         tensors = {name: moved[name] if name in moved else tensor.to(like) for name, tensor in returned.items()}
         return replace(arrival, upload=replace(arrival.upload, tensors=tensors), is_held=False)
+
+
+@dataclass(frozen=True)
+class Attack(Filter):
+    r"""Simulates clients that lie about their change :math:`\Delta`, to see what a rule saves; the last of all filters.
+
+    Liars know the mean :math:`\mu` and the standard deviation :math:`\sigma` of what honest clients change in a round.
+
+    Args:
+        lie: ``"scale"``: they send :math:`c\Delta`, -1 flips signs. ``"noise"``: :math:`\Delta + \mathcal{N}(0, c^2)`.
+            ``"alie"`` (Baruch et al., 2019): :math:`\mu - c\sigma`. ``"ipm"`` (Xie et al., 2020): :math:`-c\mu`.
+        strength: The number c; of noise, in units of the weights.
+        clients: Who lies: a share of all clients, which are drawn, or their numbers.
+
+    Example:
+        >>> Attack("scale", -1.0, clients=0.3)  # filters=[ls.Robust(ls.server.Krum(3)), ls.Attack(...)]
+        Attack(lie='scale', strength=-1.0, clients=0.3)
+    """
+
+    reads_single: ClassVar[bool] = True
+    needs: ClassVar[Sequence[str]] = ("new_values",)
+    least: ClassVar[int] = 0  # clients below which it cannot be applied
+
+    lie: Lie
+    strength: float
+    clients: float | Sequence[int]
+
+    def __post_init__(self) -> None:
+        share, listed = Number(above=0, at_most=1), partial(each, rule=Whole(at_least=0))
+        who = listed if isinstance(self.clients, Sequence) else share
+        check_fields(self, lie=OneOf(get_args(Lie)), strength=Number(), clients=who)
+
+    def check(self, plan: Plan) -> None:
+        if plan.filters[-1] != self:
+            raise ValueError(f"Attack must be the last filter; put {type(plan.filters[-1]).__name__} before it.")
+
+    def server(self, fit: Fit) -> "AttackEnd":
+        number = len(fit.sizes())
+        if isinstance(self.clients, Sequence) and max(self.clients) >= number:
+            raise ValueError(f"`clients` must be below their number {number}, got {max(self.clients)}.")
+        return AttackEnd(self, number)
+
+
+@dataclass(eq=False)
+class AttackEnd(RobustEnd):
+    """Holds updates back, and passes on those of liars as lies."""
+
+    rule: Any
+    num_clients: int
+
+    def passed_on(self, keys: Sequence[Key], changes: Changes) -> Sequence[Mapping[str, Tensor] | None]:
+        cohort, c, who = self._opened.cohort, self.rule.strength, self.rule.clients
+        if not isinstance(who, Sequence):
+            shares = {True: who, False: 1.0 - who}
+            who = assign(shares, self.num_clients, cohort.seed, "liars").indices.logical_not().nonzero()
+        lie = torch.tensor([client in who for client, _ in keys])
+        told: list[dict[str, Tensor]] = [{} for _ in keys]
+        for name in changes.names:
+            values, held = changes.stacked(name)
+            honest = values.masked_fill(~held | lie[:, None], torch.nan)
+            mean = honest.nanmean(0).nan_to_num()
+            if self.rule.lie == "scale":
+                moved = c * values
+            elif self.rule.lie == "noise":
+                draw = derived_generator(cohort.seed, "lies", cohort.round_idx, keys[0][1], name)
+                moved = values + c * torch.randn(values.shape, dtype=values.dtype, generator=draw)
+            else:
+                deviation = (honest - mean).square().nanmean(0).sqrt().nan_to_num()
+                moved = (mean - c * deviation if self.rule.lie == "alie" else -c * mean).expand_as(values)
+            for index in (lie & held.any(1)).nonzero()[:, 0].tolist():
+                told[index][name] = changes.at(index, name, moved[index])
+        return told

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,6 +23,7 @@ from toy_models import LitNet
 import lightning_spectral as ls
 from lightning_spectral.errors import RoundError, SpectralWarning
 from lightning_spectral.filters import DeviceEnd, Filter, Robust
+from lightning_spectral.filters.robust import AttackEnd
 from lightning_spectral.filters.robust_rules import Changes
 from lightning_spectral.server import GeometricMedian, Krum, Median, MultiKrum, TrimmedMean
 from lightning_spectral.testing import check_filter
@@ -239,3 +241,99 @@ class TestMistakes:
 def test_chosen_updates_are_counted(fit: Fit) -> None:
     fitted = fit(seeded(deep), hospital(), filters=[Robust(MultiKrum(1))], clients_per_round=6)
     assert fitted.history.rows[-1]["fl/updates_used"] == 5
+
+
+ATTACKS = [ls.Attack("noise", 0.5, [1, 3]), ls.Attack("scale", -1.0, 0.3), ls.Attack("alie", 1.5, [0])]
+KEYS = [(client, "") for client in range(9)]
+
+
+def opened(seed: int = 5, round_idx: int = 2) -> Any:
+    return SimpleNamespace(round=None, cohort=SimpleNamespace(seed=seed, round_idx=round_idx))
+
+
+def lies(attack: ls.Attack, own: Changes, keys: Any = KEYS, num_clients: int = 9) -> list[dict[str, Any]]:
+    end = AttackEnd(attack, num_clients)
+    end.begin(opened())
+    return list(end.passed_on(keys, own))
+
+
+@pytest.mark.parametrize(
+    ("lie", "formula"),
+    [
+        ("scale", lambda own, honest: -3.0 * own),
+        ("alie", lambda own, honest: honest.mean(0) + 3.0 * np.sqrt(((honest - honest.mean(0)) ** 2).mean(0))),
+        ("ipm", lambda own, honest: 3.0 * honest.mean(0)),
+    ],
+)
+def test_liars_send_what_the_formula_says_and_others_their_own(lie: Any, formula: Any) -> None:
+    values = points(3)
+    found = lies(ls.Attack(lie, -3.0, [2, 7]), changes(values))
+    honest = np.delete(values, [2, 7], axis=0)
+    for client in range(9):
+        if client in (2, 7):
+            assert flat(found[client]) == pytest.approx(formula(values[client], honest), rel=1e-12)
+        else:
+            assert found[client] == {}
+
+
+def test_noise_has_its_standard_deviation_and_is_new_in_each_round() -> None:
+    values = points(4, clients=3, size=20_002)
+    found = flat(lies(ls.Attack("noise", 0.5, [1]), changes(values), KEYS[:3])[1]) - values[1]
+    bound = 5 * 0.5 / math.sqrt(2 * len(found))
+    assert abs(found.std() - 0.5) <= bound
+    assert abs(found.mean()) <= 5 * 0.5 / math.sqrt(len(found))
+    assert abs(np.corrcoef(found, values[1])[0, 1]) <= 5 / math.sqrt(len(found))
+    end = AttackEnd(ls.Attack("noise", 0.5, [1]), 3)
+    end.begin(opened(round_idx=3))
+    assert not np.allclose(flat(end.passed_on(KEYS[:3], changes(values))[1]) - values[1], found)
+
+
+def test_of_parts_the_mean_is_that_of_the_honest_holders() -> None:
+    rows = [{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([5.0])}, {"w": torch.tensor([9.0])}]
+    own = Changes(rows, [{}, {"w": torch.tensor([1])}, {"w": torch.tensor([0])}])
+    assert lies(ls.Attack("ipm", 1.0, [2]), own, KEYS[:3])[2]["w"].tolist() == [-1.0]
+    assert lies(ls.Attack("ipm", 1.0, [0]), own, KEYS[:3])[0]["w"].tolist() == [-9.0, -5.0]
+
+
+def test_a_share_of_liars_is_exact_and_drawn_from_the_seed() -> None:
+    ids = [client for client, told in enumerate(lies(ls.Attack("scale", 0.0, 0.3), changes(points(0)))) if told]
+    assert len(ids) == 3
+    again = [client for client, told in enumerate(lies(ls.Attack("ipm", 0.0, 0.3), changes(points(1)))) if told]
+    assert ids == again
+
+
+def test_all_signs_flipped_undo_a_round_and_krum_does_not_see_one_liar(fit: Fit) -> None:
+    def moved(*filters: Any) -> torch.Tensor:
+        before = torch.cat([p.detach().flatten() for p in seeded(deep).parameters()])
+        module = fit(seeded(deep), hospital(), filters=filters, clients_per_round=12, max_epochs=1).module
+        return torch.cat([p.detach().flatten() for p in module.parameters()]) - before
+
+    assert torch.allclose(moved(ls.Attack("scale", -1.0, 1.0)), -moved(), atol=1e-6)
+    one = moved(Robust(Krum(1)))
+    assert moved(Robust(Krum(1)), ls.Attack("scale", 1e3, [2])).norm() < 2 * one.norm()
+    assert moved(ls.Attack("scale", 1e3, [2])).norm() > 20 * one.norm()
+
+
+@pytest.mark.parametrize(
+    ("attack", "system"), slow_but([(ATTACKS[0], "FedAvg")], [(each, system) for each in ATTACKS for system in SYSTEMS])
+)
+def test_attacks_keep_the_contract_of_filters(attack: Any, system: str) -> None:
+    batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+    check_filter(attack, seeded(deep), batch, algorithm=SYSTEMS[system], rests=attack.lie != "noise")
+
+
+def test_attacks_that_mean_nothing_are_refused() -> None:
+    attack = ls.Attack("scale", -1.0, 0.3)
+    for filters, said in [
+        ([attack, Robust(Median())], "Attack must be the last filter; put Robust before it"),
+        ([ls.SecureSums(), attack], "Attack reads the updates of single clients, which SecureSums hides"),
+        ([ls.TopK(0.1), attack], "TopK packs what Attack reads"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            ls.FederatedModule(seeded(deep), filters=filters, clients_per_round=4)
+    with pytest.raises(ValueError, match="which Zampling does not promise"):
+        ls.FederatedModule(seeded(deep), algorithm=ls.Zampling(), filters=[attack], clients_per_round=4)
+    model = ls.FederatedModule(seeded(deep), filters=[ls.Attack("ipm", 1.0, [12])], clients_per_round=4)
+    trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    with pytest.raises(ValueError, match="`clients` must be below their number 12, got 12"):
+        trainer.fit(model, hospital())

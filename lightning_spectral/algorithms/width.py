@@ -404,7 +404,9 @@ class WidthRound(Round):
 
     def observed(self) -> Observed:
         """The share of all entries that at least one client of the round held."""
-        return Observed({"entries_held": self.mean.share_held})
+        held = self.mean.held.values()
+        count = sum(int(weights.count_nonzero()) for weights in held)
+        return Observed({"entries_held": count / max(1, sum(map(len, held)))})
 
 
 @dataclass(frozen=True)

@@ -358,7 +358,10 @@ class LocalLoop:
             user.on_train_epoch_start()
             for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
                 recorder.num_examples, recorder.batch_idx = size, batch_idx
-                batch = recorder.batch = self._to_device(batch)
+                batch = user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
+                if self.placement.moves_batches:
+                    batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
+                batch = recorder.batch = user.on_after_batch_transfer(batch, 0)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
                 output, loss = self._step(task, batch, batch_idx)
@@ -372,13 +375,6 @@ class LocalLoop:
         for optimizer in self.optimizers:  # of those without schedules, the weights that they evaluate
             getattr(optimizer.optimizer, "eval", _nothing)()
         return LocalResult(recorder.num_steps if self.is_manual else len(losses), mean_per_example(losses))
-
-    def _to_device(self, batch: Any) -> Any:
-        """A client's batch as ``training_step`` receives it."""
-        batch = self.user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
-        if self.placement.moves_batches:
-            batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
-        return self.user.on_after_batch_transfer(batch, 0)
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch, and take an optimizer step unless the user's does."""

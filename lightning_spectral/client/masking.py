@@ -51,17 +51,15 @@ class Parties:
                 from lightning_spectral.sums.masks import Party
 
                 context = context_of(unit, asked.round_idx)
-                own = {key: party for key, party in self._parties.items() if key[1] == unit.model}
-                for key in (key for key, party in own.items() if party.context != context):
+                for key in [k for k, p in self._parties.items() if k[1] == unit.model and p.context != context]:
                     del self._parties[key]  # secrets of the model's earlier rounds are forgotten
                 party = self._parties[unit.key] = Party(unit.client_id, context, asked.threshold)
                 return replace(asked, said={unit.client_id: party.keys()})
             if (found := self._party(unit, asked.round_idx)) is None:
                 return replace(asked, said={})
-            if asked.step == "shares":
-                return replace(asked, said=found.shares(asked.said))
-            del self._parties[unit.key]
-            return replace(asked, said=found.reveal(asked.said))
+            if asked.step == "reveal":
+                del self._parties[unit.key]
+            return replace(asked, said=getattr(found, asked.step)(asked.said))
         except ValueError as error:
             raise RecordError(str(error)) from error
 
@@ -88,7 +86,7 @@ class Parties:
             mean.add(upload.tensors, download.unit.coefficient, upload.largest)
             values = flat(mean)
             if not mean.coarse:
-                party.mask(values, download.masking.sealed)
+                party.mask(values, download.masking.members)
         except OverflowError:
             return replace(said, left_out="not_finite")
         except ValueError as error:

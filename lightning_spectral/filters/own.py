@@ -14,7 +14,7 @@ from lightning_spectral.filters.limits import Limits
 from lightning_spectral.protocol.client_store import ClientStore, note_state, with_state
 from lightning_spectral.protocol.exchange import digest, wide
 from lightning_spectral.protocol.records import ClientOutcome, Download, Key, Tensors, WorkUnit
-from lightning_spectral.sums.exact_mean import Peers
+from lightning_spectral.sums.exact_mean import Peers, can_be_summed
 
 NORM = "update_norm"  # a figure of arrivals
 STATES, STORED, FROZEN = "client states", "stored clients", "frozen tensors"  # names of ends whose state lasts
@@ -202,8 +202,8 @@ class Finite(ServerEnd):
     """Leaves out updates that are not finite, or too large for an exact sum."""
 
     def arrive(self, arrival: Arrival) -> Arrival:
-        if not arrival.upload.can_be_averaged():
-            magnitudes = arrival.upload.largest.values()
+        magnitudes = arrival.upload.largest.values()
+        if not all(map(can_be_summed, magnitudes)):
             too_large = all(map(math.isfinite, magnitudes))
             raise Unusable("not_finite", f"it holds values up to {max(magnitudes):.0e}" if too_large else "")
         return arrival

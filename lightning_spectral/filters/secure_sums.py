@@ -3,10 +3,12 @@
 # Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from hashlib import sha256
+from typing import ClassVar
 
 import torch
 
@@ -15,7 +17,7 @@ from lightning_spectral.algorithms.filter import Arrival, Ask, Filter, Fit, Form
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
-from lightning_spectral.errors import RoundError, from_extra
+from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
@@ -24,6 +26,7 @@ from lightning_spectral.protocol.records import (
     Handshake,
     Key,
     Masking,
+    Step,
     Tensors,
     Upload,
     WorkUnit,
@@ -32,7 +35,13 @@ from lightning_spectral.sums import MeanChange
 
 MASKED = "masked"  # a figure of arrivals: 1 if the update was masked
 Said = Mapping[int, bytes]
-Step = Literal["keys", "shares", "reveal"]
+DID: Mapping[Step, str] = {
+    "keys": "sent keys",
+    "shares": "sent shares",
+    "open": "opened shares",
+    "publish": "shown the shares that others lack",
+    "reveal": "revealed shares",
+}
 
 
 @dataclass(frozen=True)
@@ -185,8 +194,10 @@ class MaskedSum:
         self.units = {unit.client_id: unit for unit in units}
         self.threshold = choice.least(len(units))
         self.fallen: dict[Key, Unusable] = {}
-        self._keys: dict[int, bytes] = {}  # of clients whose shares the others get
-        self._sealed: dict[int, Said] = {}  # by sender and receiver
+        self._num_left = len(units)
+        self._keys: dict[int, bytes] = {}  # of clients that take part
+        self._dealt: dict[int, Said] = {}  # by dealer and receiver: sealed shares and their digests
+        self._shown: dict[int, Said] = {}  # likewise, shares that the receiver says it lacks
         self._arrived: set[int] = set()
 
     def agree(self) -> None:
@@ -195,18 +206,31 @@ class MaskedSum:
         Raises:
             RoundError: If fewer than the threshold do.
         """
-        own = {client: {client} for client in self.units}
-        said = self._ask("keys", {client: {} for client in self.units}, own)
-        keys = {client: found[client] for client, found in said.items()}
-        others = {client: keys.keys() - {client} for client in keys}
-        self._sealed = self._ask("shares", dict.fromkeys(keys, keys), others)
-        self._keys = {client: keys[client] for client in self._sealed}
+        from lightning_spectral.sums.masks import BOX_BYTES, are_safe, digests
+
+        keys = dict[int, bytes]()
+
+        def has_keys(client: int, said: Said) -> bool:
+            is_right = said.keys() == {client} and are_safe(said[client]) and said[client] not in keys.values()
+            keys.update(said if is_right else {})
+            return is_right
+
+        self._ask("keys", {client: {} for client in self.units}, has_keys)
+        self._dealt = self._ask("shares", dict.fromkeys(keys, keys), lambda _, said: said.keys() == keys.keys())
+        sealed = {to: {by: said[to] for by, said in self._dealt.items()} for to in self._dealt}
+        opened = self._ask("open", sealed, lambda _, said: said.keys() <= self._dealt.keys())
+        lacking = {by: {to: b"" for to, said in opened.items() if by not in said} for by in opened}
+
+        def has_shown(client: int, said: Said) -> bool:
+            told = {to: digests(shares) for to, shares in said.items()}
+            return told == {to: self._dealt[client][to][BOX_BYTES:] for to in lacking[client]}
+
+        self._shown = self._ask("publish", {by: to for by, to in lacking.items() if to}, has_shown)
+        self._keys = {i: keys[i] for i in opened if self.units[i].key not in self.fallen}
 
     def masked(self, download: Download) -> Download:
-        """The download of a client that takes part, with what others have sealed for it."""
-        receiver = download.unit.client_id
-        sealed = {sender: boxes[receiver] for sender, boxes in self._sealed.items() if sender != receiver}
-        return replace(download, masking=Masking(self.total, sealed))
+        """The download of a client that takes part."""
+        return replace(download, masking=Masking(self.total, tuple(self._keys)))
 
     def add(self, upload: Upload) -> None:
         """Add a client's masked update."""
@@ -225,50 +249,66 @@ class MaskedSum:
             RoundError: If fewer than the threshold are left, or what they reveal is wrong.
         """
         self._check(len(self._arrived), "reported", left_out)
-        arrived = dict.fromkeys(sorted(self._arrived), b"")
-        members = dict.fromkeys(arrived, self._keys.keys())
-        revealed = self._ask("reveal", dict.fromkeys(arrived, arrived), members)
-        from lightning_spectral.sums.masks import remove_masks
+        from lightning_spectral.sums.masks import BOX_BYTES, half, remove_masks
 
+        arrived, self._num_left = dict.fromkeys(sorted(self._arrived), b""), len(self._arrived)
+
+        def has_revealed(client: int, said: Said) -> bool:
+            told = {by: half(self._dealt[by][client][BOX_BYTES:], by in arrived) for by in self._keys}
+            lacking = {by for by, shown in self._shown.items() if client in shown}
+            digests = {by: sha256(share).digest() for by, share in said.items()}
+            return digests.items() <= told.items() and told.keys() - digests.keys() <= lacking
+
+        answers = self._ask("reveal", dict.fromkeys(arrived, arrived), has_revealed)
+        revealed = {to: dict(said) for to, said in answers.items()}
+        for by, shown in self._shown.items():
+            for to, shares in shown.items():
+                revealed.setdefault(to, {})[by] = half(shares, by in arrived)
         values, unit = flat(self.mean), next(iter(self.units.values()))
         try:
             remove_masks(values, context_of(unit, self.round_idx), self.threshold, self._keys, self._arrived, revealed)
         except ValueError as error:
             raise RoundError(
                 f"Round {self.round_idx}: the masks of its sum cannot be removed, so the server's weights are "
-                f"unchanged: {error} A device may be faulty, or lie; leave it out, and resume."
+                f"unchanged: {error} Leave this client out, and resume."
             ) from error
         sums = self.mean.steps
         for name, steps in unflat(self.mean, values).items():
             sums[name].copy_(steps)
 
-    def _ask(self, step: Step, said: Mapping[int, Said], expected: Mapping[int, Collection[int]]) -> dict[int, Said]:
-        """Ask clients something; return what those say that answer as expected, and note why others do not."""
+    def _ask(self, step: Step, asked: Mapping[int, Said], is_right: Callable[[int, Said], bool]) -> dict[int, Said]:
+        """Ask clients something; return what those say that answer as they must, and note why others do not."""
         from lightning_spectral.sums.masks import SIZES
 
-        found: dict[int, Said] = {}
-        asked = [Handshake(self.units[i], self.round_idx, step, self.threshold, said[i]) for i in said]
-        for answer in self.ask(asked):
+        found, failed = dict[int, Said](), dict[int, Unusable]()
+        for answer in self.ask(
+            [Handshake(self.units[i], self.round_idx, step, self.threshold, said) for i, said in asked.items()]
+        ):
             client = answer.unit.client_id
             if isinstance(answer, Upload):
                 message = "" if answer.failure is None else answer.failure.message
-                self.fallen[answer.unit.key] = Unusable(answer.left_out or "dropped_out", message)
-            elif answer.said.keys() == set(expected[client]) and {*map(len, answer.said.values())} <= {SIZES[step]}:
-                found[client] = answer.said
+                failed[client] = Unusable(answer.left_out or "dropped_out", message)
             elif not answer.said:  # it was restarted since
-                self.fallen[answer.unit.key] = Unusable("dropped_out")
+                failed[client] = Unusable("dropped_out")
+            elif {*map(len, answer.said.values())} <= {SIZES[step]} and is_right(client, answer.said):
+                found[client] = answer.said
             else:
-                message = f"The device's {step} for secure sums are not what was asked for."
-                self.fallen[answer.unit.key] = Unusable("error", message)
-        did = {"keys": "sent keys", "shares": "sent shares", "reveal": "revealed shares"}[step]
-        self._check(len(found), did, [why.reason for why in self.fallen.values()])
+                failed[client] = Unusable("error", f"it has not {DID[step]} as the protocol of secure sums asks")
+        self.fallen |= {self.units[client].key: why for client, why in failed.items()}
+        self._num_left -= len(failed)
+        self._check(self._num_left, DID[step], [why.reason for why in self.fallen.values()])
+        for client, why in failed.items():
+            if step == "reveal" and why.reason == "error":  # others are warned of, or raised, as they are left out
+                text = f"Round {self.round_idx}: the update of client {client} is in the sum, although {why}."
+                warnings.warn(text, SpectralWarning, stacklevel=2)
         return found
 
     def _check(self, count: int, did: str, left_out: Iterable[ExclusionReason]) -> None:
         if count >= self.threshold:
             return
         why = ", ".join(f"{number} {EXPLANATIONS[reason]}" for reason, number in Counter(left_out).items())
-        said = next((f" {fallen}" for fallen in self.fallen.values() if str(fallen)), "")
+        texts = {client: str(fallen).rstrip(".") for (client, _), fallen in self.fallen.items()}
+        said = "".join(f" Client {client}: {text}." for client, text in texts.items() if text)
         raise RoundError(
             f"Round {self.round_idx}: {count} of {len(self.units)} clients have {did}, and secure sums need "
             f"{self.threshold}{f' ({why})' if why else ''}; the server's weights are unchanged.{said} Ask more "

@@ -196,8 +196,8 @@ class Member(pl.LightningModule):
         self.stepper, self.templates = server, templates
         scheduled = [one.scheduler.optimizer for one in schedulers]  # whose names are those of their schedules
         for template in templates:
-            if self.name and template not in scheduled:
-                _name_group(template, self.name)
+            if self.name and template not in scheduled and len(template.param_groups) == 1:
+                template.param_groups[0].setdefault("name", self.name)  # for ``LearningRateMonitor``
         return schedulers
 
     def begin_fit(self, resumed: bool) -> None:
@@ -478,12 +478,6 @@ def read_optimizers(
                     "metric that it waits for; return {'scheduler': ..., 'monitor': 'val_loss'} in its place."
                 )
     return optimizers, schedules
-
-
-def _name_group(optimizer: Optimizer, name: str) -> None:
-    """Name an optimizer's only parameter group for ``LearningRateMonitor``, unless it has a name."""
-    if len(optimizer.param_groups) == 1:
-        optimizer.param_groups[0].setdefault("name", name)
 
 
 def _parts(configured: Any) -> tuple[list[Any], list[tuple[Any, str | None]]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from lightning_spectral.sums.exact_mean import can_be_summed, largest_magnitudes
+from lightning_spectral.sums.exact_mean import largest_magnitudes
 
 # Why a client that was asked to take part is left out of a round's average.
 ExclusionReason = Literal["error", "not_finite", "no_update", "no_data", "dropped_out", "late", "surplus"]
@@ -29,6 +29,7 @@ EXPLANATIONS: dict[ExclusionReason, str] = {
 }
 
 Key = tuple[int, str]  # of a unit: client and model
+Step = Literal["keys", "shares", "open", "publish", "reveal"]  # of secure sums
 
 
 class WorkUnit(NamedTuple):
@@ -78,7 +79,7 @@ class Handshake:
 
     unit: WorkUnit
     round_idx: int
-    step: Literal["keys", "shares", "reveal"]
+    step: Step
     threshold: int
     said: Mapping[int, bytes] = field(default_factory=dict)
 
@@ -89,11 +90,11 @@ class Masking:
 
     Attributes:
         total: Sum of the coefficients of all units of the round, which fixes the grid of the sum.
-        sealed: By client, the shares that it has sealed for this one.
+        members: The clients that have masks in common.
     """
 
     total: float
-    sealed: Mapping[int, bytes]
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,10 +265,6 @@ class Upload:
         """The same upload with its tensors and what a server must know, and nothing else."""
         left_out, failure, missing, state = self.left_out, self.failure, self.missing, self.client_state
         return Upload(self.unit, self.tensors, left_out=left_out, failure=failure, missing=missing, client_state=state)
-
-    def can_be_averaged(self) -> bool:
-        """Whether every value is finite, and small enough for an exact sum."""
-        return all(can_be_summed(magnitude) for magnitude in self.largest.values())
 
 
 @dataclass(frozen=True)

@@ -472,12 +472,6 @@ class MeanChange(RunningMean):
         """Indices of the slices that a client of positive weight held, ascending."""
         return self.held[name].nonzero().squeeze(1)
 
-    @property
-    def share_held(self) -> float:
-        """Share of all slices that a client of positive weight held."""
-        visited = sum(int(held.count_nonzero()) for held in self.held.values())
-        return visited / max(1, sum(map(len, self.held.values())))
-
 
 def _in_blocks(
     part: Tensor, indices: Tensor | None, dim: int, whole: Sequence[Tensor]

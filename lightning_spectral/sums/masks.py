@@ -5,8 +5,12 @@ of its own, and gives the others shares of both secrets, by which the server rem
 whose values arrived, its own mask; of one whose values did not, those that it has in common with others. It never
 learns both of the same party, so that values which arrive too late stay hidden.
 
-A `Party` speaks four times, in this order: `Party.keys`, `Party.shares`, `Party.mask`, `Party.reveal`. What it says
-and hears is a mapping from parties, which are numbered from 0, to bytes.
+A `Party` takes its steps in this order: `Party.keys`, `Party.shares`, `Party.open`, perhaps `Party.publish`,
+`Party.mask`, `Party.reveal`. What it says and hears is a mapping from parties, which are numbered from 0, to bytes.
+
+Digests tell who lies: the server gets those of all shares from their dealers, so whoever reveals another share lies. If
+a receiver says that a dealer's shares are not those of the digests, one of both lies; the dealer shows them to the
+server, as in Ben-Or, Goldwasser and Wigderson (1988), which tells it no more than a receiver that lies might.
 
 Needs cryptography, the extra ``secure``. Secrets are drawn by the system's generator; nothing follows from a seed.
 
@@ -19,7 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 
 import numpy as np
@@ -39,10 +45,12 @@ with from_extra("secure"):
 
 Said = Mapping[int, bytes]
 KEY_BYTES = 32
-# Bytes of each thing that a party says: two public keys and a digest; two shares and the tag that authenticates them.
-SIZES = MappingProxyType({"keys": 3 * KEY_BYTES, "shares": 2 * SHARE_BYTES + 16, "reveal": SHARE_BYTES})
+BOX_BYTES = 2 * SHARE_BYTES + 16  # two shares and the tag that authenticates them
+# Bytes of each thing that a party says: two public keys and a digest; a box and two digests; two shares; one share.
+SIZES = MappingProxyType({"keys": 96, "shares": BOX_BYTES + 64, "open": 0, "publish": 66, "reveal": SHARE_BYTES})
 ONCE = bytes(12)  # a nonce; every key encrypts one message
 FEWEST = 2  # parties of a sum that hides anything
+TRIES = 200  # of some of the shares of one secret, if a dealer has dealt wrong ones
 _BLOCK = 2**16  # values at a time, which fit a CPU's cache
 
 
@@ -59,10 +67,12 @@ class Party:
         >>> parties = {number: Party(number, b"round 0", threshold=2) for number in range(3)}
         >>> keys = {number: party.keys() for number, party in parties.items()}
         >>> sealed = {number: party.shares(keys) for number, party in parties.items()}
+        >>> for number, party in parties.items():
+        ...     assert party.open({other: said[number] for other, said in sealed.items()}).keys() == keys.keys()
         >>> total = torch.zeros(2, dtype=torch.int64)
         >>> for number, value in ((0, 5), (2, 7)):  # party 1 drops out
         ...     values = torch.tensor([value, -value])
-        ...     parties[number].mask(values, {other: sealed[other][number] for other in keys if other != number})
+        ...     parties[number].mask(values, keys)
         ...     total += values
         >>> revealed = {number: parties[number].reveal([0, 2]) for number in (0, 2)}
         >>> remove_masks(total, b"round 0", 2, keys, [0, 2], revealed)
@@ -75,8 +85,10 @@ class Party:
         self._seals, self._masks = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._own = os.urandom(KEY_BYTES)  # from which its own mask follows
         self._keys: Said = {}
-        self._shares: dict[int, tuple[bytes, bytes]] = {}  # by party: of its own mask's key and its masking key
-        self._due = ["reveal", "mask", "shares", "keys"]  # the last is next
+        self._dealt: dict[int, bytes] = {}  # by receiver: shares of its own mask's key and its masking key
+        self._shares: dict[int, bytes] = {}  # likewise by dealer
+        self._members: set[int] = set()  # with whom it has masks in common
+        self._due = ["reveal", "mask", "open", "shares", "keys"]  # the last is next
 
     def _take(self, step: str) -> None:
         if (due := self._due[-1] if self._due else "nothing") != step:
@@ -90,7 +102,7 @@ class Party:
         return b"".join([*public, hashlib.sha256(self._own).digest()])
 
     def shares(self, keys: Said) -> dict[int, bytes]:
-        """Shares of its secrets, sealed for each of the others.
+        """Shares of its secrets, for each party sealed and followed by the digests of both.
 
         Args:
             keys: What all parties said, itself among them.
@@ -108,14 +120,12 @@ class Party:
                 f"all of them, got {self.threshold} of {len(keys)}."
             )
         self._keys = dict(keys)
-        places = [party + 1 for party in keys]
-        both = [split(key, places, self.threshold) for key in (self._own, self._masks.private_bytes_raw())]
-        mine = {party: (both[0][party + 1], both[1][party + 1]) for party in keys}
-        self._shares = {self.me: mine[self.me]}
+        secrets = self._own, self._masks.private_bytes_raw()
+        both = [split(secret, [party + 1 for party in keys], self.threshold) for secret in secrets]
+        self._dealt = {party: both[0][party + 1] + both[1][party + 1] for party in keys}
         return {
-            other: ChaCha20Poly1305(self._sealing_key(self.me, other)).encrypt(ONCE, b"".join(mine[other]), None)
-            for other in keys
-            if other != self.me
+            party: ChaCha20Poly1305(self._sealing_key(self.me, party)).encrypt(ONCE, shares, None) + digests(shares)
+            for party, shares in self._dealt.items()
         }
 
     def _sealing_key(self, sender: int, receiver: int) -> bytes:
@@ -123,47 +133,49 @@ class Party:
         other = self._keys[receiver if sender == self.me else sender][:KEY_BYTES]
         return _agreed(self._seals, other, b"shares", self.context, sender, receiver)
 
-    def mask(self, values: Tensor, sealed: Said) -> None:
-        """Hide its values, in place: its own mask, and one with each of the others whose shares have arrived.
+    def open(self, sealed: Said) -> dict[int, bytes]:
+        """Open what parties have sealed for this one; return those whose shares have the digests that they told."""
+        self._take("open")
+        for dealer, said in sealed.items():
+            with suppress(InvalidTag):
+                opened = ChaCha20Poly1305(self._sealing_key(dealer, self.me)).decrypt(ONCE, said[:BOX_BYTES], None)
+                if digests(opened) == said[BOX_BYTES:]:
+                    self._shares[dealer] = opened
+        return dict.fromkeys(self._shares, b"")
+
+    def publish(self, receivers: Collection[int]) -> dict[int, bytes]:
+        """The shares that it dealt to parties which lack them; `ValueError` if so many would tell its secrets."""
+        dealt, self._dealt = self._dealt, {}
+        if self._due[-1:] != ["mask"] or not set(receivers) <= dealt.keys() or len(receivers) >= self.threshold:
+            what = f"once, before it masks, fewer of its shares than {self.threshold}, not those of {sorted(receivers)}"
+            raise ValueError(f"A party of a secure sum publishes {what}.")
+        return {party: dealt[party] for party in receivers}
+
+    def mask(self, values: Tensor, members: Collection[int]) -> None:
+        """Hide its values, in place: its own mask, and one with each of the others that take part.
 
         Args:
             values: int64, contiguous, on the CPU, one dimension.
-            sealed: What the others have sealed for this one.
-
-        Raises:
-            ValueError: If too few shares have arrived, or any was changed on its way.
+            members: Who takes part; `ValueError` if these are too few, or some are strangers.
         """
         self._take("mask")
-        others = sealed.keys() - {self.me}
-        if not others <= self._keys.keys() or len(others) + 1 < self.threshold:
-            raise ValueError(
-                f"A secure sum needs the shares of {self.threshold} of its {len(self._keys)} parties, got those of "
-                f"{len(others) + 1}."
-            )
-        for other in others:
-            try:
-                opened = ChaCha20Poly1305(self._sealing_key(other, self.me)).decrypt(ONCE, sealed[other], None)
-            except InvalidTag:
-                raise ValueError(f"Party {other}'s shares for party {self.me} were changed on their way.") from None
-            self._shares[other] = opened[:SHARE_BYTES], opened[SHARE_BYTES:]
+        self._dealt, self._members = {}, set(members)
+        if not {self.me} <= self._members <= self._keys.keys() or len(self._members) < self.threshold:
+            raise ValueError(f"A sum needs {self.threshold} parties, this one among them, got {sorted(members)}.")
         add_mask(values, self._own, 1)
-        for other in others:
+        for other in self._members - {self.me}:
             key = _common_key(self._masks, self._keys[other], self.context, self.me, other)
-            add_mask(values, key, _sign(self.me, other))
+            add_mask(values, key, 1 if self.me < other else -1)
 
     def reveal(self, arrived: Collection[int]) -> dict[int, bytes]:
-        """Its share of one secret of each party: of its own mask if its values arrived, or else of the common ones.
-
-        Raises:
-            ValueError: If fewer arrived than the threshold, or this party's values are not among them.
-        """
+        """Its share of one secret of each party: of its own mask if its values arrived, or else of the common ones."""
         self._take("reveal")
-        if self.me not in arrived or not self._shares.keys() >= set(arrived) or len(set(arrived)) < self.threshold:
+        if self.me not in arrived or not self._members >= set(arrived) or len(set(arrived)) < self.threshold:
             raise ValueError(
                 f"A party of a secure sum reveals shares once its values, and those of {self.threshold} of the parties "
-                f"{sorted(self._shares)}, have arrived; got {sorted(arrived)}."
+                f"{sorted(self._members)}, have arrived; got {sorted(arrived)}."
             )
-        return {party: own if party in arrived else common for party, (own, common) in self._shares.items()}
+        return {party: half(self._shares[party], party in arrived) for party in self._members & self._shares.keys()}
 
 
 def remove_masks(
@@ -175,32 +187,51 @@ def remove_masks(
         total: The sum modulo 2^64, int64, contiguous, on the CPU, one dimension.
         context: As for `Party`.
         threshold: Likewise.
-        keys: What the parties said whose shares all others got.
+        keys: What the parties said that take part.
         arrived: Whose values are in the sum.
-        revealed: What at least as many of these as the threshold have revealed.
+        revealed: What parties have revealed, or the server knows of their shares, at least as many as the threshold.
 
     Raises:
-        ValueError: If what was revealed does not give the secrets.
+        ValueError: If the shares that a party dealt do not give its secret.
     """
-    answered = sorted(revealed)[:threshold]
+    draws = random.Random(0)
     for party in keys:
-        shares = {other + 1: revealed[other][party] for other in answered}
-        try:
-            secret = join(shares)
-            if party in arrived:
-                is_right = hashlib.sha256(secret).digest() == keys[party][2 * KEY_BYTES :]
-            else:
+        shares = {holder + 1: said[party] for holder, said in revealed.items() if party in said}
+        for _ in range(TRIES if len(shares) > threshold else 1):
+            some = draws.sample(sorted(shares), min(threshold, len(shares)))
+            with suppress(ValueError):
+                secret = join({place: shares[place] for place in some})
                 private = X25519PrivateKey.from_private_bytes(secret)
-                is_right = private.public_key().public_bytes_raw() == _masking_key(keys[party])
-        except ValueError:
-            is_right = False
-        if not is_right:
-            raise ValueError(f"The shares of party {party} that others revealed do not belong together.")
+                public, digest = private.public_key().public_bytes_raw(), hashlib.sha256(secret).digest()
+                if keys[party].endswith(digest) if party in arrived else _masking_key(keys[party]) == public:
+                    break
+        else:
+            raise ValueError(f"The shares that party {party} dealt do not give its secret.")
         if party in arrived:
             add_mask(total, secret, -1)
-        else:
-            for other in arrived:
-                add_mask(total, _common_key(private, keys[other], context, party, other), -_sign(other, party))
+            continue
+        for other in arrived:
+            key = _common_key(private, keys[other], context, party, other)
+            add_mask(total, key, -1 if other < party else 1)
+
+
+def are_safe(keys: bytes) -> bool:
+    """Whether secrets follow from these public keys, as they do not from zeros and other points of small order."""
+    with suppress(ValueError):
+        for public in (keys[:KEY_BYTES], _masking_key(keys)):
+            X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(public))
+        return True
+    return False
+
+
+def digests(shares: bytes) -> bytes:
+    """The digests of the two shares that a party has of another; shares are too random to be found by them."""
+    return b"".join(hashlib.sha256(half(shares, is_own)).digest() for is_own in (True, False))
+
+
+def half(both: bytes, is_own: bool) -> bytes:
+    """What is about a party's own mask, or else about its masking key."""
+    return both[: len(both) // 2] if is_own else both[len(both) // 2 :]
 
 
 def add_mask(values: Tensor, key: bytes, sign: int) -> None:
@@ -213,10 +244,6 @@ def add_mask(values: Tensor, key: bytes, sign: int) -> None:
         block = whole[begin : begin + _BLOCK]
         mask = np.frombuffer(stream.update(bytes(block.nbytes)), "<i8")
         (np.add if sign > 0 else np.subtract)(block, mask, out=block)
-
-
-def _sign(me: int, other: int) -> int:
-    return 1 if me < other else -1
 
 
 def _masking_key(keys: bytes) -> bytes:

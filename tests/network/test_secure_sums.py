@@ -1,5 +1,6 @@
 """Secure sums over a line: the simulation's bits, whoever is lost at which step, and devices that say no."""
 
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -21,12 +22,13 @@ from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import Kind, Part, handshake_of, handshake_parts, record_of, record_parts
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server import Faults, LeaveOut
+from lightning_spectral.sums import masks
 
 Parts = dict[str, bytes]
 SETTINGS: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "max_epochs": 2}
 TOLERANT = Faults(on_error=LeaveOut())
 FIRST = 101  # a node, with which something is wrong
-STEPS = ("keys", "shares", "train", "reveal")
+STEPS = ("keys", "shares", "open", "train", "reveal")
 
 
 def step_of(question: Question) -> str:
@@ -114,6 +116,7 @@ def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed
     [
         ("keys", "11 of 12 clients have sent keys, and secure sums need 12 \\(1 dropped out\\)"),
         ("shares", "11 of 12 clients have sent shares"),
+        ("open", "11 of 12 clients have opened shares"),
         ("train", "11 of 12 clients have reported"),
         ("reveal", "11 of 12 clients have revealed shares"),
     ],
@@ -156,10 +159,10 @@ def changed(change: Callable[[Any], Any]) -> Callable[[Parts], Parts]:
     return lambda parts: {**parts, **handshake_parts(change(handshake_of(parts)))} if Part.HANDSHAKE in parts else parts
 
 
-def other_boxes(parts: Parts) -> Parts:
+def other_members(parts: Parts) -> Parts:
     download = record_of(parts, Download)
-    sealed = {sender: box[:-1] + bytes([box[-1] ^ 1]) for sender, box in download.masking.sealed.items()}
-    return {**parts, **record_parts(replace(download, masking=replace(download.masking, sealed=sealed)))}
+    members = (*download.masking.members[1:], 99)
+    return {**parts, **record_parts(replace(download, masking=replace(download.masking, members=members)))}
 
 
 def earlier_round(parts: Parts) -> Parts:
@@ -171,7 +174,7 @@ def said(said: Any) -> Callable[[Parts], Parts]:
 
 
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "tampered shares": ("train", {"before": other_boxes}, "shares for party .* were changed on their way"),
+    "strangers": ("train", {"before": other_members}, "needs 12 parties, this one among them"),
     "another round": ("train", {"before": earlier_round}, "11 of 12 clients have reported, .*1 dropped out"),
     "keys of others only": (
         "shares",
@@ -179,9 +182,17 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "must be those of different parties|not above all of them, got 12 of 2",
     ),
     "too few arrived": ("reveal", {"before": said(lambda arrived: dict(list(arrived.items())[:11]))}, "of 12 of the"),
-    "keys without end": ("keys", {"after": said(lambda keys: {n: k + k for n, k in keys.items()})}, "keys for secure"),
-    "keys of others": ("keys", {"after": said(lambda keys: {n + 1: k for n, k in keys.items()})}, "keys for secure"),
-    "a share less": ("shares", {"after": said(lambda boxes: dict(list(boxes.items())[1:]))}, "shares for secure sums"),
+    "keys without end": (
+        "keys",
+        {"after": said(lambda keys: {n: k + k for n, k in keys.items()})},
+        "not sent keys",
+    ),
+    "keys of others": (
+        "keys",
+        {"after": said(lambda keys: {n + 1: k for n, k in keys.items()})},
+        "not sent keys",
+    ),
+    "a share less": ("shares", {"after": said(lambda boxes: dict(list(boxes.items())[1:]))}, "not sent shares as the"),
     "a long answer": ("shares", {"after": said(lambda boxes: {n: bytes(10**5) for n in boxes})}, "handshake takes"),
 }
 
@@ -213,7 +224,7 @@ class Repeating(Meddling):
 
     def ask(self, question: Question) -> str | None:
         ticket = super().ask(question)
-        if step_of(question) in ("shares", "train", "reveal"):
+        if step_of(question) in STEPS[1:]:
             self.heard.append((f"{step_of(question)} again", self.there[question.node].answer(question)))
         return ticket
 
@@ -223,8 +234,8 @@ def test_a_device_takes_each_step_once(fit: Fit) -> None:
     secure = secure_fit(fit, line)
     assert same_state(secure.tensors, fit(seeded(LitMLP), toy_data(), **SETTINGS).tensors)
     again = {step: [parts for one, parts in line.heard if one == f"{step} again"] for step in STEPS}
-    assert [len(again[step]) for step in STEPS] == [0, 24, 24, 24]
-    for parts in again["shares"] + again["train"]:
+    assert [len(again[step]) for step in STEPS] == [0, 24, 24, 24, 24]
+    for parts in again["shares"] + again["open"] + again["train"]:
         assert b"takes each step once" in parts[Part.REFUSED]
     assert {len(handshake_of(parts).said) for parts in again["reveal"]} == {0}  # the secrets are gone
     last = [question for question in line.asked if question.kind == "train"][-1]
@@ -247,9 +258,94 @@ def test_a_device_that_is_restarted_in_a_round_has_dropped_out(fit: Fit) -> None
     assert same_state(secure.tensors, plain.tensors)
 
 
-def test_wrong_shares_of_one_device_end_the_round_and_change_nothing(fit: Fit) -> None:
-    module = seeded(LitMLP)
-    line = meddling(at="reveal", after=said(lambda shares: {n: share[:-1] + b"?" for n, share in shares.items()}))
-    with pytest.raises(ls.errors.RoundError, match=r"masks of its sum cannot be removed, .* do not belong together"):
+def node_of(client: int) -> int:
+    return next(number for number, node in toy_line(LitMLP).there.items() if node._service.client == str(client))
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def on_all(change: Callable[[bytes], bytes]) -> Callable[[Parts], Parts]:
+    return said(lambda by_client: {client: change(data) for client, data in by_client.items()})
+
+
+def on_client(client: int, change: Callable[[bytes], bytes]) -> Callable[[Parts], Parts]:
+    return said(lambda by_client: {**by_client, client: change(by_client[client])})
+
+
+nothing_from = {c: said(lambda opened, c=c: {n: b"" for n in opened if n != c}) for c in (3, 5)}
+# at which step a device lies, and how; whether its update is then in the sum; what is said of it
+LIES: dict[str, tuple[str, Callable[[Parts], Parts], bool, str]] = {
+    "no key": ("keys", on_all(lambda keys: bytes(32) + keys[32:]), False, "it has not sent keys"),
+    "no masking key": ("keys", on_all(lambda keys: keys[:32] + bytes(32) + keys[64:]), False, "it has not sent keys"),
+    "boxes that do not open": ("shares", on_all(lambda box: flipped(box, 5)), False, "publishes once, before it masks"),
+    "digests of other shares": ("shares", on_all(lambda box: flipped(box, 90)), False, "publishes once"),
+    "one such digest": ("shares", on_client(5, lambda box: flipped(box, 90)), False, "has not shown the shares"),
+    "one such box": ("shares", on_client(5, lambda box: flipped(box, 5)), True, ""),  # it shows what is in it
+    "a complaint about an honest one": ("open", nothing_from[3], True, ""),
+    "complaints about all": ("open", said(lambda opened: dict(list(opened.items())[:1])), True, ""),
+    "wrong shares": (
+        "reveal",
+        on_all(lambda share: flipped(share, 32)),
+        True,
+        "in the sum, although it has not revealed",
+    ),
+    "one wrong share": ("reveal", on_client(5, lambda share: flipped(share, 32)), True, "although it has not revealed"),
+}
+
+
+@pytest.mark.parametrize("client", slow_but([0], [0, 11]))
+@pytest.mark.parametrize("name", LIES)
+def test_a_device_that_lies_is_named_and_the_round_ends_without_it(name: str, client: int, fit: Fit) -> None:
+    """Honest devices are neither named nor left out, and the sum is that of a plain round."""
+    step, lie, is_in, words = LIES[name]
+    options = {**SETTINGS, "max_epochs": 1}
+
+    def run() -> None:
+        secure = secure_fit(fit, meddling(at=step, after=lie, node=node_of(client)), faults=TOLERANT, **options)
+        spoilt = meddling(at="" if is_in else "train", after=lost, node=node_of(client))
+        plain = fit(seeded(LitMLP), remote(spoilt), faults=TOLERANT, **options)
+        assert same_state(secure.tensors, plain.tensors)
+
+    about = [text for text in said_during(run) if re.search(r"client \d+ is", text)]
+    assert len(about) == bool(words)
+    assert all(re.search(rf"client {client} is .*{words}", text) for text in about)
+
+
+@pytest.mark.parametrize(("step", "name"), [("keys", "no key"), ("reveal", "wrong shares")])
+def test_a_round_that_fails_for_a_lie_names_who_lied(step: str, name: str, fit: Fit) -> None:
+    module, line = seeded(LitMLP), meddling(at=step, after=LIES[name][1], node=node_of(4))
+    with pytest.raises(ls.errors.RoundError, match=r"11 of 12 .* unchanged\. Client 4: it has not .* Ask more"):
         fit(module, remote(line), filters=[ls.SecureSums(1.0)], **SETTINGS)
+    assert same_state(module.state_dict(), seeded(LitMLP).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:.*client [27] is left out of the average")
+def test_two_devices_with_the_same_keys_harm_nobody_else(fit: Fit) -> None:
+    class Copying(Meddling):
+        def ask(self, question: Question) -> str | None:
+            ticket = super().ask(question)
+            if step_of(question) == "keys" and question.node in (node_of(2), node_of(7)):
+                change = on_all(lambda keys: bytes([9]).ljust(32, bytes(1)) * 3)
+                self._ready[ticket] = Answer(ticket, change(dict(self._ready[ticket].parts)))
+            return ticket
+
+    fitted = secure_fit(fit, Copying(toy_line(LitMLP).there), faults=TOLERANT, **{**SETTINGS, "max_epochs": 1})
+    assert fitted.rows[0]["fl/left_out_error"] == 2
+
+
+def test_a_device_that_deals_shares_of_no_secret_is_named(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    deal, calls = masks.split, list[int]()
+
+    def dealt(secret: bytes, places: Any, threshold: int) -> dict[int, bytes]:
+        calls.append(len(calls))
+        return {x: bytes([0]) + os.urandom(32) for x in places} if calls[-1] == 6 else deal(secret, places, threshold)
+
+    monkeypatch.setattr(masks, "split", dealt)
+    module, line = seeded(LitMLP), toy_line(LitMLP)
+    with pytest.raises(ls.errors.RoundError, match=r"cannot be removed, .*do not give its secret\.") as error:
+        fit(module, remote(line), filters=[ls.SecureSums()], **SETTINGS)
+    dealer = [handshake_of(asked.parts).unit for asked in line.asked if step_of(asked) == "shares"][3]
+    assert f"The shares that party {dealer.client_id} dealt do not" in str(error.value)  # each splits two secrets
     assert same_state(module.state_dict(), seeded(LitMLP).state_dict())

@@ -1,7 +1,8 @@
 """Masks cancel whoever drops out; what one party uploads is noise; and no party says what would uncover another."""
 
 import hashlib
-from collections.abc import Collection
+import os
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ pytest.importorskip("cryptography", reason="masks need the extra `secure`")
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from lightning_spectral.sums.masks import SIZES, Party, _common_key, add_mask, remove_masks
+from lightning_spectral.sums import masks
+from lightning_spectral.sums.masks import SIZES, Party, _common_key, add_mask, are_safe, digests, half, remove_masks
 
 CONTEXT = b"round 3"
 SIZE = 100_003  # of a vector: some blocks and a part of one
@@ -28,7 +30,7 @@ def vector(number: int, size: int = SIZE) -> Tensor:
 
 @dataclass
 class Sum:
-    """One sum of some parties; those in ``never`` get no shares."""
+    """One sum of some parties; those in ``never`` send no shares."""
 
     number: int
     threshold: int
@@ -40,11 +42,12 @@ class Sum:
         self.all_keys = {number: party.keys() for number, party in self.parties.items()}
         said = {n: party.shares(self.all_keys) for n, party in self.parties.items() if n not in self.never}
         self.keys = {number: self.all_keys[number] for number in said}
-        self.sealed = {to: {by: boxes[to] for by, boxes in said.items() if by != to} for to in said}
+        self.sealed = {to: {by: boxes[to] for by, boxes in said.items()} for to in said}
+        self.opened = {to: party.open(self.sealed[to]) for to, party in self.parties.items() if to in said}
 
     def mask(self, number: int, values: Tensor) -> Tensor:
         self.masked[number] = values.clone()
-        self.parties[number].mask(self.masked[number], self.sealed[number])
+        self.parties[number].mask(self.masked[number], self.keys)
         return self.masked[number]
 
     def revealed(self, arrived: Collection[int]) -> dict[int, dict[int, bytes]]:
@@ -129,9 +132,9 @@ def test_no_party_reveals_both_secrets_of_another_and_none_answers_twice() -> No
         run.mask(number, vector(number))
     party = run.parties[0]
     said = party.reveal([0, 1, 2])
-    own, common = party._shares[3]
+    own, common = (half(party._shares[3], is_own) for is_own in (True, False))
     assert said[3] == common != own
-    assert all(said[number] == party._shares[number][0] for number in (0, 1, 2))
+    assert all(said[number] == half(party._shares[number], True) for number in (0, 1, 2))
     with pytest.raises(ValueError, match="takes each step once; 'nothing' is due, not 'reveal'"):
         party.reveal([0, 1, 3])
 
@@ -154,6 +157,8 @@ def test_steps_out_of_order_or_repeated_are_refused() -> None:
     party = run.parties[0]
     with pytest.raises(ValueError, match="'mask' is due, not 'shares'"):
         party.shares(run.all_keys)
+    with pytest.raises(ValueError, match="'mask' is due, not 'open'"):
+        party.open(run.sealed[0])
     late = Sum(3, threshold=2)
     late.mask(0, vector(0))
     with pytest.raises(ValueError, match="'reveal' is due, not 'mask'"):  # a second update under the same masks
@@ -189,37 +194,92 @@ def test_keys_that_are_not_those_of_the_parties_are_refused() -> None:
         alone.shares(keys)
 
 
-def spoilt(box: bytes) -> bytes:
-    return box[:40] + bytes([box[40] ^ 1]) + box[41:]
+def flipped(said: bytes, at: int) -> bytes:
+    return bytes(byte ^ (place == at % len(said)) for place, byte in enumerate(said))
 
 
-def test_shares_that_were_changed_replayed_or_swapped_are_refused() -> None:
-    for change in (
-        lambda run: run.sealed[0].update({1: spoilt(run.sealed[0][1])}),
-        lambda run: run.sealed[0].update({1: run.sealed[0][2]}),
-        lambda run: run.sealed[0].update({1: run.sealed[2][1]}),  # meant for another
-        lambda run: run.sealed[0].update({1: run.sealed[1][0]}),  # sent back to its sender
-        lambda run: run.sealed[0].update({1: Sum(3, threshold=2).sealed[0][1]}),  # of another round
-    ):
-        run = Sum(3, threshold=2)
-        change(run)
-        with pytest.raises(ValueError, match="Party 1's shares for party 0 were changed on their way"):
-            run.mask(0, vector(0))
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: flipped(run.sealed[0][1], 40),
+        lambda run: flipped(run.sealed[0][1], -40),  # the digest of its own mask's share
+        lambda run: flipped(run.sealed[0][1], -1),
+        lambda run: run.sealed[0][2],
+        lambda run: run.sealed[2][1],  # meant for another
+        lambda run: run.sealed[1][0],  # sent back to its sender
+        lambda run: Sum(3, threshold=2).sealed[0][1],  # of another round
+    ],
+)
+def test_shares_that_were_changed_replayed_or_swapped_are_not_opened(change: Callable[[Sum], bytes]) -> None:
+    run = Sum(3, threshold=2)
+    party = Party(0, CONTEXT, 2)
+    party.__dict__.update({**vars(run.parties[0]), "_shares": {}, "_due": ["reveal", "mask", "open"]})
+    assert run.opened[0].keys() == {0, 1, 2}
+    assert party.open({**run.sealed[0], 1: change(run)}).keys() == {0, 2}
 
 
-def test_too_few_shares_are_refused() -> None:
-    run = Sum(4, threshold=3)
-    run.sealed[0] = {1: run.sealed[0][1]}
-    with pytest.raises(ValueError, match="needs the shares of 3 of its 4 parties, got those of 2"):
-        run.mask(0, vector(0))
+def test_a_sum_without_enough_parties_or_with_strangers_is_refused() -> None:
+    for members in ([0, 1], [1, 2, 3], [0, 1, 2, 9]):
+        with pytest.raises(ValueError, match="needs 3 parties, this one among them, got "):
+            Sum(4, threshold=3).parties[0].mask(vector(0), members)
 
 
-@pytest.mark.parametrize("lost", [2, 3], ids=["own mask", "common masks"])
-def test_a_party_that_reveals_wrong_shares_gives_no_sum(lost: int) -> None:
-    run = Sum(4, threshold=3)
-    for number in range(4):
+def test_dealers_show_fewer_shares_than_give_their_secrets_and_once() -> None:
+    run, words = Sum(5, threshold=3), "publishes once, before it masks, fewer of its shares than 3, not"
+    shown = run.parties[0].publish([1, 4])
+    assert {to: digests(shares) for to, shares in shown.items()} == {to: run.sealed[to][0][-64:] for to in (1, 4)}
+    run.mask(2, vector(2))
+    for party, receivers in ((0, [2]), (1, [0, 2, 3]), (2, [0]), (3, [9])):
+        with pytest.raises(ValueError, match=words):
+            run.parties[party].publish(receivers)
+
+
+# the points of order 1, 2, 4 and 8 of the curve, and of its twist (RFC 7748, section 5; Bernstein, "Validate", 2014)
+SMALL_ORDER = [
+    0,
+    1,
+    2**255 - 19 - 1,
+    2**255 - 19,
+    2**255 - 19 + 1,
+    325606250916557431795983626356110631294008115727848805560023387167927233504,
+    39382357235489614581723060781553021112529911719440698176882885853963445705823,
+]
+
+
+def test_keys_of_small_order_are_not_safe_and_those_of_a_party_are() -> None:
+    keys = Party(0, CONTEXT, 2).keys()
+    assert are_safe(keys)
+    for number in SMALL_ORDER:
+        point = number.to_bytes(32, "little")
+        assert not are_safe(point + keys[32:])
+        assert not are_safe(keys[:32] + point + keys[64:])
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3])
+@pytest.mark.parametrize("lost", [2, 7], ids=["own mask", "common masks"])
+def test_some_of_the_shares_give_a_secret_of_which_a_dealer_dealt_wrong_ones(
+    lost: int, wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five are needed, and eight parties hold seven: up to two wrong ones leave enough, and three name the dealer."""
+    deal = masks.split
+    run = Sum(8, threshold=5, never=range(8))
+    for number, party in run.parties.items():
+
+        def dealt(secret: bytes, places: Any, threshold: int, number: int = number) -> dict[int, bytes]:
+            shares = deal(secret, places, threshold)
+            is_wrong = {x: number == lost and x <= wrong for x in places}
+            return {x: b"\0" + os.urandom(32) if is_wrong[x] else share for x, share in shares.items()}
+
+        monkeypatch.setattr(masks, "split", dealt)
+        run.sealed[number] = party.shares(run.all_keys)
+    run.keys = run.all_keys
+    arrived = list(range(7))
+    for number, party in run.parties.items():
+        assert len(party.open({by: said[number] for by, said in run.sealed.items()})) == 8  # nobody sees it before
         run.mask(number, vector(number))
-    revealed = run.revealed([0, 1, 2])
-    revealed[1][lost] = revealed[1][lost][:-1] + bytes([revealed[1][lost][-1] ^ 1])
-    with pytest.raises(ValueError, match=f"shares of party {lost} that others revealed do not belong together"):
-        run.total([0, 1, 2], revealed)
+    if wrong < 3:
+        expected = torch.stack([vector(number) for number in arrived]).sum(0)
+        assert torch.equal(run.total(arrived, run.revealed(arrived)), expected)
+        return
+    with pytest.raises(ValueError, match=f"The shares that party {lost} dealt do not give its secret"):
+        run.total(arrived, run.revealed(arrived))

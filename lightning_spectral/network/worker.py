@@ -5,8 +5,9 @@ Flower starts a process for every message. Here that process only hands the mess
 ones find it by a socket, in a folder that nobody but this user can enter. A node has at most one worker, which
 
 - serves one run: it ends when it is asked on behalf of another,
-- ends with Flower's processes of the node, with a process that waits for an answer, and after a quarter of an hour in
-  which nothing was asked,
+- ends with Flower's processes of the node, with a process that waits for an answer, and when nothing was asked for a
+  quarter of an hour, or for as long as the server waits for an answer if that is longer: a round's next question, which
+  needs secrets of the last, may come when all others have answered,
 - is started again if it died, and answers the message then.
 """
 
@@ -73,8 +74,8 @@ class Job:
         return json.dumps(asdict(self), sort_keys=True).encode()
 
 
-def ask(job: Job, question: str, parts: Parts) -> dict[str, bytes]:
-    """Return a worker's answer to one message.
+def ask(job: Job, question: str, parts: Parts, seconds: float) -> dict[str, bytes]:
+    """Return a worker's answer to one message, for which the server waits some seconds.
 
     Raises:
         RuntimeError: If the worker dies of the message.
@@ -82,8 +83,8 @@ def ask(job: Job, question: str, parts: Parts) -> dict[str, bytes]:
     """
     for _ in range(TRIES):
         with suppress(EOFError, ConnectionError), connected(job) as worker:
-            _send(worker, question, parts)
-            return _receive(worker)[1]
+            _send(worker, question, parts, seconds)
+            return _receive(worker)[2]
     raise RuntimeError(
         f"the process that trains on this device ended {TRIES} times while it answered, killed or by a crash of the "
         "user's code; the SuperNode's log may say why"
@@ -164,16 +165,16 @@ def _peer(connection: socket.socket) -> Connection:
     return Connection(connection.detach())
 
 
-def _send(connection: Connection, question: str, parts: Parts) -> None:
-    connection.send_bytes(json.dumps([question, *parts]).encode())
+def _send(connection: Connection, question: str, parts: Parts, seconds: float = 0.0) -> None:
+    connection.send_bytes(json.dumps([question, seconds, *parts]).encode())
     for data in parts.values():
         connection.send_bytes(data)
 
 
-def _receive(connection: Connection) -> tuple[str, dict[str, bytes]]:
+def _receive(connection: Connection) -> tuple[str, float, dict[str, bytes]]:
     """A message; nothing of it is unpickled."""
-    question, *names = json.loads(connection.recv_bytes())
-    return question, {name: connection.recv_bytes() for name in names}
+    question, seconds, *names = json.loads(connection.recv_bytes())
+    return question, seconds, {name: connection.recv_bytes() for name in names}
 
 
 @dataclass(eq=False)
@@ -200,7 +201,8 @@ class Worker:
                     if asker.recv_bytes() != self.job.written():
                         return
                     asker.send_bytes(b"")
-                    question, parts = _receive(asker)
+                    question, seconds, parts = _receive(asker)
+                    listening.settimeout(max(IDLE_SECONDS, seconds))
                     self._asker = asker
                     answer = self.answer(question, parts)
                     self._asker = None  # from now on it may hang up

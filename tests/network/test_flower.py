@@ -132,7 +132,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         named = given["modules"], given["client"], given["config"], str(given["node"])
         return service_of(*named, given["accelerator"], given["share_errors"])
 
-    def ask(job: Job, question: str, parts: Any) -> dict[str, bytes]:
+    def ask(job: Job, question: str, parts: Any, seconds: float) -> dict[str, bytes]:
         return answered(lambda: service(job.written()).answer(question, parts), job.share_errors)
 
     monkeypatch.setattr(flower, "ask", ask)

@@ -80,7 +80,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_one_process_answers_all_messages_of_a_run(job: Job) -> None:
     parts = {"": b"", "large": os.urandom(3_000_000), "ключ": b"\0"}
-    first, second = (ask(job, "train", parts) for _ in range(2))
+    first, second = (ask(job, "train", parts, 0.0) for _ in range(2))
     assert {name: first[name] for name in parts} == parts
     assert (first["count"], second["count"]) == (b"1", b"2")
     assert pid_of(first) == pid_of(second) != os.getpid()
@@ -88,7 +88,7 @@ def test_one_process_answers_all_messages_of_a_run(job: Job) -> None:
 
 def test_messages_at_the_same_time_find_one_process(job: Job) -> None:
     answers: list[dict[str, bytes]] = []
-    threads = [threading.Thread(target=lambda: answers.append(ask(job, "train", {}))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: answers.append(ask(job, "train", {}, 0.0))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -99,45 +99,45 @@ def test_messages_at_the_same_time_find_one_process(job: Job) -> None:
 
 @pytest.mark.parametrize("other", [{"run": 2}, {"parent": os.getpid()}, {"config": {"rounds": 4}}])
 def test_the_process_of_another_run_makes_way(job: Job, other: dict[str, Any]) -> None:
-    before = pid_of(ask(job, "train", {}))
-    after = ask(replace(job, **other), "train", {})
+    before = pid_of(ask(job, "train", {}, 0.0))
+    after = ask(replace(job, **other), "train", {}, 0.0)
     assert after["count"] == b"1"
     assert end_of(before)()
 
 
 def test_nodes_have_a_process_each(job: Job) -> None:
     other = replace(job, node=8)
-    pids = [pid_of(ask(one, "train", {})) for one in (job, other, job, other)]
+    pids = [pid_of(ask(one, "train", {}, 0.0)) for one in (job, other, job, other)]
     assert pids[0] == pids[2] != pids[1] == pids[3]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed_between_two_messages_is_started_again(job: Job, how: int) -> None:
-    before = pid_of(ask(job, "train", {}))
+    before = pid_of(ask(job, "train", {}, 0.0))
     os.kill(before, how)
-    assert pid_of(ask(job, "train", {})) != before
+    assert pid_of(ask(job, "train", {}, 0.0)) != before
 
 
 def test_a_process_that_dies_of_a_message_is_started_again_and_answers_it(job: Job, tmp_path: Path) -> None:
-    before = pid_of(ask(job, "train", {}))
-    answer = ask(job, "die once", {"file": str(tmp_path / "died").encode()})
+    before = pid_of(ask(job, "train", {}, 0.0))
+    answer = ask(job, "die once", {"file": str(tmp_path / "died").encode()}, 0.0)
     assert pid_of(answer) != before
     assert answer["count"] == b"1"
 
 
 def test_a_message_of_which_every_process_dies_is_an_error(job: Job) -> None:
     with pytest.raises(RuntimeError, match="ended 2 times while it answered, killed or by a crash of the user's code"):
-        ask(job, "die", {})
-    assert ask(job, "train", {})["count"] == b"1"
+        ask(job, "die", {}, 0.0)
+    assert ask(job, "train", {}, 0.0)["count"] == b"1"
 
 
 def test_a_process_that_cannot_start_is_named(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(subprocess.CalledProcessError):
-        ask(job, "train", {})
+        ask(job, "train", {}, 0.0)
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(RuntimeError, match="ends at once"):
-        ask(job, "train", {})
+        ask(job, "train", {}, 0.0)
 
 
 @contextmanager
@@ -146,7 +146,7 @@ def sleeping(job: Job, file: Path) -> Iterator[tuple[subprocess.Popen[bytes], in
     script = (
         f"import sys; from lightning_spectral.network.worker import Job, ask; sys.executable = {sys.executable!r}; "
     )
-    script += f"ask(Job(**{vars(job)}), 'sleep', {{'file': {str(file).encode()}}})"
+    script += f"ask(Job(**{vars(job)}), 'sleep', {{'file': {str(file).encode()}}}, 0.0)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([PYTHON, "-c", script], env=environment, stderr=subprocess.DEVNULL) as asker:
         wait_for(lambda: file.exists() and file.read_text())
@@ -155,16 +155,16 @@ def sleeping(job: Job, file: Path) -> Iterator[tuple[subprocess.Popen[bytes], in
 
 
 def test_a_process_whose_asker_is_killed_ends(job: Job, tmp_path: Path) -> None:
-    before = pid_of(ask(job, "train", {}))
+    before = pid_of(ask(job, "train", {}, 0.0))
     with sleeping(job, tmp_path / "busy") as (asker, busy):
         assert busy == before
         asker.kill()
         wait_for(end_of(busy))
-    assert ask(job, "train", {})["count"] == b"1"
+    assert ask(job, "train", {}, 0.0)["count"] == b"1"
 
 
 def test_a_process_ends_with_its_node(job: Job) -> None:
-    pid = pid_of(ask(job, "train", {}))
+    pid = pid_of(ask(job, "train", {}, 0.0))
     os.kill(job.parent, signal.SIGKILL)  # a zombie, since nobody has waited for it
     wait_for(end_of(pid))
 
@@ -177,30 +177,38 @@ def test_a_process_ends_with_its_node_while_it_trains(job: Job, tmp_path: Path) 
 
 def test_a_process_ends_when_nobody_asks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDLE", "0.3")
-    pid = pid_of(ask(job, "train", {}))
+    pid = pid_of(ask(job, "train", {}, 0.0))
     wait_for(end_of(pid))
-    assert pid_of(ask(job, "train", {})) != pid
+    assert pid_of(ask(job, "train", {}, 0.0)) != pid
+
+
+def test_a_process_waits_as_long_as_the_server(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IDLE", "0.3")
+    pid = pid_of(ask(job, "query.agree", {}, 60.0))
+    time.sleep(1.0)
+    assert pid_of(ask(job, "train", {}, 0.1)) == pid
+    wait_for(end_of(pid))
 
 
 def test_a_folder_that_others_can_enter_is_refused(job: Job, tmp_path: Path) -> None:
-    pid = pid_of(ask(job, "train", {}))
+    pid = pid_of(ask(job, "train", {}, 0.0))
     folder = tmp_path / "home" / "workers" / "7"
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o710)
     with pytest.raises(PermissionError, match="workers/7 must be a folder that only this user can enter; remove it"):
-        ask(job, "train", {})
+        ask(job, "train", {}, 0.0)
     folder.chmod(0o700)
-    assert pid_of(ask(job, "train", {})) == pid
+    assert pid_of(ask(job, "train", {}, 0.0)) == pid
     folder.rename(other := tmp_path / "elsewhere")
     folder.symlink_to(other)
     with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
-        ask(job, "train", {})
+        ask(job, "train", {}, 0.0)
 
 
 def test_a_home_may_have_a_longer_path_than_a_socket(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / ("x" * 200)))
     before = os.getcwd()
-    answer = ask(job, "train", {})
+    answer = ask(job, "train", {}, 0.0)
     assert (answer["folder"].decode(), os.getcwd()) == (before, before)
 
 

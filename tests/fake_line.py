@@ -168,8 +168,8 @@ def held_out_data() -> ls.FederatedDataModule:
     )
 
 
-def held_out_line(lit: Callable[[], Any] = LitMLP) -> FakeLine:
-    """The clients of `held_out_data`."""
+def held_out_line(lit: Callable[[], Any] = LitMLP, folder: Path | None = None, **options: Any) -> FakeLine:
+    """The clients of `held_out_data`, who may have a folder for their state."""
     simulated = held_out_data()
     examples: Any = simulated.train
     parts = [
@@ -179,5 +179,9 @@ def held_out_line(lit: Callable[[], Any] = LitMLP) -> FakeLine:
         ]
         for client in range(12)
     ]
-    datas = [ClientData(train, batch_size=4, val=val) for train, val in parts]
-    return line_of([{"": lit}] * 12, [{"": data} for data in datas])
+    folders = [None if folder is None else str(folder / str(client)) for client in range(12)]
+    datas = [
+        ClientData(train, batch_size=4, val=val, state_folder=kept)
+        for (train, val), kept in zip(parts, folders, strict=True)
+    ]
+    return line_of([{"": lit}] * 12, [{"": data} for data in datas], **options)

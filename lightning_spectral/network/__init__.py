@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_spectral.filters import LocalNoise
-    from lightning_spectral.network.device import ClientData
+    from lightning_spectral.network.device import ClientData, own_model
     from lightning_spectral.network.flower import client_app, server_app
     from lightning_spectral.network.remote_clients import RemoteClients
 
-__all__ = ["ClientData", "LocalNoise", "RemoteClients", "client_app", "server_app"]
+__all__ = ["ClientData", "LocalNoise", "RemoteClients", "client_app", "own_model", "server_app"]
 
 _MODULE_OF = {
     "ClientData": "network.device",
     "LocalNoise": "filters",
     "RemoteClients": "network.remote_clients",
     "client_app": "network.flower",
+    "own_model": "network.device",
     "server_app": "network.flower",
 }
 

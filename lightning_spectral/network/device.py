@@ -40,10 +40,11 @@ from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
 from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.protocol.codec import read_tensors, write_tensors
-from lightning_spectral.protocol.exchange import KeptTensors
+from lightning_spectral.protocol.exchange import KeptTensors, load_tensors, named_state
 from lightning_spectral.protocol.records import Download, Tensors, Upload
 
 OWNERS_NOISE = "noise of the owner"  # a filter's name
+STATE = "state/"  # before the names of what an algorithm and filters keep, as `OWN` is before those of an own model
 SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
@@ -140,7 +141,8 @@ class KeptStates:
     """The states of one client and model, by run and round: those that a server which resumes a run may ask for.
 
     A state counts once the server has the upload of its turn. So the one before is kept as well, for a server that
-    ended before that.
+    ended before that. Only these two of a run replace others: in a folder, the last two of each run stay, runs being
+    known by their seeds, and a state that does not lead to what a server asks for is put aside.
 
     Args:
         folder: Where to keep them, so that they outlast the process, for one client and one model; ``None`` for memory.
@@ -149,7 +151,7 @@ class KeptStates:
         >>> import torch
         >>> from lightning_spectral.protocol.records import WorkUnit
         >>> states, client = KeptStates(), WorkUnit(0)
-        >>> states.keep(Download(client, 1.0, {}), Upload(client, {}, client_state={"head": torch.ones(1)}))
+        >>> states.keep(Download(client, 1.0, {}), Upload(client, {}, client_state={"head": torch.ones(1)}), {})
         >>> states.complete(Download(client, 1.0, {}, round_idx=4, last_turn=0)).client_state
         {'head': tensor([1.])}
         >>> states.complete(Download(client, 1.0, {}, round_idx=4, last_turn=3)) is None
@@ -164,38 +166,100 @@ class KeptStates:
         """A download with the state of the client's last turn; ``None`` if that is lost."""
         if download.last_turn is None:
             return download
-        name = _name(download.seed, download.last_turn)
-        if self.folder is None:
-            found = self._in_memory.get(name)
-        else:
-            path = self.folder / name
-            found = read_tensors(path.read_bytes()) if path.exists() else None
-        if found is None:
+        if (found := self._read(download, STATE)) is None:
             return None
         tensors = download.tensors.values()
         device = next((tensor.device for tensor in tensors), None)
         return replace(download, client_state={n: tensor.to(device or tensor.device) for n, tensor in found.items()})
 
-    def keep(self, download: Download, upload: Upload) -> None:
-        """Keep what follows a turn, and no more than that and the state that it began with."""
-        new = _name(download.seed, download.round_idx)
-        wanted = {new} if download.last_turn is None else {new, _name(download.seed, download.last_turn)}
+    def own(self, download: Download) -> Tensors:
+        """The values of the client's own model since its last turn; none if it has no such model, or has lost it."""
+        return self._read(download, OWN) or {}
+
+    def _read(self, download: Download, part: str) -> Tensors | None:
+        name = _name(download.seed, download.last_turn)
         if self.folder is None:
-            state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in upload.client_state.items()}
-            kept = {**self._in_memory, new: state}
-            self._in_memory = {name: state for name, state in kept.items() if name in wanted}
+            return _part(self._in_memory[name], part) if name in self._in_memory else None
+        path = self.folder / name
+        return _part(read_tensors(path.read_bytes()), part) if path.exists() else None
+
+    def keep(self, download: Download, upload: Upload, own: Tensors) -> None:
+        """Keep what follows a turn, with the values of the client's own model, and the state that it began with."""
+        last, new = _name(download.seed, download.last_turn), _name(download.seed, download.round_idx)
+        named = {STATE + name: tensor for name, tensor in upload.client_state.items()}
+        named |= {OWN + name: tensor for name, tensor in own.items()}
+        if self.folder is None:
+            copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in named.values()}
+            before = {last: self._in_memory[last]} if last in self._in_memory else {}
+            self._in_memory = {**before, new: {name: copies[id(tensor)] for name, tensor in named.items()}}
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        is_lost = download.last_turn is not None and not (self.folder / last).exists()
         written = self.folder / f"{new}.part"
-        written.write_bytes(write_tensors(upload.client_state))
+        written.write_bytes(write_tensors(named))
         os.replace(written, self.folder / new)  # a file is complete or not there
-        for path in self.folder.glob(_name("*", "*")):
-            if path.name not in wanted:
-                path.unlink()
+        for path in self.folder.glob(_name(download.seed, "*")):
+            if path.name not in (last, new):
+                # of another's turn in this client's name, or of an earlier run with the seed
+                if is_lost or _run_and_round(path)[1] > download.round_idx:
+                    path.rename(path.with_name(f"aside-{path.name}"))
+                else:
+                    path.unlink()
 
 
-def _name(seed: int | str, round_idx: int | str) -> str:
+def _name(seed: int | str, round_idx: int | str | None) -> str:
     return f"seed-{seed}-round-{round_idx}.safetensors"
+
+
+def _run_and_round(path: Path) -> tuple[int, int]:
+    seed, round_idx = path.stem.removeprefix("seed-").split("-round-")
+    return int(seed), int(round_idx)
+
+
+def _part(named: Tensors, part: str) -> Tensors:
+    return {name.removeprefix(part): tensor for name, tensor in named.items() if name.startswith(part)}
+
+
+@dataclass(frozen=True, eq=False)
+class OwnModel:
+    """A client's own model, as its device keeps it.
+
+    Attributes:
+        module: The module, with the client's own values.
+        values: These, by name.
+        seed: Seed of the run.
+        round_idx: Round of the client's last turn, from 0.
+    """
+
+    module: nn.Module
+    values: Tensors
+    seed: int
+    round_idx: int
+
+
+def own_model(state_folder: str | Path, module: nn.Module, seed: int | None = None) -> OwnModel:
+    """Give a module the values of a client's own model, of `Personal` or `Ditto`, on the client's device.
+
+    Args:
+        state_folder: That of `ClientData`.
+        module: The user's module. Values that clients share are the server's, and stay as they are: for a personal
+            head, load the server's weights before.
+        seed: Seed of the run; ``None`` for the run of the client's last turn.
+
+    Raises:
+        FileNotFoundError: If the folder has no state of such a run.
+        ValueError: If the client has no own model, or it is of another module.
+    """
+    paths = Path(state_folder).glob(_name("*" if seed is None else seed, "*"))
+    if not (found := sorted(paths, key=lambda path: path.stat().st_mtime_ns)):
+        of_run = "" if seed is None else f" of the run with seed {seed}"
+        raise FileNotFoundError(f"{state_folder} holds no state{of_run}; name the `state_folder` of ClientData.")
+    values = _part(read_tensors(found[-1].read_bytes()), OWN)
+    if not values or (unknown := values.keys() - named_state(module).keys()):
+        why = f"is of another module: this one lacks {', '.join(sorted(unknown))}" if values else "is the server's"
+        raise ValueError(f"The client's model in {found[-1]} {why}.")
+    load_tensors(module, values)
+    return OwnModel(module, values, *_run_and_round(found[-1]))
 
 
 def answered(answer: Callable[[], dict[str, bytes]], share_errors: bool = False) -> dict[str, bytes]:
@@ -244,7 +308,6 @@ class DeviceService:
         self._starts: dict[bytes, Start] = {}
         self._devices: dict[tuple[bytes, float], tuple[Workplace, Device]] = {}
         self._kept: dict[str, KeptTensors] = {}
-        self._told: dict[str, Instructions] = {}  # of the last run, by model
         self._states = {model: KeptStates(of_model.state_folder) for model, of_model in data.items()}
         self._parties = Parties()
 
@@ -291,8 +354,7 @@ class DeviceService:
             device.parties = self._parties
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
-        model, states = self._starts[known].model, self._states[self._starts[known].model]
-        self._told[model] = device.instructions
+        states = self._states[self._starts[known].model]
         download = workplace.arrive(download)
         completed = states.complete(download)
         device.generators.save()
@@ -301,7 +363,7 @@ class DeviceService:
         finally:
             device.generators.restore()
         if device.instructions.keeps_state and upload.left_out is None and not upload.missing:
-            states.keep(download, upload)
+            states.keep(download, upload, device.instructions.own_model(upload.client_state))
         upload = replace(upload, client_state={}, lost_state=completed is None)
         if (failure := upload.failure) is not None:
             log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
@@ -317,12 +379,10 @@ class DeviceService:
             raise RecordError("This client has no held-out examples.")
         workplace = Workplace(self.accelerator, parts.get(Part.PRECISION, b"32-true").decode())
         logged = dict(workplace.evaluate(self.modules[model](), data.held_out_batches(), download))
-        if model in self._told and self._told[model].keeps_state:
-            completed = self._states[model].complete(download) or download
-            if own := self._told[model].own_model(completed.client_state):
-                download = replace(download, tensors={**download.tensors, **own})
-                evaluated = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
-                logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
+        if own := self._states[model].own(download):
+            download = replace(download, tensors={**download.tensors, **own})
+            evaluated = workplace.evaluate(self.modules[model](), data.held_out_batches(), download)
+            logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
         return record_parts(Upload(download.unit, {}, logged=logged))
 
     def _with_noise(self, start: Start) -> Instructions:

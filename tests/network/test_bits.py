@@ -16,7 +16,11 @@ from slow_cases import slow_but
 from toy_models import LitMLP
 
 import lightning_spectral as ls
+from lightning_spectral.network import own_model
+from lightning_spectral.network.device import KeptStates
 from lightning_spectral.network.roster import Roster
+from lightning_spectral.protocol.codec import read_tensors
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     **EVERY_SYSTEM,
@@ -186,10 +190,15 @@ class LitAsksItsStage(LitMLP):
         self.log("validates", float(self.trainer.validating and self.trainer.state.fn == "fit"))
 
 
+@pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("name", ["FedAvg", "personal head"])
-def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(name: str, fit: Fit) -> None:
+def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(
+    name: str, forgets: bool, fit: Fit, tmp_path: Path
+) -> None:
+    """Also by a process that has just been started, which finds the client's own model on disk."""
     tables = []
-    for data in (held_out_data(), remote(held_out_line(LitAsksItsStage))):
+    line = held_out_line(LitAsksItsStage, tmp_path if forgets else None, forgets=forgets)
+    for data in (held_out_data(), remote(line)):
         evaluation, options = ls.ClientEvaluation(), {**SYSTEMS[name], **SETTINGS}
         fitted = fit(seeded(LitAsksItsStage), data, max_epochs=3, callbacks=[evaluation], **options)
         tables.append((evaluation.table, {n: v for n, v in fitted.logged.items() if n.startswith("fl/clients/")}))
@@ -231,3 +240,57 @@ def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fi
     fit(seeded(LitMLP), remote(line), max_epochs=3, ckpt_path=tmp_path / "2.ckpt", **options)
     resumed = fit(seeded(LitMLP), remote(line), max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
     assert same_state(resumed.tensors, whole.tensors)
+
+
+@pytest.mark.parametrize("name", ["personal head", "Ditto"])
+def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path) -> None:
+    options: dict[str, Any] = {**SYSTEMS[name], **SETTINGS, "clients_per_round": 12}
+    fit(seeded(LitMLP), remote(toy_line(LitMLP, folder=tmp_path)), max_epochs=2, **options)
+    simulated = fit(seeded(LitMLP), toy_data(), max_epochs=2, **options).model.own_model(3)
+    own, module = own_model(tmp_path / "3", LitMLP()), LitMLP()
+    shared = {key: tensor.clone() for key, tensor in module.state_dict().items()}
+    assert same_state({key: own.values[key] for key in simulated}, simulated)
+    assert len(own.values) == (len(shared) if name == "Ditto" else len(simulated)) > 0
+    assert (own.seed, own.round_idx) == (options["seed"], 1)
+    assert same_state(own_model(str(tmp_path / "3"), module, seed=3).module.state_dict(), {**shared, **simulated})
+    with pytest.raises(FileNotFoundError, match="3 holds no state of the run with seed 7; name the `state_folder`"):
+        own_model(tmp_path / "3", module, seed=7)
+    with pytest.raises(ValueError, match=r"own model|is of another module: this one lacks net\."):
+        own_model(tmp_path / "3", torch.nn.Linear(2, 2))
+
+
+def test_a_client_without_a_model_of_its_own_has_the_servers(fit: Fit, tmp_path: Path) -> None:
+    options = {**SYSTEMS["SCAFFOLD"], **SETTINGS, "clients_per_round": 12}
+    fit(seeded(LitPlain), remote(toy_line(LitPlain, folder=tmp_path)), max_epochs=1, **options)
+    with pytest.raises(ValueError, match=r"The client's model in .*seed-3-round-0.safetensors is the server's\."):
+        own_model(tmp_path / "5", LitPlain())
+
+
+def turn(states: KeptStates, round_idx: int, last_turn: int | None, seed: int = 3) -> bool:
+    """Whether a client's turn begins with the state of its last, whose number is its only value."""
+    download = Download(WorkUnit(0), 1.0, {}, round_idx, seed=seed, last_turn=last_turn)
+    found = states.complete(download)
+    state = {"w": torch.tensor(float(round_idx))}
+    states.keep(download, Upload(WorkUnit(0), {}, client_state=state), state)
+    return found is not None and found.client_state == ({} if last_turn is None else {"w": last_turn})
+
+
+def test_a_device_deletes_only_what_a_later_turn_of_the_run_replaces(tmp_path: Path) -> None:
+    def kept() -> dict[str, float]:
+        return {p.name[:-12]: float(read_tensors(p.read_bytes())["own/w"]) for p in tmp_path.glob("*.safetensors")}
+
+    states = KeptStates(tmp_path)
+    assert all([turn(states, 0, None), turn(states, 4, 0), turn(states, 7, 4)])
+    finished = {"seed-3-round-4": 4.0, "seed-3-round-7": 7.0}
+    assert kept() == finished
+    assert all([turn(states, 0, None, seed=33), turn(states, 1, 0, seed=33), turn(states, 2, 1, seed=33)])
+    assert kept() == finished | {"seed-33-round-1": 1.0, "seed-33-round-2": 2.0}  # another run deletes nothing of it
+    assert not turn(states, 9, 8, seed=33)  # a turn of another in this client's name
+    assert turn(states, 10, 9, seed=33)
+    aside = {"aside-seed-33-round-1": 1.0, "aside-seed-33-round-2": 2.0}
+    assert kept() == finished | aside | {"seed-33-round-9": 9.0, "seed-33-round-10": 10.0}
+    assert turn(states, 1, None)  # another run with the seed of the first
+    assert turn(states, 2, 1)
+    aside |= {"aside-seed-3-round-4": 4.0, "aside-seed-3-round-7": 7.0}
+    later = {"seed-33-round-9": 9.0, "seed-33-round-10": 10.0, "seed-3-round-1": 1.0, "seed-3-round-2": 2.0}
+    assert kept() == aside | later

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,11 +141,10 @@ class KeptStates:
     """The states of one client and model, by run and round: those that a server which resumes a run may ask for.
 
     A state counts once the server has the upload of its turn. So the one before is kept as well, for a server that
-    ended before that. Only these two of a run replace others: in a folder, the last two of each run stay, runs being
-    known by their seeds, and a state that does not lead to what a server asks for is put aside.
+    ended before that. A folder keeps these two of each run, by its seed, and puts aside what no turn of it replaced.
 
     Args:
-        folder: Where to keep them, so that they outlast the process, for one client and one model; ``None`` for memory.
+        folder: Where to keep them, for one client and one model; ``None`` for memory, which ends with the process.
 
     Example:
         >>> import torch
@@ -220,19 +219,10 @@ def _part(named: Tensors, part: str) -> Tensors:
     return {name.removeprefix(part): tensor for name, tensor in named.items() if name.startswith(part)}
 
 
-@dataclass(frozen=True, eq=False)
-class OwnModel:
-    """A client's own model, as its device keeps it.
-
-    Attributes:
-        module: The module, with the client's own values.
-        values: These, by name.
-        seed: Seed of the run.
-        round_idx: Round of the client's last turn, from 0.
-    """
+class OwnModel(NamedTuple):
+    """A module with a client's own values, the seed of the run that they are from, and the round of its last turn."""
 
     module: nn.Module
-    values: Tensors
     seed: int
     round_idx: int
 
@@ -247,19 +237,17 @@ def own_model(state_folder: str | Path, module: nn.Module, seed: int | None = No
         seed: Seed of the run; ``None`` for the run of the client's last turn.
 
     Raises:
-        FileNotFoundError: If the folder has no state of such a run.
-        ValueError: If the client has no own model, or it is of another module.
+        FileNotFoundError, ValueError: If the folder has no state of such a run, or the client no model of this kind.
     """
     paths = Path(state_folder).glob(_name("*" if seed is None else seed, "*"))
     if not (found := sorted(paths, key=lambda path: path.stat().st_mtime_ns)):
-        of_run = "" if seed is None else f" of the run with seed {seed}"
-        raise FileNotFoundError(f"{state_folder} holds no state{of_run}; name the `state_folder` of ClientData.")
+        raise FileNotFoundError(f"{state_folder} has no state of such a run; name the `state_folder` of ClientData.")
     values = _part(read_tensors(found[-1].read_bytes()), OWN)
     if not values or (unknown := values.keys() - named_state(module).keys()):
         why = f"is of another module: this one lacks {', '.join(sorted(unknown))}" if values else "is the server's"
         raise ValueError(f"The client's model in {found[-1]} {why}.")
     load_tensors(module, values)
-    return OwnModel(module, values, *_run_and_round(found[-1]))
+    return OwnModel(module, *_run_and_round(found[-1]))
 
 
 def answered(answer: Callable[[], dict[str, bytes]], share_errors: bool = False) -> dict[str, bytes]:

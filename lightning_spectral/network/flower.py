@@ -45,8 +45,7 @@ def client_app(
 
     It belongs into a file of its own, which Flower imports for every message. Module and data are given by name, and
     made in another process, which is started once a run and imports your code: what is at module level there, such as
-    a cache, lasts from message to message, until nobody has asked the device for a quarter of an hour or, if that is
-    longer, the deadline.
+    a cache, lasts from message to message, until nobody has asked the device for a quarter of an hour.
 
     Args:
         module: Where your LightningModule's class is, or a function that makes the module, such as ``"app:LitNet"``;
@@ -80,8 +79,7 @@ def client_app(
     def answer(message: Message, context: Context) -> Message:
         config = {**context.run_config, **context.node_config}
         job = Job(context.node_id, context.run_id, modules, client, config, accelerator, share_errors)
-        metadata = message.metadata
-        parts = ask(job, metadata.message_type, parts_of(message.content), metadata.ttl)
+        parts = ask(job, message.metadata.message_type, parts_of(message.content), message.metadata.ttl)
         return Message(as_records(parts), reply_to=message)
 
     app.query()(answer)

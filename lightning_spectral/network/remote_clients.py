@@ -177,12 +177,12 @@ class RemoteClients(ServerData):
         self.roster.check_models(self._module.federation.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """The clients' names, by number, for the checkpoint."""
-        return {"names": list(self.roster.names)}
+        """Who the clients are, for the checkpoint."""
+        return self.roster.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give clients the numbers that they had when the checkpoint was written."""
-        self.roster.rename(state_dict["names"])
+        """Give clients the numbers and nodes that they had when the checkpoint was written."""
+        self.roster.load_state_dict(state_dict)
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
         """What the server knows of the clients, as it is now."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -26,9 +27,9 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was re
 class Roster:
     """The clients of a network, by name.
 
-    A client keeps its number from its first appearance on, also over checkpoints. Those that appear together are
-    numbered by their names, of which whole numbers come first, in numerical order. A node that comes back is asked anew
-    what it has, and one that was refused is asked again after a pause, which grows.
+    A client keeps its number and its node from its first appearance on, also over checkpoints. Those that appear
+    together are numbered by their names, of which whole numbers come first, in numerical order. A node that comes back
+    is asked anew what it has, and one that was refused is asked again after a pause, which grows.
 
     Args:
         line: The network.
@@ -75,9 +76,20 @@ class Roster:
         """What each client has for a model, by number."""
         return [self.holding(client_id, model) for client_id in range(len(self.names))]
 
-    def rename(self, names: Sequence[str]) -> None:
-        """Number clients as an earlier run did; others that are there follow."""
+    def state_dict(self) -> dict[str, Any]:
+        """The clients' names, by number, and their nodes, by name."""
+        return {"names": list(self.names), "nodes": dict(self._node_of)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Number clients as an earlier run did, and leave names to the nodes that had them; new clients follow."""
+        names, nodes = state_dict["names"], {} if self.trust_names else dict(state_dict["nodes"])
         self.names = [*names, *(name for name in self.names if name not in names)]
+        for name, node in self._node_of.items() - nodes.items():
+            if name in nodes or node in nodes.values():  # which is another's
+                self._known -= {node}
+            else:
+                nodes[name] = node
+        self._node_of = nodes
 
     def wait_for(self, wanted: int, what: str, *, everybody: bool = False) -> int:
         """Look for clients until enough are there or patience has run out; return how many there are.

@@ -6,8 +6,7 @@ ones find it by a socket, in a folder that nobody but this user can enter. A nod
 
 - serves one run: it ends when it is asked on behalf of another,
 - ends with Flower's processes of the node, with a process that waits for an answer, and when nothing was asked for a
-  quarter of an hour, or for as long as the server waits for an answer if that is longer: a round's next question, which
-  needs secrets of the last, may come when all others have answered,
+  quarter of an hour, or for as long as the server waits for others, whose next question needs secrets of this process,
 - is started again if it died, and answers the message then.
 """
 

@@ -1,6 +1,7 @@
 """Who is there: names and numbers, who comes and goes, who is rejected, and what the server waits for."""
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -63,9 +64,25 @@ def test_clients_are_numbered_by_name_and_keep_their_numbers() -> None:
 
 def test_a_resumed_run_gives_the_numbers_of_the_earlier_one() -> None:
     roster = roster_with("a", "b", "c")
-    roster.rename(["c", "gone", "a"])
+    roster.load_state_dict({"names": ["c", "gone", "a"], "nodes": {}})
     assert roster.names == ["c", "gone", "a", "b"]
     assert roster.present() == [0, 2, 3]
+
+
+def test_names_stay_with_their_nodes_when_a_run_is_resumed() -> None:
+    """One has taken another's name meanwhile, and one has a new name; `trust_names` believes both."""
+    saved = roster_with("a", "b", "c").state_dict()
+    for trust_names, present in ((False, [2]), (True, [0, 2, 3, 4])):
+        roster = roster_with("other b", "new", "c", "a", trust_names=trust_names)  # of nodes 100 to 103
+        roster.load_state_dict(saved)
+        assert (roster.names[:3], sorted(roster.names[3:])) == (["a", "b", "c"], ["new", "other b"])
+        assert roster.present() == present
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", r".*(client 'a' was node 100|it was client '[ab]') when it first appeared"
+            )
+            roster.look()
+        assert roster.present() == present
 
 
 def test_a_client_whose_name_is_trusted_may_come_back_as_another_node() -> None:

@@ -80,6 +80,7 @@ class FakeLine(Line):
         self.asked.append(question)
         ticket = f"ticket {len(self.asked)}"
         answer: Any = self.there[question.node].answer(question)
+        assert sum(map(len, answer.values())) <= question.most_bytes < float("inf"), "an honest answer is small enough"
         if question.kind == Kind.TRAIN:
             answer = self.spoil(question, answer)
         self._ready[ticket] = Answer(ticket, answer) if isinstance(answer, dict) else answer

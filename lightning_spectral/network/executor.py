@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeVar
 
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.gate import UploadGate, read_handshake
+from lightning_spectral.network.gate import UploadGate, most_handshake_bytes, read_handshake
 from lightning_spectral.network.line import Answer, Asking, Question
 from lightning_spectral.network.messages import Kind, Part, Start, digest_of, handshake_parts, record_parts
 from lightning_spectral.network.objects import write_object
@@ -78,7 +78,8 @@ class RemoteExecutor(Executor):
                 yield Upload(question.unit, {}, left_out="dropped_out")
                 continue
             asked[node] = question
-            asking.ask(Question(node, Kind.AGREE, handshake_parts(question), question.round_idx, self.deadline))
+            parts, most_bytes = handshake_parts(question), most_handshake_bytes(question)
+            asking.ask(Question(node, Kind.AGREE, parts, question.round_idx, self.deadline, most_bytes))
         for sent, answer in asking.arrived(wait=True):
             question = asked[sent.node]
             yield _read(question.unit, answer, partial(read_handshake, question))
@@ -91,7 +92,8 @@ class RemoteExecutor(Executor):
         parts = {**record_parts(download), Part.DIGEST: self._digest}
         if node not in self._started:
             parts[Part.START] = self._start
-        asking.ask(Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline))
+        most_bytes = self.gate.most_bytes(download)
+        asking.ask(Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline, most_bytes))
 
     def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
         for question, answer in () if self._has_enough else asking.arrived(wait=wait):

@@ -5,10 +5,12 @@ A device imports this file for every message, so it imports neither torch nor Li
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.errors import check_is, from_extra
@@ -18,7 +20,12 @@ from lightning_spectral.network.worker import Job, ask
 with from_extra("network"):
     from flwr.app import DEFAULT_TTL, Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
     from flwr.clientapp import ClientApp
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
     from flwr.serverapp import Grid, ServerApp
+    from flwr.supercore.inflatable import inflatable_object as flower_object
+    from flwr.supercore.inflatable import inflatable_utils as flower_objects
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,8 +37,8 @@ Config = Mapping[str, Any]
 # Flower's error codes that do not say that the code on the device failed; that runs in a worker, so what stopped
 # responding (8) was killed
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out", 8: "dropped_out"}
-AT_A_TIME = 8  # messages that are asked for together: so many answers may be in memory
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
+OBJECT, AROUND = 2**16, 2**22  # bytes that any object counts as, and of what Flower writes around the parts
 # what a run's configuration may say to RemoteClients
 FROM_RUN = "wait_for", "patience", "deadline", "keep_first", "at_once"
 LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
@@ -155,18 +162,59 @@ def _made(data: Any, config: Config) -> Any:
     return call_with_accepted(data, config)
 
 
+@dataclass(eq=False)
+class Awaited:
+    """A message that was sent, and what has arrived of its answer.
+
+    Attributes:
+        most_bytes: Most bytes that the answer may take.
+        until: When it is forgotten.
+        answer: Name of the answer; empty as long as the SuperLink has none.
+        missing: Names of its objects that have not arrived; those that a device sends last are fetched first.
+        contents: Those that have, by name.
+    """
+
+    most_bytes: float
+    until: float
+    answer: str = ""
+    missing: list[str] = field(default_factory=list)
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+    def fetched(self, pull: Callable[[str], bytes]) -> Message:
+        """Fetch what is missing; raise ``ObjectUnavailableError`` if its sender is not done."""
+        while self.missing:
+            self._check_size()
+            self.contents[self.missing[-1]] = pull(self.missing[-1])
+            self.missing.pop()
+        self._check_size()
+        return flower_objects.inflate_object_from_contents(self.answer, self.contents)
+
+    def _check_size(self) -> None:
+        """Raise ``ValueError`` if it takes too many bytes; a chunk counts as often as it is named."""
+        sizes = {name: max(len(content), OBJECT) for name, content in self.contents.items()}
+        fetched, joined = OBJECT * len(self.missing) + sum(sizes.values()), 0
+        for content in () if self.missing else self.contents.values():
+            kind, chunks, _ = flower_object.get_object_head_values_from_object_content(content)
+            if kind == Array.__name__:
+                named = json.loads(flower_object.get_object_body(content, Array))["arraychunk_ids"]
+                joined += sum(sizes[chunks[i]] for i in named)
+        if (size := max(fetched, joined)) > self.most_bytes + AROUND:
+            raise ValueError(f"its objects count as {size:,} bytes; at most {self.most_bytes:,.0f} are read")
+
+
 @dataclass(frozen=True, eq=False)
 class FlowerLine(Line):
     """The nodes of a Flower run.
 
-    Flower deletes an answer when it is pulled, so each arrives at most once. Its own way to wait sleeps three seconds
-    between two looks, and returns all answers of a round together; this one is asked as often as its caller likes.
+    Flower deletes an answer when it is pulled, so each arrives at most once. Its own way to pull waits for all objects
+    of all answers, however slow their senders, and reads them whatever their size; this one fetches what is there.
 
     Args:
         grid: The grid that Flower gives to a server's main function.
     """
 
     grid: Grid
+    _awaited: dict[str, Awaited] = field(default_factory=dict, init=False)
 
     def nodes(self) -> Collection[int]:
         """The nodes that are connected."""
@@ -177,17 +225,42 @@ class FlowerLine(Line):
         ttl = DEFAULT_TTL if question.seconds is None else question.seconds + SLACK
         content, group = as_records(question.parts), str(question.round_idx)
         message = Message(content, dst_node_id=question.node, message_type=question.kind, ttl=ttl, group_id=group)
-        return next(iter(self.grid.push_messages([message])), None) or None
+        ticket = next(iter(self.grid.push_messages([message])), None) or None
+        if ticket is not None:
+            self._awaited[ticket] = Awaited(question.most_bytes, time.monotonic() + ttl)
+        return ticket
 
     def answers(self, tickets: Collection[str]) -> Iterator[Answer]:
-        """Pull what has arrived, a few answers at a time."""
-        open_ones = list(tickets)
-        for begin in range(0, len(open_ones), AT_A_TIME):
-            yield from map(_answer, self.grid.pull_messages(open_ones[begin : begin + AT_A_TIME]))
+        """Yield the answers of which all has arrived; whatever Flower raises about one is its sender's failure."""
+        grid, now = self.grid, time.monotonic()
+        for ticket in [ticket for ticket, awaited in self._awaited.items() if now > awaited.until]:
+            self._forget(ticket)
+        found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=tickets))
+        for head, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+            if (awaited := self._awaited.get(head.metadata.reply_to_message_id)) is not None:
+                names = (part.object_id for part in flower_object.iterate_object_tree(tree))
+                awaited.answer, awaited.missing = tree.object_id, list(dict.fromkeys(names))
+        pull = make_pull_object_fn_protobuf(grid._runtime_client.PullObject, grid.node, grid.run.run_id)
+        for ticket in (ticket for ticket in tickets if ticket in self._awaited and self._awaited[ticket].answer):
+            try:
+                answer = _answer(ticket, self._awaited[ticket].fetched(pull))
+            except flower_objects.ObjectUnavailableError:  # its sender is not done
+                continue
+            except flower_objects.ObjectPullError as error:  # its sender has given up
+                answer = Answer(ticket, reason="dropped_out", message=str(error))
+            except Exception as error:
+                answer = Answer(ticket, reason="error", message=f"Flower fails with {type(error).__name__}: {error}")
+            self._forget(ticket)
+            yield answer
+
+    def _forget(self, ticket: str) -> None:
+        """Forget a message, and let the SuperLink delete what it has of its answer."""
+        if answer := self._awaited.pop(ticket).answer:
+            of_answer = {"node": self.grid.node, "run_id": self.grid.run.run_id, "message_object_id": answer}
+            self.grid._runtime_client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(**of_answer))
 
 
-def _answer(reply: Message) -> Answer:
-    ticket = reply.metadata.reply_to_message_id
+def _answer(ticket: str, reply: Message) -> Answer:
     if reply.has_error():
         reason = REASONS.get(reply.error.code, "error")
         return Answer(ticket, reason=reason, message=reply.error.reason or f"Flower's error {reply.error.code}")

@@ -86,8 +86,13 @@ def read_metrics(answer: Answer) -> dict[str, float]:
 def read_handshake(asked: Handshake, answer: Answer) -> Handshake:
     """What a device says in a step of secure sums; what it means is checked where it is used."""
     parts = read_parts(answer)
-    _check_size("handshake", len(parts.get(Part.HANDSHAKE, b"")), SMALL + PER_CLIENT * len(asked.said))
+    _check_size("handshake", len(parts.get(Part.HANDSHAKE, b"")), most_handshake_bytes(asked))
     return replace(asked, said=handshake_of(parts).said)
+
+
+def most_handshake_bytes(asked: Handshake) -> int:
+    """Most bytes of what a device says in a step of secure sums."""
+    return SMALL + PER_CLIENT * len(asked.said)
 
 
 class UploadGate:
@@ -103,6 +108,13 @@ class UploadGate:
         self._usual: dict[float, Form] = {}
         self._own = set[str]()  # names of what the algorithm's device half logs, which the server reads
         self._most_bytes = SMALL + sum(PER_TENSOR + 8 * len(name) for name in module.state_dict())
+
+    def most_bytes(self, download: Download) -> int:
+        """Most bytes of the answer to a download: twice what the first one of its capacity takes."""
+        if download.capacity not in self._usual:
+            self._usual[download.capacity] = self._expected(download)
+        values = sum(kind.itemsize * shape.numel() for kind, shape in self._usual[download.capacity].values())
+        return 2 * (self._most_bytes + values)
 
     def read(self, download: Download, answer: Answer) -> Upload:
         """The upload that answers a download.
@@ -140,13 +152,7 @@ class UploadGate:
         """Check tensors' form; that of masks differs from download to download, and is computed if need be."""
         found = _form_of(upload.tensors)
         if found != self._usual.get(download.capacity):
-            with self._forms.client(download.capacity) as client:
-                self._told.load(client, download)
-                self._told.phases(client, download)
-                collected = self._told.sized(client, download)
-                expected = _form_of(collected.tensors)
-            self._own.update(collected.logged)
-            self._usual[download.capacity] = expected
+            expected = self._usual[download.capacity] = self._expected(download)
             if found != expected:
                 raise RecordError(_difference(found, expected))
         try:
@@ -157,6 +163,15 @@ class UploadGate:
             is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
             if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):
                 raise RecordError(f"the untrained rows of {name} are no rows of a tensor that was asked for")
+
+    def _expected(self, download: Download) -> Form:
+        """The form of the upload that answers a download."""
+        with self._forms.client(download.capacity) as client:
+            self._told.load(client, download)
+            self._told.phases(client, download)
+            collected = self._told.sized(client, download)
+            self._own.update(collected.logged)
+            return _form_of(collected.tensors)
 
 
 def _check_figures(upload: Upload) -> None:

@@ -26,6 +26,7 @@ class Question:
         parts: The message.
         round_idx: Communication round that it belongs to, which dashboards of the network show.
         seconds: How long to wait for the answer; ``None`` for as long as the network allows.
+        most_bytes: Most bytes that the answer may take.
     """
 
     node: int
@@ -33,6 +34,7 @@ class Question:
     parts: Parts = field(default_factory=dict)
     round_idx: int = 0
     seconds: float | None = None
+    most_bytes: float = float("inf")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
 from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, check_is
 from lightning_spectral.filters import UpdateBound, UsualUpdateNorm
 from lightning_spectral.network.executor import RemoteExecutor
-from lightning_spectral.network.gate import UploadGate, read_metrics
+from lightning_spectral.network.gate import SMALL, UploadGate, read_metrics
 from lightning_spectral.network.line import Asking, Line, Question
 from lightning_spectral.network.messages import Kind, Part, Start, record_parts
 from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
@@ -250,7 +250,7 @@ class RemoteClients(ServerData):
                 client_of[node] = client_id
                 download = Download(WorkUnit(client_id, self.model), 1.0, tensors, round_idx, seed=owner.seed)
                 parts = {**record_parts(with_state(download, owner.client_states)), **common}
-                asking.ask(Question(node, Kind.EVALUATE, parts, round_idx, self.deadline))
+                asking.ask(Question(node, Kind.EVALUATE, parts, round_idx, self.deadline, most_bytes=2 * SMALL))
         for question, answer in asking.arrived(wait=True):
             client_id = client_of[question.node]
             try:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.gate import read_identity
+from lightning_spectral.network.gate import SMALL, read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind
 from lightning_spectral.participation.cohorts import ClientDirectory
@@ -125,7 +125,7 @@ class Roster:
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
         paused = {node for node, (_, _, until) in self._refused.items() if now < until}
         for node in sorted(there - self._known - self._heard.keys() - asked - paused):
-            self._asking.ask(Question(node, Kind.WHO, seconds=ANSWER_SECONDS))
+            self._asking.ask(Question(node, Kind.WHO, seconds=ANSWER_SECONDS, most_bytes=SMALL))
         for question, answer in self._asking.look():
             if answer.reason in ("late", "dropped_out"):  # it may answer the next time
                 continue

@@ -1,14 +1,16 @@
 """Flower's side of the network: what travels, what its errors mean, and the two apps, called without its processes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +19,11 @@ import torch
 from fake_line import data_of_node, toy_client_data
 from federation import same_state, seeded
 from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.node_pb2 import Node
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.superexec import run_superexec
 from flwr.supercore.superexec.executor.types import ExecutionSpec
 from flwr.supercore.task_identity import TaskIdentity
@@ -41,19 +46,19 @@ PARTS = st.dictionaries(st.text(max_size=8), st.binary(max_size=20) | st.just(by
 
 
 class FakeGrid(Grid):
-    """Nodes that answer at once, in this process; Flower's own message ids."""
+    """Nodes that answer at once, in this process; Flower's own message ids, and what its SuperLink has of answers."""
+
+    node, run = Node(node_id=1), SimpleNamespace(run_id=1)
 
     def __init__(self, app: Any, node_configs: dict[int, dict[str, Any]]) -> None:
-        self.app, self.replies = app, dict[str, Message]()
+        self.app, self.replies, self.objects = app, dict[str, Message](), dict[str, bytes]()
+        self._runtime_client, self.spoil = self, dict[str, Callable[[bytes], bytes]]()
         self.contexts = {
             node: Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
             for node, config in node_configs.items()
         }
 
     def set_run(self, run: Any) -> None: ...
-
-    @property
-    def run(self) -> Any: ...
 
     def create_message(self, *args: Any, **kwargs: Any) -> Message:
         raise NotImplementedError
@@ -77,7 +82,24 @@ class FakeGrid(Grid):
         return ticket
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [self.replies.pop(ticket) for ticket in message_ids if ticket in self.replies]
+        raise AssertionError("it waits for the slowest device")
+
+    def PullMessages(self, request: Any) -> Any:
+        found = [self.replies.pop(ticket) for ticket in request.message_ids if ticket in self.replies]
+        for reply in found:
+            for name, part in get_all_nested_objects(reply).items():
+                self.objects[name] = self.spoil.get(name, bytes)(part.deflate())
+        heads = [SimpleNamespace(metadata=reply.metadata) for reply in found]
+        return SimpleNamespace(messages_list=heads, message_object_trees=[*map(get_object_tree, found)])
+
+    def PullObject(self, request: Any) -> PullObjectResponse:
+        content = self.objects.get(request.object_id)
+        return PullObjectResponse(
+            object_found=content is not None, object_available=bool(content), object_content=content
+        )
+
+    def ConfirmMessageReceived(self, request: Any) -> None:
+        del self.objects[request.message_object_id]
 
 
 @given(PARTS)
@@ -104,6 +126,89 @@ def test_errors_of_flower_are_our_reasons(code: int, reason: str) -> None:
     (answer,) = line.answers([ticket])
     assert (answer.ticket, answer.reason, answer.message) == (ticket, reason, "why")
     assert list(line.answers([ticket])) == []  # at most once
+
+
+def with_chunks(chunks: str) -> Callable[[bytes], bytes]:
+    """An array that names others of its chunks."""
+
+    def change(content: bytes) -> bytes:
+        head, body = content.split(bytes(1), 1)
+        if not head.startswith(b"Array "):
+            return content
+        body = body.replace(b'"arraychunk_ids": [0]', f'"arraychunk_ids": {chunks}'.encode())
+        return b" ".join([*head.split(b" ")[:-1], str(len(body)).encode()]) + bytes(1) + body
+
+    return change
+
+
+MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a chunk that it does not have": (with_chunks("[7]"), "IndexError"),
+    "no chunk": (with_chunks("[]"), "ValueError: Unexpected set"),
+    "no list of chunks": (with_chunks("[0"), "JSONDecodeError"),
+    "a chunk named often": (
+        with_chunks(str([0] * 100)),
+        "its objects count as 6,553,600 bytes; at most 5,000 are",
+    ),
+    "of no known kind": (lambda content: b"X" + content, "KeyError: 'X"),
+    "without a head": (lambda content: content[:20], "ValueError"),
+    "no message": (lambda content: content.replace(b"Message ", b"ConfigRecord ", 1), "Error"),
+    "large": (lambda content: content + bytes(2**22), "its objects count as 4,"),
+}
+
+
+def two_answers() -> tuple[FakeGrid, FlowerLine, list[Any], list[Message]]:
+    """A line with two nodes that have been asked and have answered, their tickets, and their answers."""
+    grid = FakeGrid(
+        lambda message, context: Message(as_records(parts_of(message.content)), reply_to=message), {7: {}, 8: {}}
+    )
+    line = FlowerLine(grid)
+    questions = [Question(node, "train", {"values": bytes([node]) * LARGE}, most_bytes=5000) for node in (7, 8)]
+    tickets = [line.ask(question) for question in questions]
+    return grid, line, tickets, [grid.replies[str(ticket)] for ticket in tickets]
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_answer_is_its_senders_failure(name: str) -> None:
+    grid, line, tickets, replies = two_answers()
+    spoil, message = MALFORMED[name]
+    own = get_all_nested_objects(replies[0]).keys() - get_all_nested_objects(replies[1]).keys()
+    grid.spoil = dict.fromkeys(own, spoil)
+    answer, honest = line.answers(tickets)
+    assert (answer.ticket, answer.reason) == (tickets[0], "error")
+    assert message in answer.message
+    assert (honest.ticket, honest.parts) == (tickets[1], {"values": bytes([8]) * LARGE})
+    assert not grid.objects.keys() & {reply.object_id for reply in replies}  # the SuperLink may forget them
+
+
+def test_an_answer_belongs_to_the_question_that_the_superlink_says() -> None:
+    grid, line, tickets, replies = two_answers()
+    del grid.replies[str(tickets[1])]
+    grid.spoil = {replies[0].object_id: lambda content: content.replace(*(str(t).encode() for t in tickets))}
+    assert [answer.ticket for answer in line.answers(tickets)] == [tickets[0]]
+
+
+def test_a_device_that_is_slow_to_send_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, line, tickets, replies = two_answers()
+    last = replies[0].object_id
+    grid.spoil = {last: lambda content: b""}
+    asked = [line.ask(Question(node, "train", seconds=5.0)) for node in (7, 8)]
+    del grid.replies[str(asked[0])]
+    assert [answer.ticket for answer in line.answers(tickets)] == [tickets[1]]
+    assert list(line.answers(tickets)) == []
+    grid.objects[last] = replies[0].deflate()
+    assert [answer.ticket for answer in line.answers(tickets)] == [tickets[0]]
+    assert line._awaited.keys() == set(asked)
+    monkeypatch.setattr(time, "monotonic", lambda: math.inf)
+    assert list(line.answers([])) == []
+    assert not line._awaited
+
+
+def test_an_answer_of_many_objects_is_not_fetched() -> None:
+    grid, line, _, _ = two_answers()
+    ticket = str(line.ask(Question(7, "train", {str(i): bytes([i]) * LARGE for i in range(60)}, most_bytes=5000)))
+    grid.PullObject = None  # type: ignore[assignment, method-assign]
+    (answer,) = line.answers([ticket])
+    assert "its objects count as 8,126,464 bytes; at most 5,000 are read" in answer.message  # 124 of them
 
 
 def test_a_body_that_is_too_large_has_no_ticket() -> None:

@@ -169,12 +169,12 @@ class RemoteClients(ServerData):
                 f"`keep_first={self.keep_first}` needs at least as many `clients_per_round`, and no sampler, whose "
                 "weights count on all whom it draws."
             )
+        self.roster.admits = dict.fromkeys(self._module.federation.members, lambda name, holding: None)
         if (count := self.roster.wait_for(wanted, "The run begins", everybody=True)) < wanted:
             raise RoundError(
-                f"Only {count} of {wanted} clients were there after {patience:g} s; start more devices, or lower "
-                "`clients_per_round`, or raise RemoteClients(patience=...)."
+                f"Only {count} of {wanted} clients were there after {patience:g} s; start more devices, see to those "
+                "that were rejected, or lower `clients_per_round`, or raise RemoteClients(patience=...)."
             )
-        self.roster.check_models(self._module.federation.members)
 
     def state_dict(self) -> dict[str, Any]:
         """Who the clients are, for the checkpoint."""
@@ -261,15 +261,6 @@ class RemoteClients(ServerData):
                     f"Round {round_idx}: client {name!r} is not evaluated: {error}.", SpectralWarning, stacklevel=2
                 )
         return found
-
-    def check_clients(self) -> None:
-        """Raise ``ValueError`` if a client has no examples."""
-        names, holdings = self.roster.names, self.roster.holdings(self.model)
-        if empty := [name for name, holding in zip(names, holdings, strict=True) if holding.num_examples == 0]:
-            raise ValueError(
-                f"{len(empty)} of {len(names)} clients have no examples ({', '.join(empty[:5])}); switch them off, or "
-                "leave them out of their rounds: faults=Faults(on_no_data=LeaveOut())."
-            )
 
     def identity(self) -> Sequence[str]:
         """The clients' names, by number."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -39,8 +40,8 @@ class Roster:
     Attributes:
         names: The clients' names, by number.
         is_closed: Whether new clients have to wait for the next run.
-        admits: For each model of a run that has begun, raises ``ValueError`` if a client cannot take part; called with
-            its name and what it has.
+        admits: For each model of a run, raises ``ValueError`` if a client cannot train it; called with its name and its
+            holding.
     """
 
     def __init__(self, line: Line, patience: float, trust_names: bool = False) -> None:
@@ -157,8 +158,15 @@ class Roster:
             )
         if name not in self.names and self.is_closed:
             raise ValueError(f"client {name!r} is new, and this run counts on the clients of its start.")
+        own = [model for model, holding in identity.holdings.items() if holding.num_examples > 0]
+        if self.admits and self.admits.keys().isdisjoint(own):
+            has = f"examples for {_listed(own)}" if own else "no examples"
+            raise ValueError(
+                f"client {name!r} has {has}, and the server trains {_listed(self.admits)}; let `client(config)` return "
+                "one ClientData for a single model, or a dictionary with the models' names, and none without examples."
+            )
         for model, check in self.admits.items():
-            if model in identity.holdings:
+            if model in own:
                 check(name, identity.holdings[model])
         if former is not None:
             del self._node_of[former]
@@ -177,14 +185,14 @@ class Roster:
         if message != last:
             rank_zero_warn(f"Node {node} was rejected: {message} (The next try is in {pause:g} s.)")
 
-    def check_models(self, models: Collection[str]) -> None:
-        """Raise ``ValueError`` if a client has data for none of a run's models."""
-        for name, holdings in self._holdings.items():
-            if not holdings.keys() & set(models):
-                raise ValueError(
-                    f"Client {name!r} has data for {_listed(holdings)}, and the server trains {_listed(models)}; let "
-                    "`client(config)` return one ClientData for a single model, or a dictionary with the models' names."
-                )
+    def dismiss(self, client_id: int, why: ValueError) -> None:
+        """Leave a client out that cannot take part as it is; it keeps its number."""
+        name = self.names[client_id]
+        found = {model: replace(own, keep_ratio=None, budget_bytes=None) for model, own in self._holdings[name].items()}
+        self._holdings[name], node = found, self._node_of[name]
+        self._known -= {node}
+        self._missed.add(name)
+        self._refuse(node, why)
 
 
 def _listed(models: Iterable[str]) -> str:
@@ -219,7 +227,8 @@ class RemoteDirectory(ClientDirectory):
         max_share: Largest share of the weight that one of several clients has.
 
     Raises:
-        ValueError: If a client says a keep ratio that the algorithm does not have, or a budget that no sub-model fits.
+        ValueError: If every client says a keep ratio that the algorithm does not have, or a budget that no sub-model
+            fits; single ones are dismissed.
     """
 
     roster: Roster
@@ -240,8 +249,16 @@ class RemoteDirectory(ClientDirectory):
     ) -> None:
         vars(self).update(roster=roster, model=model, capacities=capacities, available=available)
         vars(self).update(begin_round=begin_round, bytes_of=bytes_of, max_share=max_share, _shortened=set())
+        wrong: dict[int, ValueError] = {}
         for client_id in range(len(roster.names)):
-            self.capacity_of(client_id)
+            try:
+                self.capacity_of(client_id)
+            except ValueError as error:
+                wrong[client_id] = error
+        if wrong and len(wrong) == len(roster.names):
+            raise wrong[0]
+        for client_id, why in wrong.items():
+            roster.dismiss(client_id, why)
         roster.admits[model] = self._capacity
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_line import FakeLine, Node, line_of, remote, toy_line
+from fake_line import FakeLine, Node, line_of, remote, toy_client_data, toy_line
 from federation import Fit, same_state, seeded
 from other_process import toy_data
 from slow_cases import slow_but
@@ -170,32 +170,60 @@ def without(line: FakeLine, kept: int) -> FakeLine:
     return line
 
 
-NOBODY = line_of([{"": LitMLP}] * 12, [{"": DATA}] * 11 + [{"": ClientData([])}])
+def with_data(**own: Any) -> FakeLine:
+    """Twelve clients, the last of which has other data."""
+    datas = [ClientData(examples, batch_size=4) for examples in toy_client_data()]
+    return line_of([{"": LitMLP}] * 12, [{"": data} for data in datas[:11]] + [own])
+
+
 IMPOSSIBLE: dict[str, tuple[FakeLine, type[Exception], str]] = {
     "a keep ratio": (
         toy_line(LitMLP, keep_ratios=dict.fromkeys(range(12), 0.2)),
         ValueError,
         r"Client '0' says a keep ratio of 0.2, and the algorithm has 0.3, 0.6; write",
     ),
-    "a budget": (
-        toy_line(LitMLP, budgets={3: 9}),
-        ValueError,
-        r"Client '3' says `budget_bytes=9`, and the smallest sub-model takes [\d,]+ ",
-    ),
     "a model": (
         toy_line({"words": LitMLP}),
-        ValueError,
-        r"Client '0' has data for the models 'words', and the server trains a single",
+        RoundError,
+        "Only 0 of 12 clients were there after 0.2 s; start more devices, see to those that were rejected",
     ),
-    "no examples": (NOBODY, ValueError, r"1 of 12 clients have no examples \(11\); switch them off"),
     "few": (
         without(toy_line(LitMLP), 3),
         RoundError,
         r"Only 3 of 12 clients were there after 0.2 s; start more devices",
     ),
 }
+REJECTED: dict[str, tuple[Callable[[], FakeLine], str]] = {
+    "a keep ratio": (lambda: toy_line(LitMLP, keep_ratios={11: 0.2}), r"Client '11' says a keep ratio of 0.2, and"),
+    "a budget": (lambda: toy_line(LitMLP, budgets={11: 1}), r"Client '11' says `budget_bytes=1`, and the smallest"),
+    "no examples": (lambda: with_data(**{"": ClientData([])}), "client '11' has no examples, and the server trains a"),
+    "another model": (lambda: with_data(words=DATA), "client '11' has examples for the models 'words', and the server"),
+    "nothing": (lambda: with_data(), "client '11' has no examples, and the server trains a single model; let"),
+}
 
 
+@pytest.mark.parametrize("name", REJECTED)
+@pytest.mark.parametrize("later", [False, True], ids=["at the start", "later"])
+def test_a_client_that_cannot_take_part_does_not_and_the_run_says_so(name: str, later: bool, fit: Fit) -> None:
+    make, message = REJECTED[name]
+    line = make()
+    (odd,) = (node for node, device in line.there.items() if device.make().client == "11")
+    newcomers = {odd: line.there.pop(odd)} if later else {}
+
+    def appear(question: Question, answer: Any) -> Any:
+        line.there.update(newcomers)
+        return answer
+
+    line.spoil = appear
+    with pytest.warns(UserWarning, match=f"Node {odd} was rejected: {message}"):
+        fitted = fit(seeded(LitMLP), remote(line, wait_for=11), algorithm=MIXED, max_epochs=3, clients_per_round=11)
+    rows = [row for row in fitted.ledger.rows if row.left_out is None]
+    assert {row.client_id for row in rows} <= set(range(11))
+    assert {row.left_out for row in fitted.ledger.rows if row.client_id == 11} <= {"dropped_out"}
+    assert not any(q.node == odd and q.kind != Kind.WHO for q in line.asked)
+
+
+@pytest.mark.filterwarnings("ignore:Node .* was rejected")
 @pytest.mark.parametrize("name", IMPOSSIBLE)
 def test_a_run_that_cannot_begin_says_why(name: str, fit: Fit) -> None:
     line, kind, message = IMPOSSIBLE[name]
@@ -213,22 +241,6 @@ def test_how_many_are_everybody_has_to_be_said(quiet: Any) -> None:
 def test_a_device_says_a_keep_ratio_or_a_budget() -> None:
     with pytest.raises(ValueError, match=r"`keep_ratio=0.5` and `budget_bytes=1,000` both say what the device can"):
         ClientData(DATA.train, keep_ratio=0.5, budget_bytes=1000)
-
-
-def test_a_newcomer_that_is_rejected_ends_no_run(fit: Fit) -> None:
-    line = toy_line(LitMLP, keep_ratios={client: 0.3 for client in range(11)} | {11: 0.2})
-    odd = next(node for node in sorted(line.there) if line.there[node].make().client == "11")
-    later = line.there.pop(odd)
-
-    def appear(question: Question, answer: Any) -> Any:
-        line.there[odd] = later
-        return answer
-
-    line.spoil = appear
-    data = remote(line, wait_for=11)
-    with pytest.warns(UserWarning, match=f"Node {odd} was rejected: Client '11' says a keep ratio of 0.2, and"):
-        fitted = fit(seeded(LitMLP), data, algorithm=MIXED, max_epochs=3, clients_per_round=11)
-    assert 11 not in {row.client_id for row in fitted.ledger.rows}
 
 
 def test_nodes_that_appear_later_join(fit: Fit) -> None:

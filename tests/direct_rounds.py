@@ -31,6 +31,7 @@ class DirectRounds:
         shares: Each client's share of all examples.
         absolute: Whether coefficients are those of an unbiased sampler.
         states: What the device of each client keeps.
+        options: Those of parameter groups that clients are told to train with.
     """
 
     algorithm: ls.Algorithm
@@ -40,6 +41,7 @@ class DirectRounds:
     round_idx: int = 0
     store: ClientStore = field(default_factory=ClientStore)
     states: dict[int, Tensors] = field(default_factory=dict)
+    options: Any = ()
 
     def __post_init__(self) -> None:
         self.state: Any = self.algorithm.new_state(self.server, 0)
@@ -53,7 +55,13 @@ class DirectRounds:
         """Open a round for clients with some coefficients."""
         units = [WorkUnit(client, coefficient=c) for client, c in sorted(coefficients.items())]
         shares = {(client, ""): share for client, share in self.shares.items()}
-        cohort = Cohort(0, self.round_idx, {1.0: tuple(units)}, store=self.store, absolute=self.absolute, shares=shares)
+        known: dict[str, Any] = {
+            "store": self.store,
+            "absolute": self.absolute,
+            "shares": shares,
+            "options": self.options,
+        }
+        cohort = Cohort(0, self.round_idx, {1.0: tuple(units)}, **known)
         return self.half.open(cohort), units
 
     def gradients(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> Tensors:
@@ -62,7 +70,8 @@ class DirectRounds:
         for unit in units:
             download, receipt = opened.send(unit)
             if (client := unit.client_id) not in left_out:
-                download = replace(download, round_idx=self.round_idx, client_state=self.states.get(client, {}))
+                own = self.states.get(client, {})
+                download = replace(download, round_idx=self.round_idx, client_state=own, options=self.options)
                 upload = train(download)
                 opened.add(receipt, upload)
                 self.states[client] = upload.client_state

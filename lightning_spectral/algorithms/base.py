@@ -184,6 +184,7 @@ class Round(ABC):
         Raises:
             SummandError: If what is computed from it is not: from `check_summable`, before anything is added. The
                 client is then left out.
+            Unusable: Likewise, with another reason.
         """
 
     @property

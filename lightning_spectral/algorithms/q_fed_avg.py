@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.base import Promises, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf, dense_mean
+from lightning_spectral.algorithms.filter import Unusable
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
@@ -65,12 +66,13 @@ class QFedAvgRound(DenseRound):
         """Add a client's update; what is computed from it is not finite if it has sent no loss.
 
         Raises:
-            ValueError: If its loss is negative.
+            Unusable: If its loss is negative.
         """
         if upload.loss_before < 0:
-            raise ValueError(
+            raise Unusable(
+                "error",
                 f"q-FedAvg takes powers of losses, which must not be negative, got {upload.loss_before:g}; add a "
-                "constant to the loss of `training_step`, or use FedAvg."
+                "constant to the loss of `training_step`, or use FedAvg",
             )
         summands = self.summands(upload) if upload.num_steps else {}
         largest = largest_magnitudes(summands)
@@ -115,7 +117,7 @@ class QFedAvg(FedAvg):
 
     Raises:
         ValueError: If the module uses manual optimisation, whose ``training_step`` would train when it is to measure.
-        ClientError: While training, if a client's loss is negative.
+        ClientError: While training, if a client's loss is negative and `Faults` ends the run on errors.
 
     Note:
         The paper draws clients by their shares and gives all of them the same c; here c are those of the sampler, by

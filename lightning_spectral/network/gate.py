@@ -107,6 +107,7 @@ class UploadGate:
         self._told, self._forms = told, Forms(module, told.side.take_form)
         self._usual: dict[float, Form] = {}
         self._own = set[str]()  # names of what the algorithm's device half logs, which the server reads
+        self._variances = [name for name, _ in module.named_buffers() if name.endswith("running_var")]
         self._most_bytes = SMALL + sum(PER_TENSOR + 8 * len(name) for name in module.state_dict())
 
     def most_bytes(self, download: Download) -> int:
@@ -159,6 +160,10 @@ class UploadGate:
             values = self._told.unpack(download, upload).tensors
         except ValueError as error:
             raise RecordError(_text(str(error))) from error
+        for name in self._variances:
+            sent = upload.tensors.get(name)
+            if sent is not None and sent.is_floating_point() and bool((sent < 0).any()):  # masked values are integers
+                raise RecordError(f"{name} holds a negative variance")
         for name, rows in upload.untrained_rows.items():
             is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
             if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.protocol.client_store import ClientStore
-from lightning_spectral.protocol.records import Key, WorkUnit
+from lightning_spectral.protocol.records import Key, Options, WorkUnit
 
 T = TypeVar("T")
 
@@ -40,6 +40,7 @@ class Cohort:
         store: State of single clients that the server keeps from round to round.
         absolute: Whether coefficients are used as they are, as for an unbiased sampler, and not divided by their sum.
         shares: For each unit, its client's share d of all examples of the model, whoever takes part.
+        options: Those that all clients train with, `Download.options`.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Cohort:
     store: ClientStore = field(default_factory=ClientStore)
     absolute: bool = False
     shares: Mapping[Key, float] = field(default_factory=dict)
+    options: tuple[tuple[Options, ...], ...] = ()
 
     @cached_property
     def total(self) -> float:

@@ -336,7 +336,8 @@ class OpenRound:
             groups[engine.clients.capacity_of(unit.client_id)].append(unit)
         units = {keep_ratio: tuple(group) for keep_ratio, group in groups.items()}
         shares = {key: size / max(engine.clients.num_examples, 1) for key, size in self.num_examples.items()}
-        return Cohort(engine.seed, self.round_idx, units, engine.processes, engine.store, engine.absolute, shares)
+        known = engine.processes, engine.store, engine.absolute, shares, self._options
+        return Cohort(engine.seed, self.round_idx, units, *known)
 
     def send(self, unit: WorkUnit) -> tuple[Download, Receipt]:
         """Draw the download of one unit, and pass it through all filters, with the fields that all downloads share."""
@@ -659,9 +660,8 @@ class Turn:
             RoundError: If it is not finite because the server's weights are not.
         """
         assert self.upload is not None, "an upload is accepted before it is received"
-        left_out, message = self.upload.left_out, ""
-        if self.upload.failure is not None:
-            message = self.upload.failure.message
+        left_out = self.upload.left_out
+        message = "" if self.upload.failure is None else self.upload.failure.message
         if left_out is None:
             with self.round.clock.measure("aggregate"), address(self.round_idx, self.unit, "aggregation"):
                 left_out, message = self._add(self.upload)

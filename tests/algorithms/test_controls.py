@@ -23,6 +23,7 @@ COHORTS = [(1, 3), (0,), (0, 1, 2), (3,), (2, 3), (1,), (0, 1, 2, 3)]
 STEPS = {0: 1, 1: 2, 2: 3, 3: 5}
 LEARNING_RATE = 0.05
 DECAY = 0.01
+OPTIONS = (({"lr": LEARNING_RATE},),)
 
 
 def examples(client: int) -> tuple[Tensor, Tensor]:
@@ -52,19 +53,18 @@ def train_with(side: ClientSide, download: Download) -> Upload:
         loss_of(download.unit.client_id, *client.parameters()).backward()
         actions.before_step(optimizer)
         optimizer.step()
-    download = replace(download, options=(({"lr": LEARNING_RATE},),))
     upload = replace(side.collect(client, download), num_steps=STEPS[download.unit.client_id])
     return replace(upload, client_state=side.keep(client, download, upload))
 
 
 def rounds_of(algorithm: Any) -> tuple[DirectRounds, Any]:
-    rounds = DirectRounds(algorithm, line(), SHARES)
+    rounds = DirectRounds(algorithm, line(), SHARES, options=OPTIONS)
     return rounds, partial(train_with, rounds.half.client_side)
 
 
 @pytest.fixture
 def rounds() -> DirectRounds:
-    return DirectRounds(ls.Scaffold(), line(), SHARES)
+    return DirectRounds(ls.Scaffold(), line(), SHARES, options=OPTIONS)
 
 
 @pytest.fixture
@@ -254,10 +254,10 @@ class TestInARun:
         fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.client.GradientClip(1.0)])
         assert 0 < fitted.logged["fl/control_norm"] < 1.0 + 1e-6  # the mean of clipped gradients
 
-    def test_a_download_has_twice_the_bytes_and_an_upload_eight_more(self, data: Any, fit: Fit) -> None:
+    def test_a_download_has_twice_the_bytes_and_an_upload_as_many(self, data: Any, fit: Fit) -> None:
         ours = fit(seeded(LitPlain), data).ledger.bytes_per_client()[1.0]
         (down, up) = fit(seeded(LitPlain), data, algorithm=None).ledger.bytes_per_client()[1.0]
-        assert ours == (2 * down, up + 8)
+        assert ours == (2 * down, up)
 
     def test_the_sizes_of_sub_models_are_known_before_anybody_trains(self, data: Any, fit: Fit) -> None:
         clock = ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e9))
@@ -299,5 +299,5 @@ class TestInARun:
             schedules = [lambda epoch: 1.0, lambda epoch: 0.5**epoch]
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, schedules)]
 
-        with pytest.raises(ls.ClientError, match=r"Round 1, client \d+, collecting: ValueError: .* got 0.05, 0.1"):
+        with pytest.raises(ValueError, match="SCAFFOLD needs one learning rate for all parameters, got 0.05, 0.1; give"):
             fit(seeded(variant(LitMLP, configure_optimizers=two_schedules)), data, max_epochs=2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.filter import Unusable
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.sums import SummandError
 
@@ -99,7 +100,7 @@ def test_a_client_without_a_loss_or_with_a_huge_one_has_no_finite_summand() -> N
     for loss in (math.nan, math.inf, 1e300):
         with pytest.raises(SummandError, match="its contribution to the sums holds values up to"):
             opened.add(receipt, replace(upload, loss_before=loss))
-    with pytest.raises(ValueError, match=r"powers of losses, which must not be negative, got -0\.5; add a constant"):
+    with pytest.raises(Unusable, match=r"powers of losses, which must not be negative, got -0\.5; add a constant"):
         opened.add(receipt, replace(upload, loss_before=-0.5))
     assert [mean.weights.sum for mean in opened.sums] == [0, 0]  # nothing was added
     opened.add(receipt, replace(upload, num_steps=0, loss_before=math.nan))

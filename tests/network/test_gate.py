@@ -197,6 +197,41 @@ def test_devices_end_no_run_by_what_they_say_and_are_left_out(
     assert torch.isfinite(fitted[0].weights).all()
 
 
+class LitNormed(LitMLP):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+
+
+def with_value(name: str, value: float) -> Callable[[Parts], Parts]:
+    """A device that sends a tensor whose first entry is another, perhaps one that it was not asked for."""
+
+    def change(tensors: Any) -> Any:
+        changed = tensors.get(name, torch.zeros((), dtype=torch.float64)).clone()
+        changed.view(-1)[0] = value
+        return {**tensors, name: changed}
+
+    return changed(tensors=change)
+
+
+OF_ALGORITHMS: dict[str, tuple[type[LitMLP], Any, Callable[[Parts], Parts], str]] = {
+    "a negative loss": (LitMLP, ls.QFedAvg(), changed(loss_before=-1.0), r"q-FedAvg takes powers of losses.*got -1;"),
+    "its own rate": (LitMLP, ls.Scaffold(), with_value("learning_rate:", 1e-6), "learning_rate:, which was not asked"),
+    "a variance": (LitNormed, ls.FedAvg(), with_value("net.1.running_var", -3.0), "net.1.running_var holds a negative"),
+}
+
+
+@pytest.mark.parametrize("name", OF_ALGORITHMS)
+def test_what_an_algorithm_cannot_use_is_the_failure_of_its_sender(name: str, fit: Fit) -> None:
+    make, algorithm, spoil, message = OF_ALGORITHMS[name]
+    line = toy_line(make, spoil=lambda question, parts: spoil(parts) if question.node == FIRST else parts)
+    options: dict[str, Any] = {"clients_per_round": 12, "algorithm": algorithm, "faults": TOLERANT, "max_epochs": 2}
+    with pytest.warns(ls.SpectralWarning, match=message):
+        fitted = fit(seeded(make, momentum=0.0), remote(line), **options)
+    assert Counter(row.left_out for row in fitted.ledger.rows) == {None: 22, "error": 2}
+    assert math.isfinite(fitted.logged["val_loss"])
+
+
 def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
     one = {"val_acc": LoggedValue(9.0, False, True), "fl/loss": LoggedValue(0.0, False, True)}
     fitted = fit_with(fit, changed(logged=one, loss=NAN))

@@ -3,7 +3,7 @@
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import wide
-from lightning_spectral.protocol.records import Download, Receipt, Tensors, Upload
+from lightning_spectral.protocol.records import Download, Options, Receipt, Tensors, Upload
 from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
@@ -61,18 +61,22 @@ class ControlSide(DenseSide):
     trained: tuple[str, ...] = field(kw_only=True)
 
     @abstractmethod
-    def scale(self, upload: Upload) -> float:
-        """The factor a of a turn; 0 if the client learns nothing, so that its control stays as it is."""
+    def scale(self, options: Sequence[Sequence[Options]], upload: Upload) -> float:
+        """The factor a of a turn; 0 if the client learns nothing, so that its control stays as it is.
+
+        Args:
+            options: `Download.options`, of which the server believes its own.
+            upload: What the client sends back.
+        """
 
     @abstractmethod
     def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:
         """What is added to the gradient of each of these parameters before a step."""
 
     @torch.no_grad()
-    def changes(self, sent: Tensors, upload: Upload) -> dict[str, Tensor]:
+    def changes(self, sent: Tensors, upload: Upload, scale: float) -> dict[str, Tensor]:
         """The change of a client's control in a turn, in at least single precision; empty if it learns nothing."""
         changes: dict[str, Tensor] = {}
-        scale = self.scale(upload)
         for name in self.trained if scale else ():
             changes[name] = (wide(sent[name]) - wide(upload.tensors[name])).mul_(scale)
             if (control := sent.get(f"{CONTROL}{name}")) is not None:
@@ -89,7 +93,8 @@ class ControlSide(DenseSide):
     @torch.no_grad()
     def keep(self, client: nn.Module, download: Download, upload: Upload) -> Tensors:
         kept = dict(download.client_state)
-        for name, change in self.changes(download.tensors, upload).items():
+        scale = self.scale(download.options, upload)
+        for name, change in self.changes(download.tensors, upload, scale).items():
             own = download.client_state.get(f"{CONTROL}{name}")
             kept[f"{CONTROL}{name}"] = change if own is None else change.add_(own)
         return kept
@@ -130,7 +135,8 @@ class ControlRound(DenseRound):
         self.change = self.total.change(self.side.trained, cohort)
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
-        changes, scale = self.side.changes(self.tensors, upload), self.side.scale(upload)
+        scale = self.side.scale(self.cohort.options, upload)
+        changes = self.side.changes(self.tensors, upload, scale)
         before, after = self.largest, upload.largest
         bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.change.names]
         if scale:
@@ -169,7 +175,6 @@ class WithControls(FedAvg):
         return ClientSum({name: p.shape for name, p in server.named_parameters()})
 
 
-LEARNING_RATE = "learning_rate:"  # of the round; sent back because the server needs it
 UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make a step something else
 
 
@@ -177,8 +182,8 @@ UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make 
 class ScaffoldSide(ControlSide):
     """Whole models whose gradients are corrected by the server's control minus the client's own."""
 
-    def scale(self, upload: Upload) -> float:
-        distance = upload.num_steps * float(upload.tensors[LEARNING_RATE])
+    def scale(self, options: Sequence[Sequence[Options]], upload: Upload) -> float:
+        distance = upload.num_steps * one_rate(group for groups in options for group in groups)
         return 1.0 / distance if distance else 0.0
 
     def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:
@@ -189,22 +194,15 @@ class ScaffoldSide(ControlSide):
         parameters = dict(client.named_parameters())
         return {parameters[name]: partial(correction, f"{CONTROL}{name}") for name in self.trained}
 
-    def collect(self, client: nn.Module, download: Download) -> Upload:
-        upload = super().collect(client, download)
-        rates = {float(group["lr"]) for groups in download.options for group in groups}
-        check_one_rate(rates)
-        device = next(iter(upload.tensors.values())).device
-        rate = torch.tensor(next(iter(rates), 0.0), dtype=torch.float64, device=device)
-        return replace(upload, tensors={**upload.tensors, LEARNING_RATE: rate})
 
-
-def check_one_rate(rates: set[float]) -> None:
-    """Raise ``ValueError`` if there are several learning rates."""
-    if len(rates) > 1:
+def one_rate(groups: Iterable[Options]) -> float:
+    """The learning rate of all parameter groups, 0 if there are none; raise ``ValueError`` if there are several."""
+    if len(rates := {float(group["lr"]) for group in groups}) > 1:
         raise ValueError(
             f"SCAFFOLD needs one learning rate for all parameters, got {', '.join(map(str, sorted(rates)))}; give all "
             "parameter groups the same, in every round."
         )
+    return next(iter(rates), 0.0)
 
 
 class ScaffoldRound(ControlRound):
@@ -214,6 +212,7 @@ class ScaffoldRound(ControlRound):
         super().__init__(half, cohort)
         controls = {n: t.to(self.tensors[n].dtype) for n, t in self.total.pieces().items() if n in self.change.names}
         self.tensors = {**self.tensors, **{f"{CONTROL}{name}": control for name, control in controls.items()}}
+        one_rate(group for groups in cohort.options for group in groups)
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class Scaffold(WithControls):
     client that takes no step, has learning rate 0 or is left out keeps its control.
 
     A download holds the model and the server's control, which doubles its size if all parameters are trained. An upload
-    is that of `FedAvg` plus the learning rate, 8 bytes. A device keeps as much as the trainable parameters take.
+    is that of `FedAvg`. A device keeps as much as the trainable parameters take.
 
     Note:
         c is the sum of the clients' controls as long as no device loses one. A device that does begins again at zero,
@@ -281,7 +280,7 @@ class Scaffold(WithControls):
                     f"SCAFFOLD needs plain SGD, got {name}={value!r}; leave it out. A server may have momentum: "
                     "FedAvgM."
                 )
-        check_one_rate({float(group["lr"]) for group in template.param_groups})
+        one_rate(template.param_groups)
         held = {id(parameter) for group in template.param_groups for parameter in group["params"]}
         if missing := [name for name, p in server.named_parameters() if p.requires_grad and id(p) not in held]:
             raise ValueError(
@@ -300,7 +299,7 @@ class FedDynSide(ControlSide):
 
     alpha: float
 
-    def scale(self, upload: Upload) -> float:
+    def scale(self, options: Sequence[Sequence[Options]], upload: Upload) -> float:
         return self.alpha
 
     def addends(self, client: nn.Module, download: Download) -> Mapping[nn.Parameter, Callable[[], Tensor]]:

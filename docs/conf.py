@@ -34,7 +34,9 @@ autodoc_inherit_docstrings = False  # Lightning's docstrings are Lightning's
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True  # attributes of a dataclass are documented once, in its docstring
+napoleon_use_ivar = (
+    True  # attributes of a dataclass are documented once, in its docstring
+)
 napoleon_use_rtype = False
 napoleon_custom_sections = ["Reference", "Shape"]
 

@@ -29,7 +29,9 @@ def markup(node: nodes.Element, display: str) -> str:
     try:
         return mathml(node.astext(), display)
     except Exception as error:  # the converter raises many kinds
-        logger.warning("cannot convert the formula %r: %r", node.astext(), error, location=node)
+        logger.warning(
+            "cannot convert the formula %r: %r", node.astext(), error, location=node
+        )
         return f"<code>{escape(node.astext())}</code>"
 
 

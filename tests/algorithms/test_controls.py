@@ -299,5 +299,7 @@ class TestInARun:
             schedules = [lambda epoch: 1.0, lambda epoch: 0.5**epoch]
             return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, schedules)]
 
-        with pytest.raises(ValueError, match="SCAFFOLD needs one learning rate for all parameters, got 0.05, 0.1; give"):
+        with pytest.raises(
+            ValueError, match=r"SCAFFOLD needs one learning rate for all parameters, got 0\.05, 0\.1; give"
+        ):
             fit(seeded(variant(LitMLP, configure_optimizers=two_schedules)), data, max_epochs=2)

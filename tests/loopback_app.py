@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from ternary import Ternary
 from torch import nn
 from torch.utils.data import ConcatDataset, TensorDataset
 
@@ -55,6 +56,7 @@ def algorithm(name: str) -> Any:
     return {
         "fedavg": ls.FedAvg(),
         "secure sums": ls.FedAvg(),
+        "a stranger's filter": ls.FedAvg(),
         "spectral": ls.SpectralSharding(ls.Unbiased(), keep_ratio=[0.3, 0.6, 0.3]),
         "scaffold": ls.Scaffold(),
         "lora": ls.LoRA(2),
@@ -77,7 +79,7 @@ def federation(config: Any) -> ls.FederatedModule | ls.MultiModelModule:
         return ls.MultiModelModule(models, participation=ls.UpdateVarianceReduced(active=2, measure="last"), seed=3)
     chosen = algorithm(config["algorithm"])
     clients_per_round = 2 if isinstance(chosen, ls.StaleUpdates) else 3  # those who stay at home count in its sums
-    filters = [ls.SecureSums()] if config["algorithm"] == "secure sums" else []
+    filters = {"secure sums": [ls.SecureSums()], "a stranger's filter": [Ternary()]}.get(config["algorithm"], [])
     options: dict[str, Any] = {"algorithm": chosen, "clients_per_round": clients_per_round, "filters": filters}
     return ls.FederatedModule(LitNet(), **options, seed=1)
 

@@ -33,7 +33,7 @@ patience = 300.0
 DEVICE = """\
 from lightning_spectral.network import client_app
 
-device = client_app({modules}, "{module}:client")
+device = client_app({modules}, "{module}:client", trusted=["ternary"])
 """
 MODULES = {
     "loopback_app": dict.fromkeys(("", "dense", "sharded"), "loopback_app:LitNet"),
@@ -45,7 +45,7 @@ def write_app(folder: Path, module: str, *imported: str) -> None:
     """Make one of the modules beside these tests an app, in a folder of its name."""
     app = folder / module
     app.mkdir()
-    for name in (module, *imported):
+    for name in (module, "ternary", *imported):
         shutil.copy(TESTS / f"{name}.py", app)
     (app / "device.py").write_text(DEVICE.format(module=module, modules=MODULES[module]))
     (app / "pyproject.toml").write_text(PYPROJECT.format(module=module))

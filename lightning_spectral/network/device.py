@@ -393,7 +393,13 @@ class DeviceService:
 
 
 def service_of(
-    modules: Mapping[str, str], client: str, config: Mapping[str, Any], node: str, accelerator: str, share_errors: bool
+    modules: Mapping[str, str],
+    client: str,
+    config: Mapping[str, Any],
+    node: str,
+    trusted: Collection[str],
+    accelerator: str,
+    share_errors: bool,
 ) -> DeviceService:
     """What answers for a device whose module and data are made by names.
 
@@ -402,13 +408,14 @@ def service_of(
         client: Likewise, of the function that returns the data.
         config: The configuration of run and node.
         node: The client's name if the configuration has none.
+        trusted: Packages whose classes the server may send, besides those of module and data.
         accelerator: Where to train.
         share_errors: Whether the server is sent the texts of exceptions.
     """
     made_by, make_data = {model: _maker(name) for model, name in modules.items()}, _named(client)
     homes = [*modules.values(), client, *(getattr(make, "__module__", "") for make in (make_data, *made_by.values()))]
     who = next((str(config[name]) for name in CLIENT_NAMES if name in config), node)
-    trusted = {home.partition(":")[0].partition(".")[0] for home in homes}
+    trusted = {*trusted, *(home.partition(":")[0].partition(".")[0] for home in homes)}
     return DeviceService(made_by, _data_by_model(make_data, config), who, trusted, accelerator, share_errors)
 
 

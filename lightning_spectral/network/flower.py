@@ -46,7 +46,12 @@ SMALL_PARTS, LARGE_PARTS = "small", "large"
 
 
 def client_app(
-    module: str | Mapping[str, str], client: str, *, accelerator: str = "auto", share_errors: bool = False
+    module: str | Mapping[str, str],
+    client: str,
+    *,
+    accelerator: str = "auto",
+    share_errors: bool = False,
+    trusted: Collection[str] = (),
 ) -> ClientApp:
     """Make the app that a device runs.
 
@@ -63,6 +68,8 @@ def client_app(
         accelerator: Where a device trains, as for a Trainer: ``"cpu"``, ``"gpu"``, or by default what it has.
         share_errors: Whether the server is sent the texts of exceptions, which may quote the device's data; by default
             it is told their class, and the device logs them.
+        trusted: Packages, besides this one and those of module and data, whose classes the server may send, such as
+            filters.
 
     Raises:
         TypeError: If the module or the function is given itself.
@@ -85,7 +92,7 @@ def client_app(
 
     def answer(message: Message, context: Context) -> Message:
         config = {**context.run_config, **context.node_config}
-        job = Job(context.node_id, context.run_id, modules, client, config, accelerator, share_errors)
+        job = Job(context.node_id, context.run_id, modules, client, config, accelerator, share_errors, tuple(trusted))
         parts = ask(job, message.metadata.message_type, parts_of(message.content), message.metadata.ttl)
         return Message(as_records(parts), reply_to=message)
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -52,6 +52,7 @@ class Job:
         config: The configuration of run and node.
         accelerator: Where to train.
         share_errors: Whether the server is sent the texts of exceptions.
+        trusted: Further packages whose classes the server may send.
         parent: Number of Flower's process with which the worker ends; by default the parent of this one.
         folder: Where the worker runs.
         path: Where Python looks for modules, the app's folder among it.
@@ -64,6 +65,7 @@ class Job:
     config: Mapping[str, Any]
     accelerator: str
     share_errors: bool = False
+    trusted: Sequence[str] = ()
     parent: int = field(default_factory=os.getppid)
     folder: str = field(default_factory=os.getcwd)
     path: list[str] = field(default_factory=lambda: list(sys.path))
@@ -250,7 +252,8 @@ def main() -> None:
     def service() -> DeviceService:
         from lightning_spectral.network.device import service_of
 
-        return service_of(job.modules, job.client, job.config, str(job.node), job.accelerator, job.share_errors)
+        made_by = job.modules, job.client, job.config, str(job.node), job.trusted
+        return service_of(*made_by, job.accelerator, job.share_errors)
 
     def answer(question: str, parts: Parts) -> dict[str, bytes]:
         from lightning_spectral.network.device import answered

@@ -31,6 +31,7 @@ from flwr.supernode import start_client_internal
 from hypothesis import given
 from hypothesis import strategies as st
 from other_process import toy_data
+from ternary import Ternary
 from toy_models import LitMLP
 
 import lightning_spectral as ls
@@ -234,7 +235,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     @cache
     def service(job: bytes) -> Any:
         given = json.loads(job)
-        named = given["modules"], given["client"], given["config"], str(given["node"])
+        named = given["modules"], given["client"], given["config"], str(given["node"]), given["trusted"]
         return service_of(*named, given["accelerator"], given["share_errors"])
 
     def ask(job: Job, question: str, parts: Any, seconds: float) -> dict[str, bytes]:
@@ -243,19 +244,23 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flower, "ask", ask)
 
 
+SHARDED = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+
+
 @pytest.mark.usefixtures("without_workers")
-def test_the_two_apps_give_the_bits_of_the_simulation(quiet: Any) -> None:
-    algorithm = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+@pytest.mark.parametrize("options", [{"algorithm": SHARDED}, {"filters": [Ternary(0.5)]}], ids=["sharded", "ternary"])
+def test_the_two_apps_give_the_bits_of_the_simulation(options: Any, quiet: Any) -> None:
     trained = []
 
     def federation(config: Any) -> ls.FederatedModule:
-        trained.append(ls.FederatedModule(seeded(LitMLP), algorithm=algorithm, clients_per_round=4, seed=3))
+        trained.append(ls.FederatedModule(seeded(LitMLP), clients_per_round=4, seed=3, **options))
         return trained[-1]
 
     def trainer(config: Any) -> pl.Trainer:
         return pl.Trainer(**quiet, max_epochs=2, num_sanity_val_steps=0)
 
-    grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {90 - i: {"client": str(i)} for i in range(12)})
+    app = net.client_app("toy_models:LitMLP", DATA, trusted=["ternary"])
+    grid = FakeGrid(app, {90 - i: {"client": str(i)} for i in range(12)})
     server = net.server_app(federation, trainer, val=lambda: toy_data().val, wait_for=12, patience=1.0)
     server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={}))
     simulated = federation({})

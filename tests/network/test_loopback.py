@@ -16,6 +16,7 @@ import pytest
 import torch
 from loopback_runs import TESTS, expected, run_config, same, wait_for, weights, write_app
 
+STRANGERS = "a stranger's filter"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("flwr") is None, reason="Flower is not installed: constraints-network.txt"),
@@ -48,7 +49,8 @@ def run(network: Any, folder: Path, app: str = "loopback_app", **settings: Any) 
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["fedavg", "spectral", "scaffold", "lora", "zampling", "width", "fiarse", "stale", "two models"]
+    "algorithm",
+    ["fedavg", "spectral", "scaffold", "lora", "zampling", "width", "fiarse", "stale", "two models", STRANGERS],
 )
 def test_the_weights_are_those_of_the_simulation(network: Any, tmp_path: Path, algorithm: str) -> None:
     run(network, tmp_path, rounds=3, algorithm=algorithm)

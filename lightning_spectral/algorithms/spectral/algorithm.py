@@ -79,6 +79,7 @@ AS_PUBLISHED = {"clip_weight_lr": math.inf, "spectral_start": None}
 LARGEST_ERROR = 0.5  # share of the squared norm, mean over layers
 ROUNDING = torch.finfo(torch.float32).eps  # a term up to this share of the largest one is zero
 DECAY = "frobenius_decay"  # option of a group of factors
+TELLING = 64  # singular values from which a matrix shows whether it has been trained; a large one would take long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,8 +374,9 @@ class SpectralSharding(Algorithm):
             return
         kind = type(template).__name__
         if math.isfinite(self.clip_tau) and not isinstance(template, SGD | ASGD):
-            largest = max(matrices_of(module, plan).values(), key=torch.Tensor.numel)  # a small one says little
-            random = looks_random(torch.linalg.svdvals(largest.double()), (len(largest), largest.shape[1]))
+            matrices = sorted(matrices_of(module, plan).values(), key=torch.Tensor.numel)
+            one = next((each for each in matrices if min(each.shape) >= TELLING), matrices[-1])
+            random = looks_random(torch.linalg.svdvals(one.double()), (len(one), one.shape[1]))
             rate = ", upwards: twice the dense model's, then more; torch's default of 1e-3 is often ten times too small"
             warnings.warn(
                 f"{kind} rescales gradients by their own history, so neither clip_tau={self.clip_tau:g} nor "

@@ -80,7 +80,7 @@ def test_loggers_get_every_choice_as_a_key(lit: Any, data: Any, fit: Fit, tmp_pa
     assert federation["local_hooks"] == {"0": {"name": "ProximalTerm", "mu": 0.1}}
     assert (federation["seed"], federation["local_epochs"]) == (7, 2)
     dealt = {"batch_size": 4, "num_clients": 12, "num_examples": 120, "seed": 0}
-    assert written["data"] == {**dealt, "partitioner": {"name": "IIDPartitioner", "num_clients": 12}}
+    assert written["data"] == {**dealt, "partitioner": {"name": "IIDPartitioner", "num_clients": 12, "sizes": None}}
     assert written["user_module"]["lr"] == 0.1
 
 

@@ -41,6 +41,7 @@ from lightning_spectral.plugin.trainer import ClientTrainer, Lookalike, placemen
 from lightning_spectral.plugin.user_hooks import adopt_batch_hooks, defines, only_or_all, redirect
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore, with_state
+from lightning_spectral.protocol.per_client import PerClient
 from lightning_spectral.protocol.records import Download, RoundSummary, WorkUnit
 from lightning_spectral.server.advice import FirstRounds, suspecting_weights
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -99,7 +100,7 @@ class Member(pl.LightningModule):
     seed: int
     faults: Faults
     server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
-    local_epochs: int
+    local_epochs: PerClient[int]
     local_hooks: tuple[LocalHook, ...]
     filters: tuple[Filter, ...]
     buffer_rules: Rules

@@ -57,7 +57,7 @@ class FederatedModule(FederatedHooks, Member):
         algorithm: Decides what clients hold, e.g. `SpectralSharding`; `FedAvg` by default.
         clients_per_round: Size of each round's cohort, which is drawn uniformly.
         participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
-        local_epochs: Passes over a client's own data in a round; 0 trains nothing.
+        local_epochs: Passes over a client's data in a round: a number, ``{number: share of clients}`` or a list.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``BoundedMomentum()``; ``None`` for plain averaging, whatever the algorithm.
         local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
@@ -101,7 +101,7 @@ class FederatedModule(FederatedHooks, Member):
         algorithm: Algorithm | None = None,
         clients_per_round: int | None = None,
         participation: Sampler | None = None,
-        local_epochs: int = 1,
+        local_epochs: PerClient[int] = 1,
         server_optimizer: ServerOptimizer | None = None,
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
@@ -115,7 +115,7 @@ class FederatedModule(FederatedHooks, Member):
         _check_module(module)
         _check_server_optimizer(server_optimizer)
         _check_local_hooks(local_hooks)
-        self.local_epochs: int = Whole(at_least=0)("local_epochs", local_epochs)
+        self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
         self.clients_per_round = replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round)
         self.seed: int = Whole()("seed", seed)
         check_user_module(module)
@@ -200,7 +200,7 @@ class FederatedModule(FederatedHooks, Member):
         return {
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
-            "local_epochs": self.local_epochs,
+            "local_epochs": repr(self.local_epochs),
             "server_optimizer": repr(server) if is_seen else "a function, whose settings are not compared",
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,

@@ -23,6 +23,7 @@ from lightning_spectral.participation import Figure
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.per_client import Assigned, PerClient, assign, check_num_entries
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
     STAGES,
@@ -66,7 +67,7 @@ class Engine:
         clients: What is known of the clients.
         make_executor: Creates the executor that runs the device half; called when the first round opens.
         seed: The run's seed.
-        local_epochs: Passes over a client's data in a round; 0 trains nothing.
+        local_epochs: Passes over a client's data in a round; 0 trains nothing. May differ between clients.
         absolute: Whether units' coefficients are used as weights without being divided by their sum; see `Cohort`.
         options: Called once a round; returns the options of the parameter groups of each of the user's optimizers.
         model: The model's name; empty if there is only one.
@@ -88,7 +89,7 @@ class Engine:
     clients: ClientDirectory
     make_executor: Callable[[Engine], Executor]
     seed: int
-    local_epochs: int = 1
+    local_epochs: PerClient[int] = 1
     absolute: bool = False
     options: Callable[[], tuple[tuple[Options, ...], ...]] = tuple
     model: str = ""
@@ -101,7 +102,7 @@ class Engine:
     make_measuring: Callable[[Engine], Executor] | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
-    _tasks: dict[float, SimulatedTask] = field(default_factory=dict, init=False)
+    _tasks: dict[tuple[float, int], SimulatedTask] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
     _has_measured: bool = field(default=False, init=False)
@@ -116,6 +117,12 @@ class Engine:
     def simulation(self) -> Simulation:
         """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(self.clients.num_clients, self.seed)
+
+    @cached_property
+    def epochs(self) -> Assigned[int]:
+        """Each client's ``local_epochs``; raises ``ValueError`` if they are not as many as clients."""
+        check_num_entries("local_epochs", self.local_epochs, self.clients.num_clients)
+        return assign(self.local_epochs, self.clients.num_clients, self.seed, "local epochs")
 
     @cached_property
     def inward(self) -> Sequence[ServerEnd]:
@@ -144,26 +151,27 @@ class Engine:
         """The task of a client for the simulation.
 
         Only a virtual clock needs the size of its sub-model, and how often it passes over its data: measured once for
-        each capacity, on a temporary sub-model.
+        each capacity and number of passes, on a temporary sub-model.
         """
-        task = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), self.local_epochs)
+        kind = capacity, epochs = capacity, self.epochs.of(unit.client_id)
+        task = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), epochs)
         if self.conditions.clock is None:
             return task
-        if capacity not in self._tasks:
-            told, download = self.instructions, replace(opened.send(unit)[0], local_epochs=self.local_epochs)
+        if kind not in self._tasks:
+            told, download = self.instructions, replace(opened.send(unit)[0], local_epochs=epochs)
             with Forms(self.server, told.side.take_form).client(download.capacity) as client:
                 told.load(client, download)
                 phases = told.phases(client, download)
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
                 uplink_bytes = told.sized(client, download).num_bytes
-            self._tasks[capacity] = replace(
+            self._tasks[kind] = replace(
                 task,
-                local_epochs=sum(self.local_epochs if phase.epochs is None else phase.epochs for phase in phases),
+                local_epochs=sum(epochs if phase.epochs is None else phase.epochs for phase in phases),
                 num_parameters=num_parameters,
                 downlink_bytes=download.num_bytes,
                 uplink_bytes=uplink_bytes,
             )
-        usual = self._tasks[capacity]
+        usual = self._tasks[kind]
         downlink_bytes = usual.downlink_bytes - sum(end.saved_bytes(unit) for end in self.inward)
         return replace(usual, num_examples=task.num_examples, downlink_bytes=downlink_bytes)
 
@@ -347,7 +355,7 @@ class OpenRound:
         common = replace(
             download,
             round_idx=self.round_idx,
-            local_epochs=engine.local_epochs,
+            local_epochs=engine.epochs.of(unit.client_id),
             options=self._options,
             seed=engine.seed,
         )

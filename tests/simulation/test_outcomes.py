@@ -174,6 +174,25 @@ def test_the_clock_of_a_run_counts_what_the_ledger_counts(
         assert seconds == max(r.virtual_seconds for r in ledger.rows if r.round_idx == round_idx and r.virtual_seconds)
 
 
+def test_local_epochs_may_differ_between_clients_and_the_clock_follows(lit_mlp: Any, data: Any, fit: Fit) -> None:
+    turns: dict[int, tuple[int, float]] = {}
+
+    class Turns(ls.RoundCallback):
+        def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+            turns.update({own.client_id: (own.num_steps, own.virtual_seconds) for own in summary.clients})
+
+    clock = ls.VirtualClock(ls.simulation.DeviceProfile(math.inf, math.inf, 1.0), macs=lambda keep_ratio: 1.0)
+    settings = {"clients_per_round": 12, "max_epochs": 1, "clock": clock, "callbacks": [Turns()]}
+    epochs = [1 + client % 3 for client in range(12)]
+    fit(lit_mlp(), data, local_epochs=epochs, **settings)
+    assert turns == {client: (3 * own, 3 * 10 * own) for client, own in enumerate(epochs)}  # ten examples, batches of 4
+    fit(lit_mlp(), data, local_epochs={1: 0.75, 3: 0.25}, **settings)
+    assert sorted(turns.values()) == [(3, 30)] * 9 + [(9, 90)] * 3
+    assert same_state(*(fit(seeded(lit_mlp), data, local_epochs=own, **settings).state for own in (2, [2] * 12)))
+    with pytest.raises(ValueError, match="`local_epochs` lists 2 values for 12 clients; give one per client"):
+        fit(lit_mlp(), data, local_epochs=[1, 2], **settings)
+
+
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})], ids=repr)
 def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: Any, fit: Fit, algorithm: Any) -> None:
     clock = ls.VirtualClock(device(1.0), deadline=1e9, keep_first=4)

@@ -78,7 +78,7 @@ so this should be an account without privileges. If `ssh` does not reach a devic
     sudo systemctl enable --now $PWD/server/superlink.service $PWD/server/door.service
     export {exports}
     for name in {names}; do
-        flwr supernode register $name/node.pub
+        flwr supernode register $name/node.pub | tee $name/registered
         ssh $name mkdir -p $PWD && scp -pr $name $name:$PWD && rm $name/node
         ssh -t $name sudo systemctl enable --now $PWD/$name/supernode.service
     done

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import ClassVar
 
@@ -145,7 +145,8 @@ class SecureEnd(ServerEnd):
             name = type(self._opened.round).__name__
             raise TypeError(f"{name} has other sums than one `MeanChange`; its algorithm must not promise `one_sum`.")
         cohort = self._opened.cohort
-        self._sum = MaskedSum(self.choice, ask, cohort.round_idx, units, cohort.total, mean)
+        by_client, threshold = {unit.client_id: unit for unit in units}, self.choice.least(len(units))
+        self._sum = MaskedSum(ask, cohort.round_idx, by_client, threshold, cohort.total, mean)
         self._sum.agree()
 
     def send(self, download: Download) -> Download:
@@ -166,39 +167,31 @@ class SecureEnd(ServerEnd):
             self._sum.remove_masks(left_out)
 
 
+@dataclass(eq=False)
 class MaskedSum:
     """The masked sum of one round.
 
-    Args:
-        choice: The user's choice.
+    Attributes:
         ask: Asks the clients' devices.
         round_idx: Communication round, from 0.
-        units: The units of the round, of one model.
+        units: The units of the round, of one model, by client.
+        threshold: Number of clients without which the round fails.
         total: Sum of the coefficients of the round's units.
         mean: The sum of the round.
-
-    Attributes:
         fallen: Why clients that were asked do not take part.
     """
 
-    def __init__(
-        self,
-        choice: SecureSums,
-        ask: Ask,
-        round_idx: int,
-        units: Sequence[WorkUnit],
-        total: float,
-        mean: MeanChange,
-    ) -> None:
-        self.ask, self.round_idx, self.total, self.mean = ask, round_idx, total, mean
-        self.units = {unit.client_id: unit for unit in units}
-        self.threshold = choice.least(len(units))
-        self.fallen: dict[Key, Unusable] = {}
-        self._num_left = len(units)
-        self._keys: dict[int, bytes] = {}  # of clients that take part
-        self._dealt: dict[int, Said] = {}  # by dealer and receiver: sealed shares and their digests
-        self._shown: dict[int, Said] = {}  # likewise, shares that the receiver says it lacks
-        self._arrived: set[int] = set()
+    ask: Ask
+    round_idx: int
+    units: Mapping[int, WorkUnit]
+    threshold: int
+    total: float
+    mean: MeanChange
+    fallen: dict[Key, Unusable] = field(default_factory=dict)
+    _keys: dict[int, bytes] = field(default_factory=dict)  # of clients that take part
+    _dealt: dict[int, Said] = field(default_factory=dict)  # by dealer and receiver: sealed shares and their digests
+    _shown: dict[int, Said] = field(default_factory=dict)  # likewise, shares that the receiver says it lacks
+    _arrived: set[int] = field(default_factory=set)
 
     def agree(self) -> None:
         """Let the clients agree on masks, before any of them trains.
@@ -251,7 +244,7 @@ class MaskedSum:
         self._check(len(self._arrived), "reported", left_out)
         from lightning_spectral.sums.masks import BOX_BYTES, half, remove_masks
 
-        arrived, self._num_left = dict.fromkeys(sorted(self._arrived), b""), len(self._arrived)
+        arrived = dict.fromkeys(sorted(self._arrived), b"")
 
         def has_revealed(client: int, said: Said) -> bool:
             told = {by: half(self._dealt[by][client][BOX_BYTES:], by in arrived) for by in self._keys}
@@ -295,8 +288,8 @@ class MaskedSum:
             else:
                 failed[client] = Unusable("error", f"it has not {DID[step]} as the protocol of secure sums asks")
         self.fallen |= {self.units[client].key: why for client, why in failed.items()}
-        self._num_left -= len(failed)
-        self._check(self._num_left, DID[step], [why.reason for why in self.fallen.values()])
+        count = len(found) if step == "reveal" else len(self.units) - len(self.fallen)
+        self._check(count, DID[step], [why.reason for why in self.fallen.values()])
         for client, why in failed.items():
             if step == "reveal" and why.reason == "error":  # others are warned of, or raised, as they are left out
                 text = f"Round {self.round_idx}: the update of client {client} is in the sum, although {why}."

@@ -232,6 +232,17 @@ def test_what_an_algorithm_cannot_use_is_the_failure_of_its_sender(name: str, fi
     assert math.isfinite(fitted.logged["val_loss"])
 
 
+def test_a_client_with_an_endless_loss_does_not_take_part_alone(fit: Fit) -> None:
+    line = toy_line(LitMLP, spoil=lambda question, parts: spoil(parts) if question.node == FIRST else parts)
+    spoil, sampler = changed(loss=1e300), ls.LossVarianceReduced(active=4, measure="all")
+    fitted = fit(seeded(LitMLP), remote(line), participation=sampler, clients_per_round=None, max_epochs=8)
+    drawn = [row for row in fitted.ledger.rows if not row.measured]
+    liar = line.there[FIRST].make().client
+    assert sum(str(row.client_id) == liar for row in drawn) == 8  # it is drawn whenever it says so
+    # three of the eleven others are expected in each of 8 rounds, with a variance of at most 8 * 11 * 3/11 * 8/11
+    assert abs(len(drawn) - 32) <= 5 * (8 * 11 * 3 / 11 * 8 / 11) ** 0.5
+
+
 def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
     one = {"val_acc": LoggedValue(9.0, False, True), "fl/loss": LoggedValue(0.0, False, True)}
     fitted = fit_with(fit, changed(logged=one, loss=NAN))

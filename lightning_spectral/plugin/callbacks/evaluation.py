@@ -179,6 +179,8 @@ class ClientTable(Tabular):
         """The spread of each metric over the clients, as ``<metric>/<figure>``.
 
         - ``mean``, ``weighted_mean``: clients have equal weights; weights are their numbers of held-out examples.
+        - ``median``, ``trimmed_mean``: unweighted, and hardly moved by a few clients that lie; the mean is without the
+          tenth of the clients with the smallest values and that with the largest, but at least one each.
         - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
         - ``lowest_decile``, ``highest_decile``: `decile_means`.
         - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.
@@ -194,9 +196,12 @@ class ClientTable(Tabular):
             values = torch.tensor(list(column.values()), dtype=torch.float64)
             sizes = torch.tensor([row.num_examples for row in self.rows if row.client_id in column]).double()
             lowest, highest = decile_means(values)
+            trimmed = min(math.ceil(len(values) / 10), (len(values) - 1) // 2)
             figures = {
                 "mean": float(values.mean()),
                 "weighted_mean": float(values @ sizes / sizes.sum()),
+                "median": float(values.quantile(0.5)),
+                "trimmed_mean": float(values.sort().values[trimmed : len(values) - trimmed].mean()),
                 "std": float(values.std(correction=0)),
                 "lowest_decile": lowest,
                 "highest_decile": highest,

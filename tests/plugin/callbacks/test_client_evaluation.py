@@ -71,8 +71,10 @@ def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any
     figures = {
         "mean": values.mean(),
         "weighted_mean": np.average(values, weights=sizes),
+        "median": sorted(values)[4],
+        "trimmed_mean": np.mean(sorted(values)[1:-1]),  # a tenth of nine clients is one
         "std": np.sqrt(np.mean((values - values.mean()) ** 2)),
-        "lowest_decile": values.min(),  # a tenth of nine clients is one
+        "lowest_decile": values.min(),
         "highest_decile": values.max(),
         "jain": values.sum() ** 2 / (9 * (values**2).sum()),
         "gini": np.abs(values[:, None] - values).mean() / (2 * values.mean()),
@@ -98,9 +100,19 @@ def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: Ten
 
 def test_a_value_that_may_be_negative_has_no_share() -> None:
     rows = tuple(ClientRow(client, 1, {"score": score}) for client, score in enumerate((-1.0, 2.0)))
-    assert set(ClientTable(0, rows).figures()) == {
-        f"score/{figure}" for figure in ("mean", "weighted_mean", "std", "lowest_decile", "highest_decile")
-    }
+    names = "mean", "weighted_mean", "median", "trimmed_mean", "std", "lowest_decile", "highest_decile"
+    assert set(ClientTable(0, rows).figures()) == {f"score/{figure}" for figure in names}
+
+
+def test_one_client_that_lies_hardly_moves_the_robust_figures() -> None:
+    def figures(last: float) -> dict[str, float]:
+        values = [*range(10), last]
+        return ClientTable(0, tuple(ClientRow(i, 1, {"loss": value}) for i, value in enumerate(values))).figures()
+
+    honest, lied = figures(10.0), figures(1e300)
+    for name in ("loss/median", "loss/trimmed_mean"):
+        assert honest[name] == lied[name] == 5.0
+    assert lied["loss/mean"] > 1e298
 
 
 def test_the_run_is_the_same_with_and_without(toy: TensorDataset, fit: Fit) -> None:

@@ -295,6 +295,7 @@ def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytes
 
 def test_without_jsonargparse_the_command_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_spectral.__main__.find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["lightning_spectral", "fit"])
     with pytest.raises(SystemExit, match=re.escape('pip install "lightning-spectral[cli]"')):
         main()
 
@@ -304,6 +305,25 @@ def test_the_package_itself_does_not_need_jsonargparse(tmp_path: Path) -> None:
     code = "import sys; sys.modules['jsonargparse'] = None; import lightning_spectral"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "said"),
+    [("--help", 0, "`network`"), ("", 2, "doctor, network"), ("fit -c no.yaml", 2, "no.yaml")],
+)
+def test_help_and_mistakes_import_nothing(given: str, status: int, said: str) -> None:
+    code = "import sys; sys.modules['torch'] = None; from lightning_spectral.__main__ import main; main()"
+    told = subprocess.run([sys.executable, "-c", code, *given.split()], capture_output=True, text=True, check=False)
+    assert told.returncode == status
+    assert said in told.stdout + told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_usage_says_what_to_type(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "fit", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().out.startswith("usage: python -m lightning_spectral [options] fit ")
 
 
 def test_predict_is_no_command_of_a_federation() -> None:

@@ -98,10 +98,13 @@ IN_THE_FILE = {
 }
 OTHERS = {
     "fti --config run.yaml": "there is no command 'fti'; choose from fit, validate, test, sweep, report, doctor, ne",
-    "": 'expected "subcommand" to be one of {fit,validate,test}',
+    "": "no command is given; choose from fit, validate, test, sweep, report, doctor, network",
+    "--trainer.max_epochs=1": "no command is given; choose from fit, validate, test, sweep, report, doctor, network",
     "fit": "the following arguments are required: fit.data, fit.model",
     "fit --config": "argument -c/--config: expected one argument",
-    "fit --config gone.yaml": 'Parser key "config": File does not exist:',
+    "fit --config gone.yaml": "there is no config gone.yaml",
+    "sweep --config=gone.yaml --seeds 0,1": "there is no config gone.yaml",
+    "fit --config gone": 'Parser key "config": File does not exist:',
 }
 
 

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
-from functools import cache, partial
+from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -214,12 +215,16 @@ def largest_that_fits(
             f"`{name}` must be one number, since all clients share one {counted.capacity}; give the smallest."
         )
 
-    @cache
+    known: dict[int, int] = {}  # what is needed at an index, shared by all budgets
+
     def needed(index: int) -> int:
+        if index in known:
+            return known[index]
         # clients of several capacities may be sent more than clients of one: multipliers, for example
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
-        return int(getattr(counted.at([candidates[index]], passed, beside)[candidates[index]], NEEDS[name]))
+        cost = counted.at([candidates[index]], passed, beside)[candidates[index]]
+        return known.setdefault(index, int(getattr(cost, NEEDS[name])))
 
     def largest(budget: float, as_given: float | str) -> float:
         if needed(len(candidates) - 1) <= budget:
@@ -232,32 +237,37 @@ def largest_that_fits(
                 f"No {counted.capacity} fits `{name}={shown}`: the smallest sub-model takes {takes}. Raise the budget, "
                 f"{smaller}or let the algorithm cut more layers."
             )
-        return candidates[last_within(budget, needed, len(candidates) - 1)]
+        return candidates[last_within(budget, needed, known)]
 
     found = [largest(*entry) for entry in zip(budgets, as_given, strict=True)]
     return found[0] if one else found
 
 
-def last_within(budget: float, needed: Callable[[int], int], beyond: int) -> int:
-    """An index below ``beyond`` whose need is within a budget, where that of the next one is not; ``needed`` caches.
+def last_within(budget: float, needed: Callable[[int], int], known: dict[int, int]) -> int:
+    """An index whose need is within a budget, where that of the next one is not.
 
-    That of 0 is within the budget, and that of ``beyond`` is not. Needs grow about evenly in between, so every other
-    guess assumes that they do, and the next one tries how far off it is.
+    The search begins between the nearest indices whose needs are ``known``, of which one is within the budget and a
+    larger one is not, and adds those that it asks for. Needs grow about evenly in between, so every other guess assumes
+    that they do, and the next one tries how far off it is.
 
     Example:
-        >>> asked = []
-        >>> last_within(7.5e6, lambda index: asked.append(index) or 8 * index, beyond=10**6), len({*asked})
+        >>> known = {0: 0, 10**6: 8 * 10**6}
+        >>> last_within(7.5e6, lambda index: 8 * index, known), len(known)
         (937500, 4)
+        >>> last_within(7.6e6, lambda index: 8 * index, known), len(known)  # begins where the first one ended
+        (950000, 6)
     """
-    fits = guess = attempt = 0
+    fits, beyond = [pair for pair in pairwise(sorted(known)) if known[pair[0]] <= budget < known[pair[1]]][-1]
+    guess, attempt = fits, 0
     while beyond - fits > 1:
         if attempt % 2:
             reach = min(4 ** (attempt // 2), (beyond - fits) // 2)
             guess = fits + reach if guess == fits else beyond - reach
         else:
-            guess = fits + int((beyond - fits) * (budget - needed(fits)) / (needed(beyond) - needed(fits)))
+            guess = fits + int((beyond - fits) * (budget - known[fits]) / (known[beyond] - known[fits]))
         guess = min(max(guess, fits + 1), beyond - 1)
-        fits, beyond = (guess, beyond) if needed(guess) <= budget else (fits, guess)
+        known[guess] = needed(guess)
+        fits, beyond = (guess, beyond) if known[guess] <= budget else (fits, guess)
         attempt += 1
     return fits
 

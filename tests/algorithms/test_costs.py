@@ -632,12 +632,15 @@ print(1024 * (after - before), sum(p.nbytes for p in net.parameters()))
 def test_an_index_within_a_budget_is_followed_by_one_beyond(need: Any, num: int) -> None:
     """Whatever the needs are; where they grow evenly, a handful are asked for."""
     for index in range(0, num - 1, max(1, num // 50)):
-        budget, asked = need(index), set[int]()
+        budget, known = need(index), {0: need(0), num: need(num)}
         if not need(0) <= budget < need(num):
             continue
-        found = last_within(budget, lambda i, asked=asked: asked.add(i) or need(i), num)
+        found = last_within(budget, need, known)
         assert need(found) <= budget < need(found + 1)
-        assert len(asked) <= 2 + 4 * math.log2(num)
+        assert len(known) <= 2 + 4 * math.log2(num)
         if [need(1), need(2)] == [8, 16]:
             assert found == index
-            assert len(asked) <= 4
+            assert len(known) <= 4
+        asked = len(known)
+        assert last_within(budget, need, known) == found
+        assert len(known) == asked, "what is known is not counted again"

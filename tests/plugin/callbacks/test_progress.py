@@ -13,7 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from federation import Fit, Fitted
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from observed_runs import acting
 from torch.utils.data import TensorDataset
 
@@ -246,6 +246,17 @@ def test_without_a_limit_no_time_is_left_to_tell(lit: Any, toy: TensorDataset, f
     (line,) = lines
     assert line.startswith("Round 1: loss ")
     assert line.endswith(" s a round")
+
+
+def test_the_summary_shows_the_layers_of_the_users_module(lit: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:
+    shown = []
+    keep = staticmethod(lambda table, *_, total_flops: shown.append((table, total_flops)))
+    monkeypatch.setattr(ModelSummary, "summarize", keep)
+    lit.example_input_array = data.train[0][0][None]
+    fit(lit, data, max_epochs=1, callbacks=[ModelSummary()])
+    ((table, flops),) = shown
+    assert dict(table)["Name"] == [name for name, _ in lit.named_children()]
+    assert flops > 0
 
 
 class Bar(TQDMProgressBar):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,7 @@ class Limits(ServerEnd):
             raise Unusable("not_finite", f"NaN in {', '.join(names)}")
         places = self._round.positions(arrival.receipt)
         self._arrived = {name: returned[name] for name in self.rules.limits}, places
-
-        def averaged(tensors: Tensors) -> Tensors:
-            return self.rules.averaged(tensors, places)
-
+        averaged = partial(self.rules.averaged, where=places)
         sent = replace(arrival.sent, tensors=averaged(arrival.sent.tensors))
         return replace(arrival, sent=sent, upload=replace(arrival.upload, tensors=averaged(returned)))
 
@@ -86,14 +84,10 @@ class Extremes:
                 one.
         """
         for name, before in self._before.items():
-            returned = after[name].to(before.device, before.dtype)
-            if where and name in where:
-                places = where[name].reshape(-1).to(before.device)
-                values, held = before.clone().reshape(-1), torch.zeros_like(before, dtype=torch.bool).reshape(-1)
-                values[places], held[places] = returned.reshape(-1), True
-                self._merge(name, values.view(before.shape), held.view(before.shape))
-            else:
-                self._merge(name, returned, torch.ones_like(before, dtype=torch.bool))
+            values, held = before.flatten().clone(), torch.zeros(before.numel(), dtype=torch.bool, device=before.device)
+            places = where[name].flatten().to(before.device) if where and name in where else slice(None)
+            values[places], held[places] = after[name].to(values).flatten(), True
+            self._merge(name, values.view(before.shape), held.view(before.shape))
 
     def not_numbers(self, after: Tensors) -> Sequence[str]:
         """Names of the tensors in which a client returned NaN, which is neither small nor large."""

@@ -77,32 +77,21 @@ class LocalNoise(Filter):
             )
 
     def device(self, half: ServerHalf) -> "NoiseEnd":
-        return self.end
+        return NoiseEnd(self)
 
     def server(self, fit: Fit) -> None:
         """Only check, since nothing acts at the server, that no buffers would be sent back, which get no noise."""
         if names := sorted(fit.half.rules.returned):
             raise ValueError(NO_BUFFERS.format(first_of(names, 3)))
 
-    @property
-    def end(self) -> "NoiseEnd":
-        """The end that acts on a device."""
-        return NoiseEnd(self.clip, self.noise_multiplier)
-
 
 @dataclass(frozen=True)
 class NoiseEnd(DeviceEnd):
-    """Hides what a client has changed.
-
-    Attributes:
-        clip: Bound on the norm of a turn's change, in units of the weights.
-        noise_multiplier: Standard deviation of the noise, in units of ``clip``.
-    """
+    """Hides what a client has changed."""
 
     says_nothing: ClassVar[bool] = True
 
-    clip: float
-    noise_multiplier: float
+    choice: LocalNoise
 
     def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
         return self.hidden(turn, upload, SecretNormals(secrets.token_bytes(32))), {}
@@ -132,8 +121,8 @@ class NoiseEnd(DeviceEnd):
         if not names:
             return upload
         start, end = (torch.cat([of[n].double().flatten() for n in names]).cpu() for of in (before, upload.tensors))
-        change = end - start
-        norm, limit, std = float(change.norm()), self.clip * SLACK, self.noise_multiplier * self.clip
+        change, clip = end - start, self.choice.clip
+        norm, limit, std = float(change.norm()), clip * SLACK, self.choice.noise_multiplier * clip
         if not math.isfinite(norm):
             return replace(upload, tensors={}, left_out="not_finite")
         grid = 2.0 ** (math.frexp(std)[1] - FINENESS)  # gaps between floating-point numbers would show what is hidden

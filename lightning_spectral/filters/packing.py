@@ -194,12 +194,11 @@ class ErrorFeedback(DeviceEnd):
     def _due(self, turn: DeviceTurn, upload: Upload) -> dict[str, Tensor]:
         """What the server does not have yet, by the parameters' names: this turn's change, and earlier residuals."""
         sent = turn.download.tensors
-        changes = {
-            name: wide(after) - wide(sent[name])
+        return {
+            name: wide(after) - wide(sent[name]) + turn.kept.get(name, 0.0)
             for name, after in upload.tensors.items()
             if name in sent and name not in self.whole and saves(self.packing, after.dtype, after.shape)
         }
-        return {name: change + turn.kept.get(name, 0.0) for name, change in changes.items()}
 
 
 @lru_cache(maxsize=4096)

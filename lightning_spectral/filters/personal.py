@@ -21,13 +21,7 @@ from lightning_spectral.protocol.records import Tensors, Upload
 
 @dataclass(frozen=True)
 class PersonalEnd(DeviceEnd):
-    """Gives clients their own values, and keeps them.
-
-    Attributes:
-        names: Names of parameters and buffers.
-        epochs: Passes over a client's data that train these parameters alone, before those that train the others; 0 to
-            train all of them together.
-    """
+    """Gives clients their own values of some parameters and buffers, and keeps them; for epochs see `Personal`."""
 
     keeps: ClassVar[bool] = True
 
@@ -117,10 +111,6 @@ class Personal(Filter):
             >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
             >>> Personal(["2.*", "1.running_*"]).stays(net)
             ('2.weight', '2.bias', '1.running_mean', '1.running_var')
-            >>> Personal(["*"]).stays(net)
-            Traceback (most recent call last):
-            ValueError: `Personal` matches all parameters that are trained, so clients would share nothing; name those \
-that stay with each client, such as Personal(["head.*"]).
         """
         known = chain.from_iterable(all_names(module).values())
         check_matches("Personal", self.patterns, known, "parameter or buffer")

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from lightning_spectral.algorithms.base import Round
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
 from lightning_spectral.arguments import Number, Whole, check_fields, first_of
 from lightning_spectral.client.forms import Forms
@@ -20,7 +19,6 @@ from lightning_spectral.client.kept_state import KeptState
 from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
 from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
 from lightning_spectral.participation import Uniform
-from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
 from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_mean import Peers
@@ -150,23 +148,19 @@ class ClientPrivacy(Filter):
             )
 
     def server(self, fit: Fit) -> "PrivateEnd":
-        self.check_buffers(fit.half.rules)
-        if paths := KeptState(fit.half.server).not_kept():  # what one client leaves there could move the next one
-            raise ValueError(
-                f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
-                "to be put back after each of them; register it as a buffer."
-            )
-        return PrivateEnd(self, fit)
-
-    def check_buffers(self, rules: BufferRules) -> None:
-        """Raise ``ValueError`` if clients send back buffers: a variance with noise may be negative."""
-        if names := sorted(rules.returned):
+        if names := sorted(fit.half.rules.returned):  # a variance with noise may be negative
             raise ValueError(
                 "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
                 f"{first_of(names, 3)}. "
                 'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
                 '"server"}), if they are known before training.'
             )
+        if paths := KeptState(fit.half.server).not_kept():  # what one client leaves there could move the next one
+            raise ValueError(
+                f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
+                "to be put back after each of them; register it as a buffer."
+            )
+        return PrivateEnd(self, fit)
 
 
 Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds
@@ -217,11 +211,8 @@ def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float
     high = 1.0
     while not suffices(high):
         high *= 2
-    low = high / 2
-    while low > LEAST_NOISE and suffices(low):
-        low, high = max(low / 2, LEAST_NOISE), low
-    if low == LEAST_NOISE and suffices(low):
-        return low
+    while (low := max(high / 2, LEAST_NOISE)) < high and suffices(low):
+        high = low
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if suffices(middle) else (middle, high)
@@ -235,7 +226,6 @@ class PrivateFit:
         choice: The choice.
         active: Number of clients that is expected in a round.
         num_clients: Number of clients that can take part.
-        clip: The bound, if earlier rounds have adapted it.
         before: The rounds of this model before the fit, as `rounds` gave them. If other clients are there now, those
             rounds keep the probability that they had, and new ones the noise.
         first_round: Index of the fit's first round; ``None`` if it goes on counting, as it does from a checkpoint.
@@ -245,7 +235,7 @@ class PrivateFit:
         weight: Weight of each client in a sum.
         multiplier: Standard deviation of the noise on all that a round releases, in units of a client's contribution.
         sum_multiplier: The same of the noise on the sums; it is larger if votes on the bound are released, too.
-        clip: The bound in the next round.
+        vote_noise: Standard deviation of the noise on these votes.
 
     Raises:
         ValueError: If votes on the bound would have less noise than the sums need.
@@ -256,12 +246,10 @@ class PrivateFit:
         choice: ClientPrivacy,
         active: float,
         num_clients: int,
-        clip: float | None = None,
         before: Iterable[Rounds] = (),
         first_round: int | None = None,
     ) -> None:
         self.choice, self.rate, self.weight = choice, min(1.0, active / num_clients), 1 / active
-        self.clip = choice.clip if clip is None else clip
         self.before = list(before)
         self.first_round = sum(count for _, _, count in self.before) if first_round is None else first_round
         if self.before:  # a budget was planned for all rounds at the start
@@ -272,14 +260,14 @@ class PrivateFit:
         else:
             assert choice.target_epsilon is not None, "checked with `num_rounds`"
             self.multiplier = calibrated(self.rate, choice.target_epsilon, choice.num_rounds or 1, choice.delta)
-        self._vote_noise = active / VOTERS if choice.clip_quantile is not None else 0.0
-        if choice.clip_quantile is not None and self.multiplier >= 2 * self._vote_noise:
+        self.vote_noise = active / VOTERS if choice.clip_quantile is not None else 0.0
+        if choice.clip_quantile is not None and self.multiplier >= 2 * self.vote_noise:
             raise ValueError(
                 f"`clip_quantile={choice.clip_quantile}` needs more than {VOTERS / 2:g} clients a round for each unit "
                 f"of the noise multiplier of {self.multiplier:.3g}, got {active:g}; raise `active`, or leave it out."
             )
         # of a release of both, with less noise than either: see Andrew et al., Theorem 1
-        votes = 0.0 if not self._vote_noise else (2 * self._vote_noise) ** -2
+        votes = 0.0 if not self.vote_noise else (2 * self.vote_noise) ** -2
         self.sum_multiplier = (self.multiplier**-2 - votes) ** -0.5
         if self.sum_multiplier > MOST_FOR_VOTES * self.multiplier:
             warnings.warn(
@@ -319,60 +307,12 @@ class PrivateFit:
         *before, last = self.rounds(num_rounds)
         return epsilon(*last, self.choice.delta, tuple(before))
 
-    def is_spent(self, num_rounds: int) -> bool:
-        """Whether another round after some would exceed the budget."""
-        target = self.choice.target_epsilon
-        return target is not None and self.epsilon(num_rounds + 1) > target
-
-    def secret(self) -> bytes:
-        """A key that nobody can know, new in every call; or, for tests, the one that follows from the seed."""
-        return secrets.token_bytes(32) if self.choice.noise_seed is None else str(self.choice.noise_seed).encode()
-
-    def open(self, opened: Round, round_idx: int) -> PrivateSums:
-        """The sums of an open round, with fixed divisors.
-
-        Raises:
-            RoundError: If the round would exceed the budget.
-            TypeError: If there are sums to which noise cannot be added.
-        """
-        if self.is_spent(round_idx):
-            raise RoundError(
-                f"Round {round_idx} would exceed target_epsilon={self.choice.target_epsilon:g}: epsilon would be "
-                f"{self.epsilon(round_idx + 1):.4g}. Lower the Trainer's `max_epochs` or `min_epochs`."
-            )
-        sums = [mean for mean in opened.sums if isinstance(mean, MeanChange)]
-        if len(sums) < len(opened.sums):
-            raise TypeError(f"{type(opened).__name__} has sums of other kinds than MeanChange, which get no noise.")
-        for mean in sums:
-            mean.fix()
-        return PrivateSums(sums, self.weight, self.clip, self.sum_multiplier)
-
-    def release(self, sums: PrivateSums, processes: Peers, round_idx: int) -> None:
-        """Add up the sums of all processes, with noise from the first of them."""
-        normals = None
-        if processes.rank == 0:
-            normals = SecretNormals(round_idx.to_bytes(8, "big") + self.secret())
-        sums.release(processes, normals, self._vote_noise)
-
-    def end_round(self, sums: PrivateSums, round_idx: int) -> Mapping[str, float]:
-        """Adapt the bound, once a round has been released; return what is logged about it, by name."""
-        figures = {"epsilon": self.epsilon(round_idx + 1), "clip": self.clip}
-        if self.choice.clip_quantile is not None:
-            share = min(max(sums.votes * self.weight + 0.5, 0.0), 1.0)
-            factor = math.exp(self.choice.clip_rate * (self.choice.clip_quantile - share))
-            self.clip = min(self.clip * factor, LARGEST_CLIP)
-        return figures
-
 
 class PrivateEnd(ServerEnd):
     """Shortens what each client contributes, adds noise to the sums, and counts the epsilon of all rounds.
 
     The rounds in which a module was trained privately stay with it, so that a second fit, of the same federation or of
     another one that wraps it, goes on counting.
-
-    Args:
-        choice: The user's choice.
-        fit: What the end may know.
     """
 
     releases: ClassVar[bool] = True
@@ -380,14 +320,14 @@ class PrivateEnd(ServerEnd):
     def __init__(self, choice: ClientPrivacy, fit: Fit) -> None:
         self._choice, self._fit = choice, fit
         self._before: list[Rounds] = list(vars(fit.half.server).get(ROUNDS, choice.earlier_rounds()))
-        self._clip: float | None = None
+        self.clip = choice.clip  # in the next round
         self._next_round = fit.first_round
 
     @cached_property
     def fit(self) -> PrivateFit:
         """What the choice means for the clients of this fit."""
         who = self._choice, self._fit.active, int(self._fit.sizes().count_nonzero())
-        return PrivateFit(*who, self._clip, self._before, self._next_round)
+        return PrivateFit(*who, self._before, self._next_round)
 
     def remarks(self) -> Sequence[str]:
         return [str(self.fit)]
@@ -403,36 +343,58 @@ class PrivateEnd(ServerEnd):
         return list({**self._possible_units, **{unit.key: unit for unit in units}}.values())
 
     def begin(self, opened: Opened) -> None:
-        """Open the sums, whose divisors are those of one client with the weight of a whole round, untrained."""
-        self._round_idx = opened.cohort.round_idx
+        """Fix the sums' divisors, which are those of one client with the weight of a whole round, untrained."""
+        round_idx = self._round_idx = opened.cohort.round_idx
+        if self.is_spent(round_idx):
+            raise RoundError(
+                f"Round {round_idx} would exceed target_epsilon={self._choice.target_epsilon:g}: epsilon would be "
+                f"{self.fit.epsilon(round_idx + 1):.4g}. Lower the Trainer's `max_epochs` or `min_epochs`."
+            )
         unit, half = next(iter(self._possible_units.values())), self._fit.half
         download, receipt = opened.round.send(unit._replace(coefficient=min(1.0, opened.cohort.total)))
-        download, side = replace(download, round_idx=opened.cohort.round_idx), half.client_side
+        download, side = replace(download, round_idx=round_idx), half.client_side
         with Forms(half.server, side.take_form).client(download.capacity) as client:
             side.load(client, download)
             opened.round.add(receipt, side.collect(client, download))
-        self._sums = self.fit.open(opened.round, opened.cohort.round_idx)
+        sums = [mean for mean in opened.round.sums if isinstance(mean, MeanChange)]
+        if len(sums) < len(opened.round.sums):
+            kind = type(opened.round).__name__
+            raise TypeError(f"{kind} has sums of other kinds than MeanChange, which get no noise.")
+        for mean in sums:
+            mean.fix()
+        self._sums = PrivateSums(sums, self.fit.weight, self.clip, self.fit.sum_multiplier)
 
     def added(self, arrival: Arrival) -> None:
         self._sums.take()
 
     def gather(self, processes: Peers) -> Iterable[Arrival]:
-        self.fit.release(self._sums, processes, self._round_idx)
+        """Add up the sums of all processes, with noise from the first of them."""
+        normals, seed = None, self._choice.noise_seed
+        if processes.rank == 0:
+            key = secrets.token_bytes(32) if seed is None else str(seed).encode()
+            normals = SecretNormals(self._round_idx.to_bytes(8, "big") + key)
+        self._sums.release(processes, normals, self.fit.vote_noise)
         return ()
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        figures, self._next_round = self.fit.end_round(self._sums, self._round_idx), self._round_idx + 1
+        self._next_round = self._round_idx + 1
+        figures = {"epsilon": self.fit.epsilon(self._next_round), "clip": self.clip}
+        if self._choice.clip_quantile is not None:
+            share = min(max(self._sums.votes * self.fit.weight + 0.5, 0.0), 1.0)
+            factor = math.exp(self._choice.clip_rate * (self._choice.clip_quantile - share))
+            self.clip = min(self.clip * factor, LARGEST_CLIP)
         vars(self._fit.half.server)[ROUNDS] = self.fit.rounds(self._next_round)
         return figures
 
     def is_spent(self, num_rounds: int) -> bool:
-        return self.fit.is_spent(num_rounds)
+        target = self._choice.target_epsilon
+        return target is not None and self.fit.epsilon(num_rounds + 1) > target
 
     def state_dict(self) -> dict[str, Any]:
         rounds = vars(self._fit.half.server).get(ROUNDS, self._before)
-        return {"rounds": list(rounds), "clip": self.fit.clip, "next_round": self._next_round} if rounds else {}
+        return {"rounds": list(rounds), "clip": self.clip, "next_round": self._next_round} if rounds else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._before, self._clip = [tuple(rounds) for rounds in state_dict["rounds"]], state_dict["clip"]
+        self._before, self.clip = [tuple(rounds) for rounds in state_dict["rounds"]], state_dict["clip"]
         if self._fit.first_round is None:  # a resumed run counts its own rounds, not those that were before it
             self._next_round = state_dict["next_round"]

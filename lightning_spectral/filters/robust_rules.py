@@ -78,9 +78,7 @@ class RobustRule(ABC):
 class _Center(RobustRule):
     """A rule that replaces every client's change by one center, so that their mean is that center."""
 
-    @property
-    def least(self) -> int:
-        return 1
+    least = 1
 
     @abstractmethod
     def centers(self, changes: Changes) -> Mapping[str, Tensor]:

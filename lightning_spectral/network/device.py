@@ -22,6 +22,7 @@ from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.filters import LocalNoise
+from lightning_spectral.filters.noise import NoiseEnd
 from lightning_spectral.network.messages import (
     Holding,
     Identity,
@@ -385,7 +386,7 @@ class DeviceService:
             )
         if OWNERS_NOISE in told.ends:  # which would replace it
             raise RecordError(f"The server sends a filter named {OWNERS_NOISE!r}, which is this device's own.")
-        return replace(told, ends={OWNERS_NOISE: noise.end, **told.ends})
+        return replace(told, ends={OWNERS_NOISE: NoiseEnd(noise), **told.ends})
 
     def _check_model(self, model: str) -> None:
         if model not in self.modules or model not in self.data:

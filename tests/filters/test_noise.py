@@ -22,6 +22,7 @@ from lightning_spectral.client.device import DeviceTurn, Instructions
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError
 from lightning_spectral.filters import Filter
+from lightning_spectral.filters.noise import NoiseEnd
 from lightning_spectral.filters.private_sums import SecretNormals
 from lightning_spectral.network import ClientData, LocalNoise
 from lightning_spectral.network.line import Question
@@ -53,7 +54,7 @@ def turn_of(sent: dict[str, Tensor], buffers: Sequence[str] = ()) -> DeviceTurn:
 
 def left(noise: LocalNoise, sent: dict[str, Tensor], upload: Upload, buffers: Sequence[str] = ()) -> Upload:
     """What leaves the device in place of an upload."""
-    upload, kept = noise.end.leave(turn_of(sent, buffers), upload)
+    upload, kept = NoiseEnd(noise).leave(turn_of(sent, buffers), upload)
     assert kept == {}
     return upload
 
@@ -63,7 +64,7 @@ def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int]
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     after = {name: value.double() for name, value in change.items()}
     upload = Upload(CLIENT, after)
-    upload = left(noise, zeros, upload) if normals is None else noise.end.hidden(turn_of(zeros), upload, normals)
+    upload = left(noise, zeros, upload) if normals is None else NoiseEnd(noise).hidden(turn_of(zeros), upload, normals)
     return torch.cat([upload.tensors[name].flatten() for name in sorted(SHAPES)])
 
 
@@ -117,7 +118,7 @@ def test_nothing_but_the_values_is_said() -> None:
         put_back=("w",),
         loss_before=0.5,
     )
-    assert Instructions(DenseSide(("w",)), {"LocalNoise": BARELY.end}).says_nothing
+    assert Instructions(DenseSide(("w",)), {"LocalNoise": NoiseEnd(BARELY)}).says_nothing
     found = left(BARELY, values, told).without_figures()  # as a device sends it that says nothing
     assert repr(replace(found, tensors={})) == repr(Upload(CLIENT, {}))
 
@@ -217,7 +218,7 @@ class Thief(Filter):
         return "noise of the owner"
 
     def device(self, half: Any) -> Any:
-        return BARELY.end
+        return NoiseEnd(BARELY)
 
 
 def test_a_server_cannot_replace_the_noise_of_the_owner(fit: Fit) -> None:
@@ -252,6 +253,7 @@ def test_a_federation_can_ask_all_its_clients_for_noise(algorithm: Any, fit: Fit
 @pytest.mark.parametrize(
     ("lit", "options", "words"),
     [
+        (LitMLP, {"algorithm": ls.Scaffold()}, "send back nothing but new values .* Scaffold does not promise"),
         (LitMLP, {"algorithm": ls.QFedAvg()}, "send back nothing but new values .* QFedAvg does not promise"),
         (
             LitMLP,
@@ -259,7 +261,7 @@ def test_a_federation_can_ask_all_its_clients_for_noise(algorithm: Any, fit: Fit
             "LocalNoise hides the losses of clients, by which LossVarianceReduced draws them",
         ),
         (LitSmall, {}, r"would send back the buffers net\.1\.running_mean.* GroupNorm"),
-        (LitMLP, {"filters": [ls.TopK(0.1), BARELY]}, "TopK packs what LocalNoise reads: put LocalNoise before TopK"),
+        (LitMLP, {"callbacks": [ls.ClientEvaluation()]}, "hides the data of clients, of which ClientEvaluation would"),
         (LitMLP, {"algorithm": ls.Zampling(4, degree=3)}, "LocalNoise needs an algorithm .* Zampling does not promise"),
     ],
 )

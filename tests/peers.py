@@ -1,4 +1,4 @@
-"""Processes that add up their sums, as threads."""
+"""Processes that meet, as threads."""
 
 import copy
 import threading
@@ -10,20 +10,25 @@ from lightning_spectral.sums import RunningMean, add_up
 from lightning_spectral.testing.trial import Peer
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+def together(groups: Sequence[T], work: Callable[[T, Peer], R]) -> list[R]:
+    """Each group in its own process, which may meet the others."""
+    board: list[object] = [None] * len(groups)
+    barrier = threading.Barrier(len(groups), timeout=30)
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(lambda rank: work(groups[rank], Peer(rank, board, barrier)), range(len(groups))))
 
 
 def in_processes(groups: Sequence[T], work: Callable[[T], RunningMean]) -> list[RunningMean]:
     """Each group in its own process; afterwards every process has the sums of all."""
-    board: list[object] = [None] * len(groups)
-    barrier = threading.Barrier(len(groups), timeout=30)
 
-    def run(rank: int) -> RunningMean:
-        mean = work(groups[rank])
-        add_up(Peer(rank, board, barrier), [mean])
+    def run(group: T, peer: Peer) -> RunningMean:
+        add_up(peer, [mean := work(group)])
         return mean
 
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(run, range(len(groups))))
+    return together(groups, run)
 
 
 def merge(mine: RunningMean, theirs: RunningMean) -> None:

@@ -14,9 +14,9 @@ from lightning_spectral.algorithms.fed_avg import DenseRound
 from lightning_spectral.protocol.records import Receipt, Upload
 
 
-def toy_examples(number: int = 120) -> TensorDataset:
+def toy_examples(number: int = 120, seed: int = 0) -> TensorDataset:
     """Six features each, and one of three labels that follows from them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     x = torch.randn(number, 6, generator=generator)
     return TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
 
@@ -246,3 +246,9 @@ class Remembering(ls.FedAvg):
     """Keeps each client's last loss at the server, and gives a client less weight the more often it has trained."""
 
     round = RememberingRound
+
+
+class Renamed(ls.FedAvg):
+    """Differs in nothing that concerns uploads, and says so."""
+
+    promises = ls.FedAvg.promises

@@ -1,12 +1,10 @@
 """Extremes over clients against Python's own, in any order and over several processes."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from peers import Peer
+from peers import Peer, together
 from torch import Tensor
 
 from lightning_spectral.filters.limits import Extremes
@@ -39,16 +37,9 @@ def slowly(added: list[dict[str, Tensor]], before: dict[str, Tensor]) -> dict[st
     }
 
 
-def in_processes(groups: list[Extremes]) -> list[dict[str, Tensor]]:
-    board: list[object] = [None] * len(groups)
-    barrier = threading.Barrier(len(groups), timeout=30)
-
-    def run(rank: int) -> dict[str, Tensor]:
-        groups[rank].gather(Peer(rank, board, barrier))
-        return dict(groups[rank].finish())
-
-    with ThreadPoolExecutor(len(groups)) as pool:
-        return list(pool.map(run, range(len(groups))))
+def gathered(extremes: Extremes, peer: Peer) -> dict[str, Tensor]:
+    extremes.gather(peer)
+    return dict(extremes.finish())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -59,7 +50,7 @@ def test_extremes_equal_pythons_in_any_order_and_over_any_processes(dtype: torch
     assert {name: values.tolist() for name, values in one.items()} == expected
     assert all(values.dtype == dtype for values in one.values())
     split = [extremes_of(group, before) for group in (added[3:], [], added[:3][::-1])]
-    for other in in_processes(split):
+    for other in together(split, gathered):
         assert all(torch.equal(other[name], one[name]) for name in SIGNS)
 
 

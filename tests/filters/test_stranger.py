@@ -9,7 +9,7 @@ import fake_line
 import pytest
 import torch
 from fake_line import remote, toy_line
-from federation import Fit, same_state, seeded
+from federation import Fit, check_resumes, same_state, seeded
 from ternary import Ternary
 from toy_models import LitMLP
 
@@ -31,13 +31,8 @@ def test_it_packs_uploads_and_changes_what_is_averaged(lit: Any, data: Any, fit:
     assert small == sum(p.numel() for p in tensors.values()) + 4 * len(tensors)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)]}
-    whole = fit(lit, data, max_epochs=4, **options)
-    begun = fit(seeded(LitMLP), data, max_epochs=2, **options)
-    begun.trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = fit(seeded(LitMLP), data, max_epochs=4, ckpt_path=tmp_path / "two.ckpt", **options)
-    assert same_state(resumed.state, whole.state)
+def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
+    check_resumes(fit, LitMLP, data, tmp_path, filters=[ls.UsualUpdateNorm(0.9), Ternary(0.5)])
 
 
 def test_clients_over_a_network_send_the_same(lit: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:

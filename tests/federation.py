@@ -148,8 +148,8 @@ def same_state(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
     return list(one) == list(two) and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, folder: Path, **options: Any) -> None:
-    """Fail unless two rounds, a checkpoint and two more rounds equal four rounds, bit for bit and byte for byte."""
+def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, folder: Path, **options: Any) -> Fitted:
+    """Fail unless two rounds, which it returns, a checkpoint and two more equal four, bit for bit and byte for byte."""
     whole = fit(seeded(make), data, max_epochs=4, **options)
     part = fit(seeded(make), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(folder / "2.ckpt")
@@ -157,6 +157,7 @@ def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, f
     assert same_state(resumed.tensors, whole.tensors)
     assert resumed.ledger.rows == whole.ledger.rows
     assert not same_state(part.state, whole.state)
+    return part
 
 
 def without_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

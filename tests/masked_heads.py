@@ -4,15 +4,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from federation import Fit, same_state, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+from lightning_spectral.client import LocalHook
 from lightning_spectral.client.batches import BatchSource, ClientData
 
 # No client has class 4; client 3 has all others. Each client has three examples of each of its classes.
 OWN = ((0, 1), (1, 2), (3,), (0, 1, 2, 3))
+
+ALGORITHMS: dict[str, Any] = {
+    "FedAvg": ls.FedAvg(),
+    "spectral": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
+    "the head in terms": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False)),
+    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
+    "Zampling": ls.Zampling(2, degree=3),
+    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}, alpha=1.0),
+    "SCAFFOLD": ls.Scaffold(),
+}
 
 
 class LitHead(pl.LightningModule):
@@ -69,6 +81,15 @@ def clients(own: Any = OWN, **options: Any) -> ls.FederatedDataModule:
     x = torch.randn(len(y), 6, generator=torch.Generator().manual_seed(1)) + 0.3 * y[:, None]
     train = TensorDataset(torch.cat([x, torch.tensor(keys)[:, None]], 1), y)
     return ls.FederatedDataModule(train, ls.NaturalPartitioner(keys), val=train, batch_size=2, **options)
+
+
+def check_by_hand(fit: Fit, by_hand: type[LitHead], hook: LocalHook, **options: Any) -> None:
+    """Fail unless a hook does to the bit what a module does by hand, and does something."""
+    ours = fit(seeded(LitHead), clients(), local_hooks=[hook], **options)
+    expected = fit(seeded(by_hand), clients(), **options)
+    assert same_state(ours.tensors, expected.tensors)
+    assert ours.rows == expected.rows
+    assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
 
 
 def present(*classes: int) -> ClientData:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from federation import same_state
 from ports import free_port
 
 import lightning_spectral as ls
@@ -24,10 +25,6 @@ def start(file: Path, strategy: str, devices: int = 2, num_nodes: int = 1, **env
     )
 
 
-def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("alone") / "weights"
@@ -39,14 +36,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("strategy", ["client_parallel", "client_parallel_spawn", "client_parallel_fork"])
 def test_processes_started_by_the_script_by_spawn_or_by_fork(strategy: str, alone: Any, tmp_path: Path) -> None:
     assert start(tmp_path / "weights", strategy).wait(120) == 0
-    assert same(torch.load(tmp_path / "weights", weights_only=True), alone)
+    assert same_state(torch.load(tmp_path / "weights", weights_only=True), alone)
 
 
 @pytest.mark.slow
 def test_two_processes_on_each_of_two_devices(alone: Any, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path / "weights"), "2", "2", "1", "cpu"]
     assert subprocess.run(command, stderr=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
-    assert same(torch.load(tmp_path / "weights", weights_only=True), alone)
+    assert same_state(torch.load(tmp_path / "weights", weights_only=True), alone)
 
 
 def test_processes_that_share_a_device_do_not_use_nccl() -> None:
@@ -62,4 +59,4 @@ def test_two_nodes_that_are_one_machine(alone: Any, tmp_path: Path) -> None:
     file = tmp_path / "weights"
     nodes = [start(file, "client_parallel", 1, 2, NODE_RANK=str(rank), **meeting) for rank in range(2)]
     assert [node.wait(120) for node in nodes] == [0, 0]
-    assert same(torch.load(file, weights_only=True), alone)
+    assert same_state(torch.load(file, weights_only=True), alone)

@@ -217,6 +217,16 @@ def test_a_strategy_of_ones_own_is_a_row(paper, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def check_goes_on(paper: Any, store: Any, settings: Any, folder: Path) -> None:
+    """Fail unless a run that ended early has no result yet, and goes on to that of an uninterrupted one."""
+    assert store.read(settings) is None
+    resumed, whole = store.train(settings, "cpu"), paper.evidence.Store(folder / "whole").train(settings, "cpu")
+    assert (resumed["resumed"], whole["resumed"]) == (True, False)
+    for name in ("val_accuracy", "fl/loss", "fl/bytes_up"):
+        assert resumed["curves"][name] == whole["curves"][name]
+    assert resumed["total_bytes"] == whole["total_bytes"]
+
+
 def test_a_run_ends_before_its_minutes_are_over_and_goes_on(paper, store, settings, tmp_path, monkeypatch):
     """A round of which each takes a second of a made-up clock, which begins at zero: five fit in 5.5 seconds."""
     settings = replace(settings, length=4.0)  # eight rounds
@@ -226,12 +236,7 @@ def test_a_run_ends_before_its_minutes_are_over_and_goes_on(paper, store, settin
     )
     with pytest.raises(paper.evidence.Stopped, match=r"round 5 of 8, 1.00 rounds/s, 0 min left"):
         store.train(settings, "cpu", 5.5)
-    assert store.read(settings) is None
-    resumed, whole = store.train(settings, "cpu"), paper.evidence.Store(tmp_path / "whole").train(settings, "cpu")
-    assert (resumed["resumed"], whole["resumed"]) == (True, False)
-    for name in ("val_accuracy", "fl/loss", "fl/bytes_up"):
-        assert resumed["curves"][name] == whole["curves"][name]
-    assert resumed["total_bytes"] == whole["total_bytes"]
+    check_goes_on(paper, store, settings, tmp_path)
 
 
 @pytest.mark.parametrize("seeds", ["0 0", "1 -1"])
@@ -252,13 +257,8 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, set
     monkeypatch.setitem(paper.measures.MEASURES, "power", lambda every, train: PowerCut())
     with pytest.raises(OSError, match="power"):
         store.train(settings, "cpu")
-    assert store.read(settings) is None
     monkeypatch.setitem(paper.measures.MEASURES, "power", lambda every, train: ls.RoundCallback())
-    resumed, whole = store.train(settings, "cpu"), paper.evidence.Store(tmp_path / "whole").train(settings, "cpu")
-    assert (resumed["resumed"], whole["resumed"]) == (True, False)
-    for name in ("val_accuracy", "fl/loss", "fl/bytes_up"):
-        assert resumed["curves"][name] == whole["curves"][name]
-    assert resumed["total_bytes"] == whole["total_bytes"]
+    check_goes_on(paper, store, settings, tmp_path)
 
 
 def test_measuring_does_not_change_a_run(paper: Any, store: Any, settings: Any) -> None:

@@ -125,21 +125,20 @@ def plan_of_one(study: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def test_further_seeds_run_at_the_best_rate_and_the_report_reads_only_that(study, made_up, plan_of_one):
-    for rung in study.plans.missing("near_iid"):
-        made_up(rung, 0.9 if rung.lr == 0.2 else 0.8)
-    runs = study.plans.results()
-    assert {run["lr"] for run in runs if run["seed"]} == {0.2}
-    assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, 0.2) for seed in range(3)]
-
-
-@pytest.mark.parametrize("end", [0.86, 0.2, None])
-def test_a_rate_that_is_too_large_for_another_seed_is_halved_for_all(study, made_up, plan_of_one, end):
+@pytest.mark.parametrize(
+    ("end", "searched", "best"),
+    [(0.9, {0.2}, 0.2), *((end, {0.1, 0.2}, 0.1) for end in (0.86, 0.2, None))],
+    ids=["right", "worse", "chance", "diverged"],
+)
+def test_further_seeds_run_at_the_best_rate_and_one_that_is_too_large_for_another_seed_is_halved_for_all(
+    study, made_up, plan_of_one, end, searched, best
+):
+    """The report reads only the runs at that rate."""
     for rung in study.plans.missing("near_iid"):
         made_up(rung, (0.9 if rung.seed == 0 else end) if rung.lr == 0.2 else 0.89)
     runs = study.plans.results()
-    assert {run["lr"] for run in runs if run["seed"]} == {0.1, 0.2}
-    assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, 0.1) for seed in range(3)]
+    assert {run["lr"] for run in runs if run["seed"]} == searched
+    assert [(run["seed"], run["lr"]) for run in study.plans.reported(runs)] == [(seed, best) for seed in range(3)]
 
 
 def test_a_contender_whose_rates_were_not_searched_is_not_reported(study, made_up, plan_of_one):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
-from masked_heads import OWN, LitHead, LitPresent, LitZeros, clients, masked, present
+from masked_heads import ALGORITHMS, OWN, LitHead, LitPresent, LitZeros, check_by_hand, clients, masked, present
 from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -34,26 +34,9 @@ def fit(fit: Fit) -> Fit:
     return partial(fit, max_epochs=2, local_epochs=2)
 
 
-EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
-ALGORITHMS: dict[str, Any] = {
-    "FedAvg": ls.FedAvg(),
-    "spectral": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
-    "spectral, the head too": ls.SpectralSharding(keep_ratio=0.5, layers=EVERY_LAYER),
-    "FIARSE": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
-    "Zampling": ls.Zampling(2, degree=3),
-    "LoRA": ls.LoRA({1: 0.5, 3: 0.5}, alpha=1.0),
-    "SCAFFOLD": ls.Scaffold(),
-}
-
-
 @pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], ALGORITHMS))
 def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
-    options = {"algorithm": ALGORITHMS[name]}
-    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.client.MaskedLogits()], **options)
-    by_hand = fit(seeded(LitZeros), clients(), **options)
-    assert same_state(ours.tensors, by_hand.tensors)
-    assert ours.rows == by_hand.rows
-    assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
+    check_by_hand(fit, LitZeros, ls.client.MaskedLogits(), algorithm=ALGORITHMS[name])
 
 
 def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> None:
@@ -131,12 +114,8 @@ def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
 
 
 def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
-    sampler = ls.LossVarianceReduced(active=2)
-    options = {"clients_per_round": None, "participation": sampler}
-    ours = fit(seeded(LitHead), clients(), local_hooks=[ls.client.MaskedLogits()], **options)
-    by_hand = fit(seeded(LitZeros), clients(), **options)
-    assert same_state(ours.state, by_hand.state)
-    assert not same_state(ours.state, fit(seeded(LitHead), clients(), **options).state)
+    sampled = {"clients_per_round": None, "participation": ls.LossVarianceReduced(active=2)}
+    check_by_hand(fit, LitZeros, ls.client.MaskedLogits(), **sampled)
 
 
 def test_a_failure_leaves_no_mask() -> None:

@@ -15,7 +15,7 @@ from observed_runs import acting
 from programs import AdversarialPair, ClosesFirst, Lit, Manual, StepsEveryOtherBatch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
-from toy_models import LitNet, variant
+from toy_models import LitNet, step_by_hand, variant
 
 import lightning_spectral as ls
 from lightning_spectral.protocol.cohort import Workers
@@ -186,12 +186,7 @@ class LitHalves(pl.LightningModule):
         loss = nn.functional.cross_entropy(self.net(x), y)
         self.log("train_loss", loss)
         if not self.automatic_optimization:
-            front, back = self.optimizers()
-            front.zero_grad()
-            back.zero_grad()
-            self.manual_backward(loss)
-            front.step()  # while the other half also has gradients: hooks of one must leave the other's alone
-            back.step()
+            step_by_hand(self, loss)  # all have gradients when one steps: its hooks must leave the others' alone
         return loss
 
     def configure_optimizers(self) -> Any:

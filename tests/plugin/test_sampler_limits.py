@@ -6,7 +6,7 @@ import pytest
 import torch
 from federation import Fit, seeded
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP
+from toy_models import LitMLP, Renamed
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import Promises
@@ -45,12 +45,6 @@ class AddsOtherwise(ls.FedAvg):
 
     round = HalfWeightRound
     promises = Promises(new_values=True)
-
-
-class Renamed(ls.FedAvg):
-    """Differs in nothing that concerns uploads, and says so."""
-
-    promises = ls.FedAvg.promises
 
 
 class SaysNothing(ls.FedAvg):

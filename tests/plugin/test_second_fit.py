@@ -9,9 +9,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from federation import same_state
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-from toy_models import LitNet
+from toy_models import LitNet, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.errors import SpectralWarning
@@ -28,10 +28,7 @@ def net() -> LitNet:
 
 def hospital(seed: int) -> Any:
     """Clients of the same sizes as those of any other hospital, with examples of their own."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(len(OWNERS), 6, generator=generator)
-    examples = TensorDataset(x, (x @ torch.randn(6, 3, generator=generator)).argmax(1))
-    return ls.FederatedDataModule(examples, ls.NaturalPartitioner(OWNERS), batch_size=4)
+    return ls.FederatedDataModule(toy_examples(len(OWNERS), seed), ls.NaturalPartitioner(OWNERS), batch_size=4)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -53,10 +50,6 @@ def own_models(model: Any) -> list[dict[str, Tensor]]:
     return [dict(model.own_model(client)) for client in range(len(SIZES))]
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_clients_get_nothing_of_those_before_and_the_user_is_told(kind: str, quiet: Any) -> None:
     model = ls.FederatedModule(net(), **COHORT, **KINDS[kind])
@@ -64,8 +57,8 @@ def test_other_clients_get_nothing_of_those_before_and_the_user_is_told(kind: st
     fresh = ls.FederatedModule(copy.deepcopy(model.module), **COHORT, **KINDS[kind])
     with pytest.warns(SpectralWarning, match="This fit has other clients than the one before, so what was kept of"):
         found = train(model, hospital(2), quiet)
-    assert same(found, train(fresh, hospital(2), quiet))
-    assert all(map(same, own_models(model), own_models(fresh)))
+    assert same_state(found, train(fresh, hospital(2), quiet))
+    assert all(map(same_state, own_models(model), own_models(fresh)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +68,7 @@ def test_the_same_clients_go_on_without_a_word(kind: str, quiet: Any) -> None:
     train(model, data, quiet)
     forgetful = ls.FederatedModule(copy.deepcopy(model.module), **COHORT, **KINDS[kind])
     found = [train(model, hospital(1), quiet), *own_models(model)]  # other objects with the same examples
-    assert not all(map(same, found, [train(forgetful, data, quiet), *own_models(forgetful)]))
+    assert not all(map(same_state, found, [train(forgetful, data, quiet), *own_models(forgetful)]))
 
 
 @pytest.mark.parametrize("change", ["another head", "frozen"])
@@ -95,7 +88,7 @@ def test_nothing_is_kept_of_parameters_that_are_others(kind: str, change: str, q
     fresh = ls.FederatedModule(copy.deepcopy(model.module), **COHORT, **KINDS[kind])
     with pytest.warns(SpectralWarning, match=r"other parameters \(net\.[04]\.(weight|bias)"):
         found = train(model, data, quiet)
-    assert same(found, train(fresh, data, quiet))
+    assert same_state(found, train(fresh, data, quiet))
 
 
 def test_unfreezing_in_stages_trains_what_is_unfrozen(quiet: Any) -> None:
@@ -113,7 +106,7 @@ def test_a_federation_that_keeps_nothing_changes_hospitals_without_a_word(quiet:
     model = ls.FederatedModule(net(), **COHORT)
     train(model, hospital(1), quiet)
     before = train(model, hospital(2), quiet)  # warnings are errors
-    assert not same(before, train(model, hospital(3), quiet))
+    assert not same_state(before, train(model, hospital(3), quiet))
 
 
 def test_a_checkpoint_that_is_only_loaded_belongs_to_its_clients(quiet: Any, tmp_path: Path) -> None:
@@ -123,7 +116,7 @@ def test_a_checkpoint_that_is_only_loaded_belongs_to_its_clients(quiet: Any, tmp
     trainer.fit(model, hospital(1))
     trainer.save_checkpoint(path)
     same_clients, others = (ls.FederatedModule.load_from_checkpoint(path, module=net(), **options) for _ in range(2))
-    assert all(map(same, own_models(same_clients), own_models(model)))
+    assert all(map(same_state, own_models(same_clients), own_models(model)))
     train(same_clients, hospital(1), quiet)  # warnings are errors
     dealt_anew = ls.FederatedDataModule(hospital(1).train, ls.IIDPartitioner(5), batch_size=4)
     with pytest.warns(SpectralWarning, match="other clients"):

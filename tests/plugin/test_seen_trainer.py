@@ -248,17 +248,6 @@ def test_at_the_server_optimizers_are_the_users_own_in_their_order(data, fit):
     assert fitted.history.column("one") == pytest.approx([0.1, 0.1, 0.1])
 
 
-def test_momentum_of_the_server_goes_on_from_a_checkpoint(data, lit_mlp, fit, tmp_path):
-    """The server's optimizer is not among the Trainer's, whose states Lightning saves."""
-    options = {"server_optimizer": ls.server.FedAvgM(momentum=0.9)}
-    whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
-    half = fit(seeded(lit_mlp), data, max_epochs=2, **options)
-    half.trainer.save_checkpoint(tmp_path / "two.ckpt")
-    resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "two.ckpt", **options)
-    assert torch.equal(resumed.weights, whole.weights)
-    assert not torch.equal(resumed.weights, fit(half.module, data, max_epochs=4).weights)
-
-
 def test_a_step_on_the_last_batch_and_on_every_fifth(fit, toy):
     """The usual accumulation: after batches 4, 9 and 11 of twelve."""
     stepped: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from federation import Fit, same_state, seeded
+from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 from toy_models import LitMLP, LitNet, squared_error
 
@@ -150,12 +150,7 @@ class TestResume:
             "server_optimizer": choice,
             "local_hooks": [ls.client.ProximalTerm(0.1), ls.client.GradientClip(0.5)],
         }
-        whole = fit(seeded(lit_mlp), data, max_epochs=4, **options)
-        part = fit(seeded(lit_mlp), data, max_epochs=2, **options)
-        part.trainer.save_checkpoint(tmp_path / "2.ckpt")
-        resumed = fit(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
-        assert same_state(resumed.state, whole.state)
-        assert not same_state(part.state, whole.state)
+        check_resumes(fit, lit_mlp, data, tmp_path, **options)
 
     @pytest.mark.parametrize(
         ("then", "now", "named"),

@@ -63,8 +63,12 @@ def processes() -> list[Meetings]:
     return processes
 
 
-def test_a_process_that_ends_while_it_waits_is_named(processes: list[Meetings]) -> None:
-    wait_and_end(processes[1])
+@pytest.mark.parametrize("arrives", [False, True])
+def test_a_process_that_does_not_arrive_or_ends_while_it_waits_is_named(
+    arrives: bool, processes: list[Meetings]
+) -> None:
+    if arrives:
+        wait_and_end(processes[1])
     for error in fail_together([processes[0], processes[2]]):
         assert isinstance(error, LostProcessError)
         assert str(error).startswith("Process 1 (round 2, client 6) is missing from a meeting")
@@ -74,11 +78,6 @@ def test_a_process_that_ended_while_it_waited_is_named_beside_one_that_is_busy(p
     wait_and_end(processes[1])
     (error,) = fail_together([processes[2]])  # process 0 has not arrived
     assert str(error).startswith("Processes 0 (round 2, client 5), 1 (round 2, client 6) are missing from a meeting")
-
-
-def test_a_process_that_does_not_arrive_is_named(processes: list[Meetings]) -> None:
-    for error in fail_together([processes[0], processes[2]]):
-        assert str(error).startswith("Process 1 (round 2, client 6) is missing from a meeting")
 
 
 def test_the_turn_that_a_process_has_told_is_named_rather_than_all_it_may_be_in(processes: list[Meetings]) -> None:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
-from typing import Any
 
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.compared import group_runs, groups_table, in_order, on_repetitions
@@ -33,7 +32,6 @@ Train one config with every combination of some settings and with several seeds,
 Each run has a folder, with its config, its metrics, its last checkpoint and what it printed. The same command continues
 where it was interrupted, and repeats nothing. Further options are passed to every run, such as --trainer.max_epochs=20.
 """
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         _complain("interrupted; run the same command again to continue")
-        return INTERRUPTED
+        return 130
 
 
 def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs: int, target: float | None) -> int:
@@ -71,8 +69,7 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
     if not able:
         raise SweepError("no run can be trained")
     waiting = {run: place for run, place in able.items() if not (place / FINISHED).is_file()}
-    before = len(able) - len(waiting)
-    if before:
+    if before := len(able) - len(waiting):
         print(f"{before} of {len(runs)} runs are finished already")
     if waiting:
         print(f"training {len(waiting)} runs; what each prints is in its folder, in {OUTPUT}", flush=True)
@@ -96,10 +93,10 @@ def _train_all(places: Mapping[PlannedRun, Path], jobs: int) -> Iterator[tuple[P
             while waiting and len(working) < jobs:
                 run = waiting.popleft()
                 command = [sys.executable, "-m", "lightning_spectral.sweep.run", str(places[run])]
+                command.append(json.dumps(run.settings))
                 with (places[run] / OUTPUT).open("ab") as output:
                     # a session of its own: Ctrl-C reaches the sweep alone
-                    streams: dict[str, Any] = {"stdin": PIPE, "stdout": output, "stderr": STDOUT}
-                    working[run] = Popen([*command, json.dumps(run.settings)], **streams, start_new_session=True)
+                    working[run] = Popen(command, stdin=PIPE, stdout=output, stderr=STDOUT, start_new_session=True)
             for run, process in list(working.items()):
                 if process.poll() is not None:
                     process.communicate()
@@ -178,13 +175,8 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout, allow_abbrev=False)
     add = parser.add_argument
     add("-c", "--config", action="append", required=True, help="the config of the runs, as for fit")
-    add(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,VALUE",
-        help="a setting and its values; commas within brackets or quotes belong to a value",
-    )
+    varied = "a setting and its values; commas within brackets or quotes belong to a value"
+    add("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE", help=varied)
     add("--seeds", type=_seeds, default=[], metavar="0,1,2", help="repeat each combination with these seeds")
     add("--jobs", type=_jobs, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
     add("-o", "--output", type=Path, metavar="FOLDER", help="where runs are kept (default: sweeps/NAME_OF_THE_CONFIG)")

@@ -124,7 +124,7 @@ def split_values(text: str) -> Iterator[str]:
     """
     closing: list[str] = []
     quote, start = "", 0
-    for position, letter in enumerate(text):
+    for position, letter in enumerate(f"{text},"):  # the last value ends at a comma too
         if quote:
             quote = "" if letter == quote else quote
         elif letter in "\"'":
@@ -138,7 +138,6 @@ def split_values(text: str) -> Iterator[str]:
             start = position + 1
     if closing or quote:
         raise SweepError(f"{text!r} has no {quote or closing[-1]} to what it opens; in a shell, put it between quotes")
-    yield from filter(None, [text[start:].strip()])
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -169,10 +168,9 @@ def in_few_letters(text: str) -> str:
         'Sharding(keep_ratio={0.2: 0.6, 0.4: 0.4}, strategy=TopN)'
     """
     try:
-        value = yaml.safe_load(text)
+        return _as_call(yaml.safe_load(text), text)
     except yaml.YAMLError:
         return text
-    return _as_call(value, text)
 
 
 def _as_call(value: Any, otherwise: str) -> str:

@@ -34,11 +34,7 @@ MAX_LISTED = 3  # differences in a message
 
 
 def begin(folder: Path, config: str) -> None:
-    """Keep a run's config, and remove the record of a run that was ended before its first checkpoint.
-
-    Raises:
-        SweepError: If the folder has a run with other settings.
-    """
+    """Keep a run's config; refuse a folder with other settings, and remove the record of a run without checkpoint."""
     if changed := differences(folder, config):
         raise SweepError(
             f"{folder} has a run with other settings: {'; '.join(changed)}. Change them back, or remove that folder, "
@@ -77,11 +73,7 @@ class _ConfigOnly(FederatedCLI):
 
 
 def resolved(given: Sequence[str], run: PlannedRun) -> str:
-    """A run's config with all its defaults; nothing is built yet.
-
-    Raises:
-        SweepError: If the arguments cannot be parsed.
-    """
+    """A run's config with all its defaults, or a `SweepError` about its arguments; nothing is built yet."""
     seed = [] if run.seed is None else [f"--seed_everything={run.seed}"]
     options: dict[str, Any] = {"run": False, "save_config_callback": None, "parser_kwargs": {"exit_on_error": False}}
     try:
@@ -130,12 +122,7 @@ class _Training(FederatedCLI):
 
 
 def train(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Train a run, from its checkpoint if it has one, until it is finished.
-
-    Args:
-        folder: The run's folder, with its config.
-        settings: What distinguishes it in its sweep, for the report.
-    """
+    """Train a folder's run to its end, from its checkpoint if there is one; its ``settings`` are for the report."""
     for known in (OWN_ARGUMENTS, "Checkpoint directory .* exists and is not empty"):
         warnings.filterwarnings("ignore", known)
     cli = _Training(folder, settings)

@@ -17,7 +17,11 @@ import pytest
 import torch
 import yaml
 
-from lightning_spectral.sweep.command import main
+from lightning_spectral.plugin.cli import FederatedCLI
+from lightning_spectral.report.runs import read_runs
+from lightning_spectral.sweep.command import alone_in, main
+from lightning_spectral.sweep.plan import planned_runs
+from lightning_spectral.sweep.run import begin, differences, resolved, train
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
@@ -131,20 +135,17 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     assert len(Path("processes.txt").read_text().split()) == 3, "each module was built once, in a process of its own"
 
     other = sweep("--config", "run.yaml", "--vary", "model.module.kind=fine", "--trainer.max_epochs=3")
-    assert (other.status, other.err) == (
-        2,
-        [
-            "error: sweeps/run/kind=fine has a run with other settings: trainer.max_epochs is 2 there, 3 now. Change "
-            "them back, or remove that folder, or choose another for this sweep with `-o`.",
-            "error: no run can be trained",
-        ],
-    )
+    assert other.status == 2
+    assert other.err == [
+        "error: sweeps/run/kind=fine has a run with other settings: trainer.max_epochs is 2 there, 3 now. Change them "
+        "back, or remove that folder, or choose another for this sweep with `-o`.",
+        "error: no run can be trained",
+    ]
 
 
 def test_a_wrong_key_is_told_once(sweep: Callable[..., Told]) -> None:
-    told = sweep(
-        "--config", "run.yaml", "--vary", "model.algorithm.keep_ratoi=0.1,0.2", "--seeds", "0,1", "-o", "wrong"
-    )
+    wrong = ("--vary", "model.algorithm.keep_ratoi=0.1,0.2", "--seeds", "0,1", "-o", "wrong")
+    told = sweep("--config", "run.yaml", *wrong)
     assert told.status == 2
     assert told.err == [
         "error: model.algorithm: Option 'keep_ratoi' is not accepted; did you mean 'keep_ratio'?",
@@ -168,8 +169,6 @@ def test_a_sweep_that_cannot_begin_says_so_in_one_line(
 
 
 def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]) -> None:
-    from lightning_spectral.sweep.command import alone_in
-
     with alone_in(Path("taken")):
         told = sweep("--config", "run.yaml", "--seeds", "0", "-o", "taken")
     assert (told.status, told.err[0][:44]) == (2, "error: another sweep is at work in taken; wa")
@@ -207,30 +206,19 @@ def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(
     assert sweep(*SLOW, "-o", "slow").status == 0
     assert {path.name for path in run.glob("version_*")} == {"version_0", "version_1", "version_2"}
 
-    from lightning_spectral.plugin.cli import FederatedCLI
-
-    alone = FederatedCLI(
-        ["--config", str(run / "config.yaml"), "--trainer.logger=false", "--trainer.default_root_dir=alone"],
-        run=False,
-        save_config_callback=None,
-    )
+    arguments = ["--config", str(run / "config.yaml"), "--trainer.logger=false", "--trainer.default_root_dir=alone"]
+    alone = FederatedCLI(arguments, run=False, save_config_callback=None)
     alone.trainer.fit(alone.model, alone.datamodule)
     resumed = torch.load(run / "last.ckpt", weights_only=False)["state_dict"]
     expected = alone.model.state_dict()
     assert resumed.keys() == expected.keys()
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
-    _check_that_one_record_has_all_rounds(folder / "slow")
-
-
-def _check_that_one_record_has_all_rounds(folder: Path) -> None:
-    from lightning_spectral.report.runs import read_runs
-
-    (run,), left_out = read_runs([folder])
+    (read,), left_out = read_runs([folder / "slow"])
     assert left_out == []
-    assert run.path.name == "rounds.jsonl"
-    assert [row["fl/round"] for row in run.rows] == [0, 1, 2, 3, 4, 5]
-    assert all({"val_accuracy", "fl/bytes_up"} <= row.keys() for row in run.rows)
-    assert run.config["sweep"] == {"seconds": "0.1", "seed": 1}
+    assert read.path.name == "rounds.jsonl"
+    assert [row["fl/round"] for row in read.rows] == [0, 1, 2, 3, 4, 5]
+    assert all({"val_accuracy", "fl/bytes_up"} <= row.keys() for row in read.rows)
+    assert read.config["sweep"] == {"seconds": "0.1", "seed": 1}
 
 
 def _wait_for_another(file: Path) -> None:
@@ -254,9 +242,6 @@ def _lives(pid: int) -> bool:
 
 
 def test_seeds_reach_the_weights_and_all_draws_of_several_models(tmp_path: Path) -> None:
-    from lightning_spectral.sweep.plan import planned_runs
-    from lightning_spectral.sweep.run import begin, resolved, train
-
     first, second = planned_runs([], [0, 1])
     config = resolved(["--config", "two.yaml"], second)
     assert config.count("seed_everything: 1\n") == 1
@@ -270,17 +255,13 @@ def test_seeds_reach_the_weights_and_all_draws_of_several_models(tmp_path: Path)
 
 
 def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) -> None:
-    from lightning_spectral.sweep.run import begin, differences
-
-    config = {
-        "model": {"class_path": "M", "init_args": {"algorithm": "FedAvg", "lr": 0.1}},
-        "trainer": {"callbacks": []},
-    }
+    model = {"class_path": "M", "init_args": {"algorithm": "FedAvg", "lr": 0.1}}
+    config = {"model": model, "trainer": {"callbacks": []}}
     folder, text = tmp_path / "run", yaml.safe_dump(config)
     assert differences(folder, text) == []  # there is no run
     begin(folder, text)
     assert differences(folder, text) == []
-    config["model"]["init_args"] = {"algorithm": {"class_path": "LoRA", "init_args": {"rank": 4}}, "lr": 0.1}
+    model["init_args"] = {"algorithm": {"class_path": "LoRA", "init_args": {"rank": 4}}, "lr": 0.1}
     assert differences(folder, yaml.safe_dump(config)) == [
         "model.algorithm is FedAvg there, LoRA now",
         "model.algorithm.rank is nothing there, 4 now",
@@ -288,8 +269,6 @@ def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) ->
 
 
 def test_a_record_from_before_the_first_checkpoint_is_removed_and_others_are_kept(tmp_path: Path) -> None:
-    from lightning_spectral.sweep.run import begin
-
     (tmp_path / "rounds.jsonl").touch()
     (tmp_path / "last.ckpt").touch()
     begin(tmp_path, "{}")

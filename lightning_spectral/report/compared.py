@@ -12,17 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lightning_spectral.errors import ReportError
-from lightning_spectral.report.measures import (
-    Curve,
-    Numbers,
-    band,
-    curve,
-    evaluations,
-    lower_is_better,
-    megabytes,
-    megabytes_at,
-    total,
-)
+from lightning_spectral.report import measures
+from lightning_spectral.report.measures import Curve, Numbers
 from lightning_spectral.report.runs import LoggedRun, Table, printable, shortened
 
 Settings: TypeAlias = Mapping[str, str]
@@ -65,14 +56,11 @@ class Group:
 
 
 def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[Group], list[str]]:
-    """Group runs by the settings in which they differ, apart from seeds.
+    """Group runs by the settings in which they differ, apart from seeds; return the names of these settings too.
 
     ``by`` names the settings to group by instead, or the last parts of their names. Runs of a sweep are grouped by what
     the sweep varied. A run without settings is a group of its own, since it is not known what it repeats. Runs with the
-    same label are one group, whatever their settings are.
-
-    Returns:
-        The groups in order of their first runs, and the names of the settings by which they differ.
+    same label are one group, whatever their settings are. The groups are in the order of their first runs.
     """
     settings = [flat_settings(run.config) for run in runs]
     if by:
@@ -87,15 +75,14 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
         members[("label", run.label) if run.label else ("", *key)].append((run, own))
     groups, seen = [], Counter[str]()
     for index, found in enumerate(members.values()):
-        run, last = found[-1]
-        text = run.label or (label(last, names) if last else "") or run.name
+        alike, chosen = zip(*found, strict=True)
+        run = alike[-1]
+        text = run.label or (label(chosen[-1], names) if chosen[-1] else "") or run.name
         if len(members) == 1 and not run.label:
             text = run.name if len(runs) == 1 else f"all {len(runs)} runs"
         seen[text] += 1
         distinct = text if seen[text] == 1 else f"{text} ({seen[text]})"
-        groups.append(
-            Group(distinct, tuple(run for run, _ in found), index, all(_is_baseline(own) for _, own in found))
-        )
+        groups.append(Group(distinct, alike, index, all(map(_is_baseline, chosen))))
     return groups, names
 
 
@@ -172,8 +159,8 @@ def label(settings: Settings, names: Sequence[str]) -> str:
 
 def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
     """Megabytes sent by the evaluation of a round, by the last one if it is NaN, and the mean of `LAST` until then."""
-    found = until(evaluations(run, metric), round_idx)
-    return float(megabytes_at(run, found.rounds[-1:])[0]), float(found.values[-LAST:].mean())
+    found = until(measures.evaluations(run, metric), round_idx)
+    return float(measures.megabytes_at(run, found.rounds[-1:])[0]), float(found.values[-LAST:].mean())
 
 
 def until(found: Curve, round_idx: float) -> Curve:
@@ -184,15 +171,11 @@ def until(found: Curve, round_idx: float) -> Curve:
 
 def last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
     """The last round, from 0, in which all runs were evaluated; NaN if there is none."""
-    return max(set.intersection(*(set(evaluations(run, metric).rounds) for run in runs)), default=math.nan)
+    return max(set.intersection(*(set(measures.evaluations(run, metric).rounds) for run in runs)), default=math.nan)
 
 
 def group_end(group: Group, metric: str) -> Numbers:
-    """Megabytes and the result of each run, by the last evaluation that all have, or its own if there is none.
-
-    Returns:
-        Shape ``(runs, 2)``; NaN where megabytes were not counted.
-    """
+    """Megabytes, NaN if not counted, and results by the last evaluation that all have, or its own; ``(runs, 2)``."""
     at = last_common_round(group.runs, metric)
     return np.array([run_end(run, metric, at) for run in group.runs])
 
@@ -233,47 +216,44 @@ def groups_table(groups: Sequence[Group], metric: str, minimise: bool) -> Table:
     for group, end in zip(groups, ends, strict=True):
         sent, reached = group_end(group, metric).T
         rounds, pick = "" if math.isnan(end) else int(end) + 1, np.min if minimise else np.max
-        best = spread_of([float(pick(until(evaluations(run, metric), end).values)) for run in group.runs])
+        best = spread_of([float(pick(until(measures.evaluations(run, metric), end).values)) for run in group.runs])
         at_common = [spread_of([run_end(run, metric, common)[1] for run in group.runs])] if compared else []
         rows.append((group.label, len(group.runs), spread_of(reached), best, rounds, spread_of(sent), *at_common))
     names = ("group", "runs", f"{metric}, last {LAST}", "best", "rounds", "megabytes")
-    columns = (*names, *([f"at round {common + 1:g}"] if compared else []))
-    return Table(columns, tuple(rows))
+    return Table((*names, *([f"at round {common + 1:g}"] if compared else [])), tuple(rows))
 
 
 def target_table(groups: Sequence[Group], metric: str, target: float, minimise: bool) -> Table:
     """What each group has spent by the first evaluation that reaches a target, mean and deviation over its runs.
 
-    Costs are those of the runs that reached it, so a group of which some did not looks cheaper than it is: the table
-    says how many there are.
+    A group looks cheaper than it is if some runs never reached it, so the table says how many did.
     """
-    found = [[cost_to_reach(run, metric, target, minimise) for run in group.runs] for group in groups]
-    every = [cost for costs in found for cost in costs if cost is not None]
+    costs = [[cost_to_reach(run, metric, target, minimise) for run in group.runs] for group in groups]
+    reached = [[cost for cost in of_group if cost is not None] for of_group in costs]
+    every = [cost for of_group in reached for cost in of_group]
     known = [index for index in range(len(COSTS)) if not all(math.isnan(cost[index]) for cost in every)]
     rows = []
-    for group, costs in zip(groups, found, strict=True):
-        reached = [cost for cost in costs if cost is not None]
-        spent = [spread_of([cost[index] for cost in reached]) if reached else "" for index in known]
-        rows.append((group.label, f"{len(reached)} of {len(costs)}", *spent))
+    for group, of_group in zip(groups, reached, strict=True):
+        spent = (spread_of([cost[index] for cost in of_group]) for index in known)
+        rows.append((group.label, f"{len(of_group)} of {len(group.runs)}", *spent))
     return Table(("group", "runs that reach it", *(COSTS[index] for index in known)), tuple(rows))
 
 
 def cost_to_reach(run: LoggedRun, metric: str, target: float, minimise: bool) -> tuple[float, ...] | None:
     """The costs of a run by its first evaluation that is as good as a target; ``None`` if it never was."""
-    found = evaluations(run, metric)
+    found = measures.evaluations(run, metric)
     good = np.flatnonzero(found.values <= target if minimise else found.values >= target)
     if not len(good):
         return None
-    round_idx, costs = float(found.rounds[good[0]]), []
-    for spent in (megabytes(run), total(run, ("fl/virtual_seconds",), max)):
-        known = None if spent is None else spent.values[spent.rounds <= round_idx]
-        costs.append(math.nan if known is None else float(known[-1]))
+    round_idx = float(found.rounds[good[0]])
+    spent = (measures.megabytes(run), measures.total(run, ("fl/virtual_seconds",), max))
+    costs = (math.nan if one is None else float(one.values[one.rounds <= round_idx][-1]) for one in spent)
     return (round_idx + 1, *costs)
 
 
 def equal_cost_table(groups: Sequence[Group], metric: str) -> Table | None:
     """The last evaluation that each group has had for the same megabytes; ``None`` unless all runs counted them."""
-    sent = [megabytes(run) for group in groups for run in group.runs]
+    sent = [measures.megabytes(run) for group in groups for run in group.runs]
     if None in sent:
         return None
     shared = min(found.last for found in sent if found is not None)
@@ -287,29 +267,30 @@ def equal_cost_table(groups: Sequence[Group], metric: str) -> Table | None:
 
 def at_megabytes(run: LoggedRun, metric: str, budget: float) -> float:
     """The last evaluation before a run had sent more than some megabytes; NaN if there is none."""
-    found = evaluations(run, metric)
-    sent = megabytes_at(run, found.rounds)
+    found = measures.evaluations(run, metric)
+    sent = measures.megabytes_at(run, found.rounds)
     within = found.values[sent <= budget * (1 + 1e-9)]  # the budget is a sum of many rounds, which is rounded
     return float(within[-1]) if len(within) else math.nan
 
 
 def on_curves(groups: Sequence[Group], metric: str) -> str:
     """Which curves lie on each other, do not rise or end in no number, each with the likely reason; empty if none."""
-    of, parts, flat = partial(curve, metric=metric), [], []
+    of, parts, flat = partial(measures.curve, metric=metric), [], []
+    means = [(group, mean.values) for group in groups if (mean := measures.band(group.each(of))) is not None]
     if alike := equal_groups(groups, of):
         listed = "; ".join(" = ".join(group.label for group in equal) for equal in alike)
         parts.append(f"Curves that are equal to the last digit: {listed}. {EQUAL_CURVES}")
-    for group in groups:
-        mean = band(group.each(of))
-        if mean is not None and len(mean.values) >= FEWEST and np.isfinite(mean.values).all():
-            low, high, largest = mean.values.min(), mean.values.max(), abs(mean.values).max()
-            scale = largest if lower_is_better(metric) or largest > 1 else 1.0  # an accuracy is on a scale up to 1
+    is_loss = measures.lower_is_better(metric)
+    for group, values in means:
+        if len(values) >= FEWEST and np.isfinite(values).all():
+            low, high, largest = values.min(), values.max(), abs(values).max()
+            scale = largest if is_loss or largest > 1 else 1.0  # an accuracy is on a scale up to 1
             if high - low < FLAT * scale:
                 flat.append((group, f"{group.label} ({low:.3g} to {high:.3g})"))
     if flat:
         baseline = FLAT_BASELINE if any(group.is_baseline for group, _ in flat) else ""
         parts.append(f"Curves that hardly move: {'; '.join(text for _, text in flat)}. {FLAT_CURVES}{baseline}")
-    if stretched := _stretched(groups, of):
+    if stretched := _stretched(means):
         parts.append(stretched)
     lost = [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]
     if lost:
@@ -317,17 +298,16 @@ def on_curves(groups: Sequence[Group], metric: str) -> str:
     return " ".join(parts)
 
 
-def _stretched(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> str:
+def _stretched(means: Sequence[tuple[Group, Numbers]]) -> str:
     """Which group makes the axis so long that most values look the same; empty if none does."""
-    means = {group.label: mean.values for group in groups if (mean := band(group.each(of))) is not None}
-    values = np.concatenate([own[np.isfinite(own)] for own in means.values()] or [np.empty(0)])
+    values = np.concatenate([own[np.isfinite(own)] for _, own in means] or [np.empty(0)])
     if not len(values):
         return ""
     (low, high), ends = np.quantile(values, (0.05, 0.95)), (values.min(), values.max())
     if ends[1] - ends[0] <= STRETCHED * max(high - low, 1e-12 * abs(high)):
         return ""
-    far = [name for name, own in means.items() if (own < low).any() or (own > high).any()]
-    far = [name for name in far if np.nanmax(np.abs(means[name] - (low + high) / 2)) > STRETCHED / 4 * (high - low)]
+    middle, reach = (low + high) / 2, STRETCHED / 4 * (high - low)
+    far = [group.label for group, own in means if (np.abs(own - middle) > reach).any()]
     return (
         f"The axis goes from {ends[0]:.3g} to {ends[1]:.3g} because of {'; '.join(far)}; nine in ten values lie "
         f"between {low:.3g} and {high:.3g}, and look alike."
@@ -365,7 +345,7 @@ def on_repetitions(groups: Sequence[Group], metric: str) -> str:
 
 def on_lengths(groups: Sequence[Group], metric: str) -> str:
     """Which runs have fewer rounds than others, and what is compared therefore; empty if all are as long."""
-    ends = {group.label: {float(evaluations(run, metric).rounds[-1]) + 1 for run in group.runs} for group in groups}
+    ends = {group.label: {measures.evaluations(run, metric).rounds[-1] + 1 for run in group.runs} for group in groups}
     every = set.union(*ends.values())
     if len(every) == 1:
         return ""

@@ -77,15 +77,13 @@ def models(run: LoggedRun) -> list[str]:
     return sorted({name.partition("/fl/")[0] for name in run.names if "/fl/" in name})
 
 
-def total(
-    run: LoggedRun, names: tuple[str, ...], over_models: Callable[[list[float]], float] = math.fsum
-) -> Curve | None:
+def total(run: LoggedRun, names: Sequence[str], combine: Callable[[list[float]], float] = math.fsum) -> Curve | None:
     """What was spent by the end of each round, of all models; ``None`` if no round has any of the names."""
     columns = [own for own in run.names if own in names or own.endswith(tuple(f"/{name}" for name in names))]
     if not columns:
         return None
     each = ([row[own] for own in columns if own in row] for row in run.rows)
-    spent = np.cumsum([over_models(values) if values else 0.0 for values in each])
+    spent = np.cumsum([combine(values) if values else 0.0 for values in each])
     return Curve(np.array([row[ROUND] for row in run.rows]), spent)
 
 
@@ -152,31 +150,28 @@ def client_tables(run: LoggedRun) -> dict[str, tuple[int, Table]]:
     for name, by_round in run.shown.items():
         tables = {index: one for index, one in by_round.items() if isinstance(one, Table)}
         if name.endswith(CLIENT_TABLE) and tables:
-            found[name.removesuffix(CLIENT_TABLE).rstrip("/")] = max(tables.items(), key=lambda item: item[0])
+            found[name.removesuffix(CLIENT_TABLE).rstrip("/")] = max(tables), tables[max(tables)]
     return found
 
 
 def choose_metric(
     runs: Sequence[LoggedRun], wanted: str | None = None, named: Collection[Path] = ()
 ) -> tuple[str, Sequence[LoggedRun], list[str]]:
-    """Choose the evaluation metric to report: the one that is wanted, or the most telling one that all runs have.
+    """Choose the metric to report, which is wanted or the most telling one of all runs, and the runs that have it.
 
-    Runs without it are left out, and those without any, such as those that were killed before the first evaluation,
-    unless their files were ``named``.
-
-    Returns:
-        The metric, the runs to report, and why each other one is left out.
+    Others, such as those that were killed before the first evaluation, are left out unless their files were ``named``;
+    the texts say why.
     """
-    validated = [run for run in runs if not all(map(_is_of_a_test, _evaluated(run)))]
-    able = validated or [run for run in runs if _evaluated(run)]
     if wanted is not None:
         able = [run for run in runs if curve(run, wanted) is not None]
+    else:
+        validated = [run for run in runs if not all(_preference(metric)[0] for metric in _evaluated(run))]
+        able = validated or [run for run in runs if _evaluated(run)]
     read = [run for run in runs if run in able or run.path in named] if able else runs
     left_out = [_lacks(run, wanted, 1) for run in runs if run not in read]
     if wanted is not None:
-        for run in read:
-            if run not in able:
-                raise ReportError(f"{_lacks(run, wanted, 1)} Choose one that all runs have, or leave this run out.")
+        if without := [run for run in read if run not in able]:
+            raise ReportError(f"{_lacks(without[0], wanted, 1)} Choose one that all runs have, or leave this run out.")
         return wanted, read, left_out
     shared = set.intersection(*map(_evaluated, read))
     if not shared:
@@ -202,14 +197,11 @@ def _evaluated(run: LoggedRun) -> set[str]:
     return {name for name in own if name in run.names or curve(run, name) is not None}
 
 
-def _is_of_a_test(metric: str) -> bool:
-    return metric.rpartition("/")[2].startswith("test")
-
-
 def _preference(metric: str) -> tuple[bool, bool, bool, bool, str]:
     """Key that sorts validation before tests, metrics of the whole before those of parts, and losses last."""
+    is_of_a_test = metric.rpartition("/")[2].startswith("test")
     known = any(word in metric.lower() for word in HIGHER_IS_BETTER)
-    return _is_of_a_test(metric), "/" in metric, lower_is_better(metric), not known, metric
+    return is_of_a_test, "/" in metric, lower_is_better(metric), not known, metric
 
 
 def _lacks(run: LoggedRun, wanted: str | None, num_runs: int) -> str:

@@ -229,11 +229,9 @@ class Picture:
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    """Our settings of matplotlib, without its remarks on what runs may hold.
-
-    It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
-    """
+    """Our settings of matplotlib, without its remarks on what runs may hold."""
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+        # It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from|.*layout not applied", category=UserWarning)
         yield
 

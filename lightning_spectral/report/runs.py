@@ -101,11 +101,6 @@ class Table(NamedTuple):
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
 
-    def column(self, name: str) -> list[Any]:
-        """All values of one column."""
-        index = self.columns.index(name)
-        return [row[index] for row in self.rows]
-
 
 class Histogram(NamedTuple):
     """Numbers of values between edges, which ascend; there is one edge more than counts."""
@@ -149,11 +144,10 @@ def read_runs(paths: Iterable[Path]) -> tuple[list[LoggedRun], list[str]]:
     runs: dict[str, LoggedRun] = {}
     left_out: list[str] = []
     for label, path in map(labelled, paths):
-        found = [path]
-        if os.path.isdir(path):  # `Path.is_dir` raises for names that are too long
-            found = sorted(path.rglob(NAME))
-            if not found:
-                raise ReportError(f"{path} contains no run; expected {EXPECTED}. Name other files one by one.")
+        # `Path.is_dir` raises for names that are too long
+        found = sorted(path.rglob(NAME)) if os.path.isdir(path) else [path]
+        if not found:
+            raise ReportError(f"{path} contains no run; expected {EXPECTED}. Name other files one by one.")
         reasons = []
         for file in found:
             try:

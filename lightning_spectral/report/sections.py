@@ -15,53 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import offset_copy
 
-from lightning_spectral.report.compared import (
-    LAST,
-    Group,
-    equal_cost_table,
-    flat_settings,
-    group_end,
-    groups_table,
-    on_curves,
-    on_lengths,
-    on_repetitions,
-    pareto_front,
-    run_end,
-    target_table,
-)
-from lightning_spectral.report.measures import (
-    Curve,
-    Numbers,
-    Spectrum,
-    band,
-    client_statistics,
-    client_tables,
-    curve,
-    evaluations,
-    mean_stage_seconds,
-    megabytes,
-    megabytes_at,
-    spectra,
-    spread,
-)
-from lightning_spectral.report.printed import (
-    COLOURS,
-    GREY,
-    INK,
-    LEGEND_COLUMNS,
-    PAPER,
-    Look,
-    Picture,
-    as_label,
-    draw_line,
-    draw_spread,
-    in_lines,
-    legend_above,
-    log_axis,
-    look,
-    panels,
-    round_axis,
-)
+from lightning_spectral.report import compared, measures, printed
+from lightning_spectral.report.compared import LAST, Group
+from lightning_spectral.report.measures import Curve, Numbers, Spectrum
+from lightning_spectral.report.printed import COLOURS, GREY, INK, LEGEND_COLUMNS, PAPER, Look, Picture
 from lightning_spectral.report.runs import LoggedRun, Table
 
 # What to switch on if a section has nothing to show.
@@ -128,7 +85,7 @@ class Contents:
     @property
     def costed(self) -> bool:
         """Whether megabytes were counted, and tell groups apart."""
-        sent = np.array([group_end(group, self.metric)[:, 0].mean() for group in self.groups])
+        sent = np.array([compared.group_end(group, self.metric)[:, 0].mean() for group in self.groups])
         return bool(np.isfinite(sent).all() and (len(sent) == 1 or np.ptp(sent) > SAME * sent.max()))
 
     @property
@@ -147,38 +104,35 @@ def pareto_section(contents: Contents) -> Section:
     """Every run's result against what was sent until then; below it, the spread over clients."""
     groups, metric = contents.groups, contents.metric
     title, of = f"{metric} against megabytes", f"{metric}, last {LAST}"
-    remark = " ".join(filter(None, (on_repetitions(groups, metric), on_lengths(groups, metric))))
+    remark = " ".join(filter(None, (compared.on_repetitions(groups, metric), compared.on_lengths(groups, metric))))
     rows = []
     for group in groups:
         for run in group.runs:
-            cost, value = run_end(run, metric)
-            notes = [
-                *run.notes,
-                *([] if np.isfinite(value) else [f"{metric} is {value} in its last {LAST} evaluations"]),
-            ]
-            rounds = int(evaluations(run, metric).rounds[-1]) + 1
-            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join(notes)))
+            cost, value = compared.run_end(run, metric)
+            lost = () if np.isfinite(value) else (f"{metric} is {value} in its last {LAST} evaluations",)
+            rounds = int(measures.evaluations(run, metric).rounds[-1]) + 1
+            rows.append((group.label, run.name, rounds, _short(value), _short(cost), "; ".join((*run.notes, *lost))))
     of_runs = Table(("group", "run", "rounds", of, "megabytes", "remarks"), tuple(rows))
-    tables = (("Groups", groups_table(groups, metric, contents.minimise)), ("All runs", of_runs))
+    tables = (("Groups", compared.groups_table(groups, metric, contents.minimise)), ("All runs", of_runs))
     said = (
         f"Results are means of the last {LAST} evaluations, or of all if there are fewer, because a single one varies; "
         "the best one beside them is chosen in hindsight."
     )
     if not contents.costed:
-        counted = all(megabytes(run) for run in contents.runs)
+        counted = all(measures.megabytes(run) for run in contents.runs)
         why = "All groups sent the same, so nothing is drawn against megabytes." if counted else SWITCH_ON["bytes"]
         return Section(metric, said, None, tables, f"{remark} {why}".strip(), num_open=1)
-    with_clients = any(spread(run, metric) for run in contents.runs)
+    with_clients = any(measures.spread(run, metric) for run in contents.runs)
     lead = (
         f"{said} Small marks are runs, up to the last evaluation that all repetitions have; large marks are means, "
         "with their standard deviations. The dashed line joins the groups that no other group beats in both respects."
         + (" Below, each group's clients from the low to the high end." if with_clients else "")
     )
-    ends = [group_end(group, metric) for group in groups]
+    ends = [compared.group_end(group, metric) for group in groups]
     means = np.array([points.mean(axis=0) for points in ends])
 
     def draw(figure: Figure) -> None:
-        axes = panels(figure, 1 + with_clients, columns=1, sharex=True)
+        axes = printed.panels(figure, 1 + with_clients, columns=1, sharex=True)
         for group, points, (x, y) in zip(groups, ends, means, strict=True):
             look = look_of(group)
             if len(points) > 1:
@@ -190,13 +144,14 @@ def pareto_section(contents: Contents) -> Section:
         if with_clients:
             for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
                 _draw_clients(figure, axes[1], group, metric, x, shift)
-            axes[1].set_ylabel(as_label(f"{client_statistics(groups[0].runs[0], metric)[0]} of clients"))
-        front = pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
+            of_clients = measures.client_statistics(groups[0].runs[0], metric)[0]
+            axes[1].set_ylabel(printed.as_label(f"{of_clients} of clients"))
+        front = compared.pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
         if len(front) > 1:
             axes[0].plot(*means[front].T, color=INK, lw=1, ls="--", zorder=1)
-        axes[0].set_ylabel(as_label(of))
+        axes[0].set_ylabel(printed.as_label(of))
         cost_axis(axes[-1], [cost for points in ends for cost in points[:, 0]])
-        legend_above(figure, LEGEND_COLUMNS)
+        printed.legend_above(figure, LEGEND_COLUMNS)
 
     height = 6.4 if with_clients else 4.2
     picture = Picture("pareto", f"{title}: a point for each run.", draw, height, contents.labels)
@@ -205,7 +160,7 @@ def pareto_section(contents: Contents) -> Section:
 
 def _draw_clients(figure: Figure, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
     """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
-    found = [[one.last for one in three] for run in group.runs if (three := spread(run, metric)) is not None]
+    found = [[one.last for one in three] for run in group.runs if (three := measures.spread(run, metric)) is not None]
     if not found:
         return
     look, (low, middle, high) = look_of(group), np.mean(found, axis=0)
@@ -231,55 +186,54 @@ def shifts(costs: Numbers) -> list[float]:
 def costs_section(contents: Contents) -> Section:
     """What it takes to reach a target, and what is reached for the same megabytes."""
     groups, metric, target = contents.groups, contents.metric, contents.target
-    tables = []
-    if target is not None:
+    tables, lead = [], "Mean and standard deviation over the runs of a group."
+    if target is None:
+        lead += " `--target VALUE` adds what it costs to reach a value."
+    else:
         caption = f"Until {metric} is {'at most' if contents.minimise else 'at least'} {target:g}"
-        tables.append((caption, target_table(groups, metric, target, contents.minimise)))
-    if (equal := equal_cost_table(groups, metric)) is not None:
+        tables.append((caption, compared.target_table(groups, metric, target, contents.minimise)))
+    if (equal := compared.equal_cost_table(groups, metric)) is not None:
         tables.append((f"{metric} for the same megabytes", equal))
-    more = "" if target is not None else " `--target VALUE` adds what it costs to reach a value."
-    lead = f"Mean and standard deviation over the runs of a group.{more}"
     remark = "" if tables else SWITCH_ON["bytes"]
     return Section("Cost", lead, None, tuple(tables), remark, num_open=len(tables))
 
 
 def curves_section(contents: Contents) -> Section:
     """The metric over the course of the run: against rounds and, if all runs counted them, against megabytes."""
-    groups, metric = contents.groups, contents.metric
-    costed = contents.costed
+    groups, metric, costed = contents.groups, contents.metric, contents.costed
 
     def draw(figure: Figure) -> None:
-        axes = panels(figure, 1 + costed, sharey=True)
+        axes = printed.panels(figure, 1 + costed, sharey=True)
         for group in groups:
-            if (found := band(group.each(partial(curve, metric=metric)))) is not None:
+            if (found := measures.band(group.each(partial(measures.curve, metric=metric)))) is not None:
                 draw_band(axes[0], group, found, found.rounds + 1)
                 if costed:
-                    sent = np.mean([megabytes_at(run, found.rounds) for run in group.runs], axis=0)
+                    sent = np.mean([measures.megabytes_at(run, found.rounds) for run in group.runs], axis=0)
                     draw_band(axes[1], group, found, sent)
-        axes[0].set_ylabel(as_label(metric))
-        round_axis(axes[0])
+        axes[0].set_ylabel(printed.as_label(metric))
+        printed.round_axis(axes[0])
         if costed:
-            cost_axis(axes[1], [sent.last for group in groups for sent in group.each(megabytes)])
-        legend_above(figure, LEGEND_COLUMNS)
+            cost_axis(axes[1], [sent.last for group in groups for sent in group.each(measures.megabytes)])
+        printed.legend_above(figure, LEGEND_COLUMNS)
 
     title = f"{metric} over rounds" + " and over megabytes" * costed
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
     picture = Picture("curves", f"{title}: a line for each group.", draw, 3.8, contents.labels)
-    return Section(title, lead, picture, remark=on_curves(groups, metric))
+    return Section(title, lead, picture, remark=compared.on_curves(groups, metric))
 
 
 def fairness_section(contents: Contents) -> Section:
     """How much clients differ, over rounds."""
-    able = [run for run in contents.runs if spread(run, contents.metric)]
+    able = [run for run in contents.runs if measures.spread(run, contents.metric)]
     if not able:
         return Section("Fairness", remark=SWITCH_ON["clients"])
-    metric = client_statistics(able[0], contents.metric)[0]
-    found = [(run.name, client_statistics(run, contents.metric)[1]) for run in contents.runs]
+    metric = measures.client_statistics(able[0], contents.metric)[0]
+    found = [(run.name, measures.client_statistics(run, contents.metric)[1]) for run in contents.runs]
     names = sorted({statistic for _, statistics in found for statistic in statistics})
     rows = [(run, *(_short(own[name].last) if name in own else "" for name in names)) for run, own in found]
 
     def end(run: LoggedRun, position: int) -> Curve | None:
-        return three[position] if (three := spread(run, metric)) else None
+        return three[position] if (three := measures.spread(run, metric)) else None
 
     panels = [Panel(title, partial(end, position=index)) for index, title in enumerate(ENDS_OF_CLIENTS)]
     lead = f"{metric} of single clients: the ends and the middle of its distribution, over rounds."
@@ -290,7 +244,8 @@ def fairness_section(contents: Contents) -> Section:
 
 def coverage_section(contents: Contents) -> Section:
     """Shares of singular terms that were trained."""
-    visited, expected = (partial(curve, metric=f"fl/{n}", of_all=False) for n in ("terms_visited", "expected_coverage"))
+    names = ("fl/terms_visited", "fl/expected_coverage")
+    visited, expected = (partial(measures.curve, metric=name, of_all=False) for name in names)
     if not any(of(run) for run in contents.runs for of in (visited, expected)):
         return Section("Coverage", remark=SWITCH_ON["coverage"])
     lead = "Share of all singular terms held by at least one client of the round; dotted, the expected share."
@@ -304,8 +259,8 @@ def bits_section(contents: Contents) -> Section:
     gap = f"{contents.metric}/sampling_gap"  # of `SampledNetworks`
     panels = []
     for name, title in {**BITS, gap: f"{contents.metric}: expected minus sampled"}.items():
-        of = partial(curve, metric=name, of_all=False)
-        if any(band(group.each(of)) for group in contents.groups):
+        of = partial(measures.curve, metric=name, of_all=False)
+        if any(measures.band(group.each(of)) for group in contents.groups):
             top = None if name == "fl/probs_moved" else 1.03  # clients move it by hundredths
             panels.append(Panel(title, of, limits=None if name == gap else (0, top)))
     if not panels:
@@ -316,41 +271,38 @@ def bits_section(contents: Contents) -> Section:
 
 def seconds_section(contents: Contents) -> Section:
     """Wall-clock time by stage."""
-    title, times = "Where the time went", [mean_stage_seconds(group.runs) for group in contents.groups]
+    title, times = "Where the time went", [measures.mean_stage_seconds(group.runs) for group in contents.groups]
     stages = {stage: sum(one.get(stage, 0.0) for one in times) for one in times for stage in one}
     if not stages:
         return Section(title, remark=SWITCH_ON["seconds"])
 
     def draw(figure: Figure) -> None:
-        axes, left = figure.subplots(), np.zeros(len(times))
+        axes, at, left = figure.subplots(), range(len(times)), np.zeros(len(times))
         for index, stage in enumerate(sorted(stages, key=lambda name: -stages[name])):  # the longest first
-            widths, hatch = np.array([one.get(stage, 0.0) for one in times]), index // len(COLOURS) % len(HATCHES)
-            colours = {"color": COLOURS[index % len(COLOURS)], "edgecolor": PAPER}
-            style: dict[str, Any] = {**colours, "hatch": HATCHES[hatch], "linewidth": 0.5, "height": 0.6}
-            axes.barh(range(len(times)), widths, left=left, label=stage, **style)
+            widths = np.array([one.get(stage, 0.0) for one in times])
+            colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index // len(COLOURS) % len(HATCHES)]
+            axes.barh(at, widths, 0.6, left, color=colour, edgecolor=PAPER, hatch=hatch, lw=0.5, label=stage)
             left += widths
-        labels = ["\n".join(in_lines(label, 40)) for label in contents.labels]
-        axes.set_yticks(range(len(times)), labels)
+        labels = ["\n".join(printed.in_lines(label, 40)) for label in contents.labels]
+        axes.set_yticks(at, labels)
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds per round")
-        legend_above(figure, 6)
+        printed.legend_above(figure, 6)
 
     picture = Picture("seconds", "Seconds of a round by stage.", draw, 1.2 + 0.45 * len(times))
     names, lead = sorted(stages), "Mean wall-clock seconds of a round, by stage, without evaluation."
-    rows = (
-        (label, *(_short(one.get(s, 0.0)) for s in names)) for label, one in zip(contents.labels, times, strict=True)
-    )
-    return Section(title, lead, picture, (("Seconds per round", Table(("group", *names), tuple(rows))),))
+    cells = [[_short(one.get(stage, 0.0)) for stage in names] for one in times]
+    rows = tuple((label, *row) for label, row in zip(contents.labels, cells, strict=True))
+    return Section(title, lead, picture, (("Seconds per round", Table(("group", *names), rows)),))
 
 
 def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds, with a heat map for each layer of each group's first run that has some."""
-    found = {group.label: next((one for run in group.runs if (one := spectra(run))), {}) for group in contents.groups}
-    layers = dict.fromkeys(layer for by_layer in found.values() for layer in by_layer)
-    shown = [
-        (heat_map_title(layer, name), own[layer]) for layer in layers for name, own in found.items() if layer in own
-    ]
+    by_group = [next(filter(None, map(measures.spectra, group.runs)), {}) for group in contents.groups]
+    named = list(zip(contents.labels, by_group, strict=True))
+    layers = dict.fromkeys(layer for own in by_group for layer in own)
+    shown = [(heat_map_title(layer, name), own[layer]) for layer in layers for name, own in named if layer in own]
     if not shown:
         return Section("Singular values", remark=SWITCH_ON["spectra"])
     left_out = len(shown) - MAX_HEAT_MAPS
@@ -362,10 +314,10 @@ def spectra_section(contents: Contents) -> Section:
     shown, longest = shown[:MAX_HEAT_MAPS], max(len(title) for title, _ in shown)
 
     def draw(figure: Figure) -> None:
-        axes = panels(figure, len(shown), columns=3)
+        axes = printed.panels(figure, len(shown), columns=3)
         found = [_matrix(by_round) for _, by_round in shown]
-        smallest = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
-        smallest = min(max(smallest, SMALLEST), LARGEST)  # what is smaller looks the same
+        known = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
+        smallest = min(max(known, SMALLEST), LARGEST)  # what is smaller looks the same
         scale = LogNorm(smallest, 1.0)
         for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
             shares = np.maximum(values / np.nanmax(values), smallest)
@@ -375,7 +327,7 @@ def spectra_section(contents: Contents) -> Section:
             panel.grid(visible=False)
             panel.invert_yaxis()
             panel.yaxis.set_major_locator(MaxNLocator(integer=True))
-            round_axis(panel)
+            printed.round_axis(panel)
             if len(rounds) <= FEW:
                 panel.set_xticks(rounds + 1)
         axes[0].set_ylabel("term, the largest first")
@@ -389,8 +341,8 @@ def spectra_section(contents: Contents) -> Section:
 
 def heat_map_title(layer: str, group: str) -> list[str]:
     """Lines that are no wider than a panel; a layer's name is broken between its parts."""
-    of_layer = in_lines(layer.replace(".", ". "), TITLE)
-    return [*(line.replace(". ", ".") for line in of_layer), *in_lines(group, TITLE)]
+    of_layer = printed.in_lines(layer.replace(".", ". "), TITLE)
+    return [*(line.replace(". ", ".") for line in of_layer), *printed.in_lines(group, TITLE)]
 
 
 def _matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
@@ -410,15 +362,13 @@ def edges(rounds: Numbers) -> Numbers:
         >>> edges(np.array([1.0, 11.0, 21.0]))
         array([-4.,  6., 16., 26.])
     """
-    if len(rounds) == 1:
-        return np.array([rounds[0] - 0.5, rounds[0] + 0.5])
-    middles = (rounds[1:] + rounds[:-1]) / 2
-    return np.concatenate([[2 * rounds[0] - middles[0]], middles, [2 * rounds[-1] - middles[-1]]])
+    half = np.diff(rounds) / 2 if len(rounds) > 1 else np.array([0.5])
+    return np.concatenate([rounds[:1] - half[0], rounds[:-1] + half[: len(rounds) - 1], rounds[-1:] + half[-1]])
 
 
 def clients_section(contents: Contents) -> Section:
     """The last known values of single clients."""
-    found = [(run, model, *one) for run in contents.runs for model, one in client_tables(run).items()]
+    found = [(run, model, *one) for run in contents.runs for model, one in measures.client_tables(run).items()]
     if not found:
         return Section("Clients", remark=SWITCH_ON["table"])
     tables, more = [], any(len(table.rows) > MAX_CLIENTS for *_, table in found)
@@ -432,7 +382,7 @@ def clients_section(contents: Contents) -> Section:
 
 def settings_section(contents: Contents) -> Section:
     """The settings that all runs have in common, so that a page documents its origin."""
-    settings = [flat_settings(run.config) for run in contents.runs]
+    settings = [compared.flat_settings(run.config) for run in contents.runs]
     same = [(name, value) for name, value in settings[0].items() if all(one.get(name) == value for one in settings)]
     if not same:
         return Section("Settings", remark="No setting is the same in all runs, or none was logged.")
@@ -450,14 +400,14 @@ def _short(value: Any) -> Any:
 
 def look_of(group: Group) -> Look:
     """The look of a group; FedAvg, with which others are compared, is grey on every page."""
-    return look(group.index)._replace(colour=GREY) if group.is_baseline else look(group.index)
+    return printed.look(group.index)._replace(colour=GREY) if group.is_baseline else printed.look(group.index)
 
 
 def draw_band(axes: Axes, group: Group, found: Curve, x: Numbers) -> None:
     """Draw a mean with its band. Overlapping curves stay visible: later ones are thinner, with other marks."""
-    draw_line(axes, x, found.values, look_of(group), group.label, first_mark=group.index)
+    printed.draw_line(axes, x, found.values, look_of(group), group.label, first_mark=group.index)
     if found.std is not None and found.std.any():
-        draw_spread(axes, x, found.values - found.std, found.values + found.std, look_of(group))
+        printed.draw_spread(axes, x, found.values - found.std, found.values + found.std, look_of(group))
 
 
 def cost_axis(axes: Axes, costs: Sequence[float]) -> None:
@@ -465,7 +415,7 @@ def cost_axis(axes: Axes, costs: Sequence[float]) -> None:
     axes.set_xlabel("megabytes sent, both ways, all clients")
     positive = [cost for cost in costs if cost > 0]
     if positive and max(positive) > LOG_FROM * min(positive):
-        log_axis(axes)
+        printed.log_axis(axes)
 
 
 class Panel(NamedTuple):
@@ -483,19 +433,19 @@ def over_rounds(
     """A picture with one curve of each group, with its band, in each panel."""
 
     def draw(figure: Figure) -> None:
-        axes = panels(figure, len(shown), columns=3, **shared)
+        axes = printed.panels(figure, len(shown), columns=3, **shared)
         for panel, one in zip(axes, shown, strict=True):
             for group in groups:
-                if (found := band(group.each(one.of))) is not None:
+                if (found := measures.band(group.each(one.of))) is not None:
                     draw_band(panel, group, found, found.rounds + 1)
-                if one.dotted is not None and (expected := band(group.each(one.dotted))) is not None:
+                if one.dotted is not None and (expected := measures.band(group.each(one.dotted))) is not None:
                     panel.plot(expected.rounds + 1, expected.values, ls=":", color=look_of(group).colour)
-            panel.set_title("\n".join(in_lines(one.title, 60)))
+            panel.set_title("\n".join(printed.in_lines(one.title, 60)))
             if one.limits is not None:
                 panel.set_ylim(*one.limits)
-            round_axis(panel)
-        axes[0].set_ylabel(as_label(label))
-        legend_above(figure, LEGEND_COLUMNS)
+            printed.round_axis(panel)
+        axes[0].set_ylabel(printed.as_label(label))
+        printed.legend_above(figure, LEGEND_COLUMNS)
 
     height = 1.0 + 2.4 * -(-len(shown) // 3)
     return Picture(name, description, draw, height, [group.label for group in groups])

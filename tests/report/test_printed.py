@@ -8,24 +8,15 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from lightning_spectral.report.printed import (
-    BASELINE,
-    COLOURS,
-    GRID,
-    INK,
-    draw_seeds,
-    legend_above,
-    look,
-    printed,
-    round_axis,
-)
+from lightning_spectral.report import printed
+from lightning_spectral.report.printed import BASELINE, COLOURS, GRID, INK
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_a_curve_is_the_mean_of_the_seeds_and_its_band_goes_from_the_worst_to_the_best() -> None:
     axes = Figure().subplots()
-    draw_seeds(axes, [1, 2], [[0.0, 4.0], [2.0, 4.0], [4.0, 10.0]], look(1), "ours")
+    printed.draw_seeds(axes, [1, 2], [[0.0, 4.0], [2.0, 4.0], [4.0, 10.0]], printed.look(1), "ours")
     (line,), (band,) = axes.lines, axes.collections
     assert line.get_xydata().tolist() == [[1, 2], [2, 6]]
     assert to_hex(line.get_color()).upper() == to_hex(band.get_facecolor()[0]).upper() == COLOURS[1]
@@ -37,7 +28,7 @@ def test_a_curve_is_the_mean_of_the_seeds_and_its_band_goes_from_the_worst_to_th
 @pytest.mark.parametrize(("runs", "lines"), [([], 0), ([[1.0, 2.0]], 1)])
 def test_without_repetitions_there_is_no_band_and_without_runs_nothing(runs: list[list[float]], lines: int) -> None:
     axes = Figure().subplots()
-    draw_seeds(axes, [1, 2], runs, BASELINE, "dense")
+    printed.draw_seeds(axes, [1, 2], runs, BASELINE, "dense")
     assert (len(axes.lines), len(axes.collections)) == (lines, 0)
 
 
@@ -45,7 +36,7 @@ def test_without_repetitions_there_is_no_band_and_without_runs_nothing(runs: lis
 def test_rounds_are_marked_at_whole_numbers(last: int) -> None:
     axes = Figure().subplots()
     axes.plot(np.arange(1, last + 1), np.zeros(last))
-    round_axis(axes)
+    printed.round_axis(axes)
     ticks = axes.get_xticks()
     assert len(ticks)
     assert (ticks == ticks.round()).all()
@@ -53,10 +44,10 @@ def test_rounds_are_marked_at_whole_numbers(last: int) -> None:
 
 
 def test_a_long_curve_has_few_markers_and_panels_share_one_legend(tmp_path: Path) -> None:
-    with printed(tmp_path / "it.png", 4.0, 3.0) as figure:
+    with printed.printed(tmp_path / "it.png", 4.0, 3.0) as figure:
         for axes in figure.subplots(1, 2):
-            draw_seeds(axes, range(200), [np.zeros(200)], look(0), "ours")
-        legend_above(figure, columns=3)
+            printed.draw_seeds(axes, range(200), [np.zeros(200)], printed.look(0), "ours")
+        printed.legend_above(figure, columns=3)
     assert (tmp_path / "it.png").read_bytes().startswith(b"\x89PNG")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ours"]
     assert figure.axes[0].lines[0].get_markevery() == (0, 20)
@@ -69,7 +60,7 @@ def test_every_script_draws_in_this_look(folder: str) -> None:
 
 
 def test_an_svg_has_no_background_and_changes_its_colours_on_dark_pages(tmp_path: Path) -> None:
-    with printed(tmp_path / "a.svg", 2.0, 2.0) as figure:
+    with printed.printed(tmp_path / "a.svg", 2.0, 2.0) as figure:
         figure.add_subplot().plot([0, 1], [0, 1], color=INK)
     text = (tmp_path / "a.svg").read_text()
     style, drawn = text.split("</style>", 1)

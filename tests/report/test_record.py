@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,10 @@ from lightning_spectral.errors import ReportError
 from lightning_spectral.plugin.callbacks.record import LedgerRow, PackedTurns
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
+from lightning_spectral.report import runs as records
 from lightning_spectral.report.measures import client_tables, megabytes, spectra, spread
 from lightning_spectral.report.page import write_report
-from lightning_spectral.report.runs import (
-    NAME,
-    NOT_ENDED,
-    LoggedRun,
-    Table,
-    append_line,
-    read_record,
-    read_run,
-    read_runs,
-    write_record,
-)
+from lightning_spectral.report.runs import NAME, NOT_ENDED, LoggedRun, Table, read_record, read_run, read_runs
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 pytestmark = [
@@ -190,7 +180,7 @@ def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(
     assert spread(run, "val_acc") is not None
     ((index, table),) = client_tables(run).values()
     assert index == 2
-    assert table.column("client") == [row.client_id for row in fitted.ledger.rows if row.round_idx == 2]
+    assert [row[0] for row in table.rows] == [row.client_id for row in fitted.ledger.rows if row.round_idx == 2]
     assert write_report([tmp_path], tmp_path / "r.html") == [tmp_path / "r.html"]
 
 
@@ -218,13 +208,11 @@ def test_turns_are_read_as_they_were_added() -> None:
     turns, expected = PackedTurns(), dict[int, list[LedgerRow]]()
     for round_idx in (0, 1, 4, 5):
         for model in ("words", "images"):
-            rows = [
-                LedgerRow(
-                    round_idx, client, 0.2 + client % 2, 80 * client, 40, left_out, seconds, model, client == 3, 8
-                )
-                for client, left_out in ((round_idx, None), (3, "late"), (2**31 - 1, None))
-                for seconds in [1 / 3 if round_idx > 1 and client == 3 else None]
-            ]
+            rows = []
+            for client, left_out in ((round_idx, None), (3, "late"), (2**31 - 1, None)):
+                seconds = 1 / 3 if round_idx > 1 and client == 3 else None
+                own = (client, 0.2 + client % 2, 80 * client, 40, left_out, seconds, model, client == 3, 8)
+                rows.append(LedgerRow(round_idx, *own))
             turns.add(rows)
             expected.setdefault(round_idx, []).extend(rows)
         assert dict(turns) == expected
@@ -283,9 +271,9 @@ def test_a_last_line_that_was_cut_is_left_out_with_a_remark(tmp_path: Path, cut:
 def test_lines_of_a_round_need_not_be_adjacent(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     first, second = lines_of(rounds([0.5]))
-    write_record(path, "id", {}, [first])
-    append_line(path, {"round": 1, "evaluated": {"val_acc": 0.25}})
-    append_line(path, second)
+    records.write_record(path, "id", {}, [first])
+    records.append_line(path, {"round": 1, "evaluated": {"val_acc": 0.25}})
+    records.append_line(path, second)
     assert [row["val_acc"] for row in read_run(path).rows] == [0.5, 0.25]
 
 
@@ -337,9 +325,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
 def test_what_has_diverged_is_infinite_and_what_is_no_number_is_ignored() -> None:
     given = {"a": 1e300, "b": -1e39, "c": 3.4e38, "d": float("nan"), "e": "1", "f": True, "g": None}
     (row,) = made_run("run", {}, [{"fl/round": 0, **given}]).rows
-    assert repr(dict(row)) == repr(
-        {"fl/round": 0.0, "a": float("inf"), "b": -float("inf"), "c": 3.4e38, "d": float("nan")}
-    )
+    assert repr(dict(row)) == repr({"fl/round": 0.0, "a": math.inf, "b": -math.inf, "c": 3.4e38, "d": math.nan})
 
 
 ODD = (
@@ -357,16 +343,14 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
         words = list(re.finditer(rb"[^\s,:\"{}\[\]|]+", content)) or [re.match(b"", content)]
         word = rng.choice(words)
         assert word is not None
-        change: Callable[[], bytes] = rng.choice(
-            (
-                lambda word=word, odd=odd, was=content: was[: word.start()] + odd + was[word.end() :],
-                lambda start=start, odd=odd, was=content: was[:start] + odd + was[start:],
-                lambda start=start, was=content: was[:start],
-                lambda start=start, end=end, was=content: was[:start] + was[end:],
-                lambda start=start, end=end, was=content: was[:end] + was[start:end] + was[end:],
-            )
+        changed = (
+            content[: word.start()] + odd + content[word.end() :],
+            content[:start] + odd + content[start:],
+            content[:start],
+            content[:start] + content[end:],
+            content[:end] + content[start:],
         )
-        content = change()
+        content = rng.choice(changed)
     return content
 
 

@@ -193,13 +193,13 @@ class Simulation:
 
     Attributes:
         seed: The run's seed.
-        probabilities: Each client's probability of dropping out.
+        probabilities: Each client's probability of dropping out; ``None`` if none do.
         clock: Maps a device and a task to seconds; ``None`` if time plays no part.
         profiles: Each client's device; ``None`` without a clock.
     """
 
     seed: int
-    probabilities: Assigned[float]
+    probabilities: Assigned[float] | None = None
     clock: VirtualClock | None = None
     profiles: Assigned[DeviceProfile] | None = None
 
@@ -236,7 +236,7 @@ class Simulation:
             return SimulatedOutcome("no_data")
         # a derived seed is a uniform integer below 2**63: no generator is needed for a single draw
         drawn = derived_seed(self.seed, "client dropout", round_idx, *unit.ids)
-        if drawn < self.probabilities.of(unit.client_id) * 2**63:
+        if self.probabilities is not None and drawn < self.probabilities.of(unit.client_id) * 2**63:
             return SimulatedOutcome("dropped_out")
         if self.clock is None or self.profiles is None:
             return SimulatedOutcome()
@@ -285,8 +285,8 @@ class Conditions:
 
     def prepare(self, num_clients: int, seed: int) -> Simulation:
         """Assign probabilities and devices to clients, once for all rounds."""
-        chance = 0.0 if self.dropout is None else self.dropout.probability
-        probabilities = assign(chance, num_clients, seed, "dropout probability")
+        chance = None if self.dropout is None else self.dropout.probability
+        probabilities = None if chance is None else assign(chance, num_clients, seed, "dropout probability")
         if self.clock is None:
             return Simulation(seed, probabilities)
         profiles = assign(self.clock.profiles, num_clients, seed, "device profile")

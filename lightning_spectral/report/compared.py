@@ -327,8 +327,7 @@ def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None
 def on_repetitions(groups: Sequence[Group], metric: str) -> str:
     """Which order of groups may be chance: without repetitions, or with intervals that overlap; empty if none."""
     parts, chains, top = [], list[list[str]](), -math.inf
-    alone = [group.label for group in groups if len(group.runs) == 1]
-    if alone and len(groups) > 1:
+    if len(groups) > 1 and (alone := [group.label for group in groups if len(group.runs) == 1]):
         whose = "every group" if len(alone) == len(groups) else "; ".join(alone)
         parts.append(f"One run only: {whose}. With other seeds the order may be another: `--seeds 0,1,2` of `sweep`.")
     results = {group.label: group_end(group, metric)[:, 1] for group in groups if len(group.runs) > 1}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -124,11 +123,6 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         return {**self._progress, **metrics} if trainer.state.fn == "fit" else metrics
 
 
-def _of_users_module(hook: Any, one: ModelSummary, trainer: pl.Trainer, model: Any) -> None:
-    inner = getattr(model, "module", None)
-    hook(one, trainer, inner if isinstance(inner, pl.LightningModule) else model)
-
-
 class RoundLines(RoundCallback):
     """Where no progress bar is drawn, logs a line about the finished round every now and then.
 
@@ -157,9 +151,11 @@ class RoundLines(RoundCallback):
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Let Lightning's summary show the layers of the user's module, which is a single row of the federation."""
+        own = getattr(pl_module, "module", None)
+        inner = own if isinstance(own, pl.LightningModule) else pl_module
         for one in trainer.callbacks:
             if isinstance(one, ModelSummary):
-                one.on_fit_start = partial(_of_users_module, type(one).on_fit_start, one)  # type: ignore[method-assign]
+                vars(one)["on_fit_start"] = lambda trainer, _, one=one: type(one).on_fit_start(one, trainer, inner)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first_round, self._has_logged, self._losses = trainer.current_epoch, False, {}

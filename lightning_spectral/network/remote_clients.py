@@ -83,7 +83,7 @@ class RemoteClients(ServerData):
         keep_first: Over-selection: of the ``clients_per_round`` that are asked, wait for this many, and leave out the
             others as surplus, as `VirtualClock` does in a simulation; ``None`` to wait for all.
         max_share: Largest share of the weight of a round that one of its clients has, by the number of examples that it
-            says; in (0, 1]. Two clients have equal weights with 0.5.
+            says; in (0, 1]. In a small round it may have twice an equal share, up to half.
         update_bound: Bound on each client's update, where the `FederatedModule` has none among its filters and could
             have one; ``None`` for none.
         trust_names: Whether a client may come back as another node, as it does without node keys, where the network
@@ -109,7 +109,7 @@ class RemoteClients(ServerData):
         patience: float = 60.0,
         deadline: float | None = 600.0,
         keep_first: int | None = None,
-        max_share: float = 0.5,
+        max_share: float = 0.25,
         update_bound: UpdateBound | None = USUAL,
         trust_names: bool = False,
         at_once: int | None = None,

@@ -321,22 +321,24 @@ class RemoteDirectory(ClientDirectory):
 
 
 def with_max_share(sizes: Tensor, max_share: float) -> Tensor:
-    """Limit sizes so that none is more than a share of their sum, or all are equal if that cannot be.
+    """Limit sizes so that none is more than a share of their sum.
 
     The largest sizes become one number c, with c equal to the share of the sum of what results, rounded down. Sizes of
-    zero remain, and so do all if only one is positive.
+    zero remain, and so do all if only one is positive. Of few sizes, each may be twice as much as if all were equal, up
+    to half of the sum.
 
     Args:
         sizes: Non-negative, int64, shape ``(n,)``.
         max_share: The share, in (0, 1].
 
     Example:
-        >>> with_max_share(torch.tensor([10**9, 30, 0, 10]), 0.5), with_max_share(torch.tensor([50, 40, 10]), 0.5)
+        >>> with_max_share(torch.tensor([10**9, 30, 0, 10]), 0.25), with_max_share(torch.tensor([50, 40, 10]), 0.5)
         (tensor([40, 30,  0, 10]), tensor([50, 40, 10]))
     """
     ordered = sizes[sizes > 0].sort(descending=True).values.double()
     if len(ordered) < 2:
         return sizes
+    max_share = max(max_share, min(0.5, 2.0 / len(ordered)))
     capped = torch.arange(len(ordered), dtype=torch.float64)  # how many are
     others = ordered.flip(0).cumsum(0).flip(0)
     caps = max_share * others / (1.0 - max_share * capped).clamp(min=1e-9)

@@ -72,7 +72,6 @@ class ClientDirectory:
 
 
 MOST_PROCESSORS = 4096  # of a population for which joint probabilities are computed: their matrix takes 134 MB
-MOST_FIGURE = 1e6  # medians of what is known: beside far more, others would count as having none
 MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean
 
 
@@ -131,15 +130,13 @@ class SampledCohorts:
         return [WorkUnit(client, self.keys[model], 0.0) for client in able.tolist()]
 
     def note(self, model: int, outcomes: Sequence[ClientOutcome]) -> None:
-        """Remember the figures, up to `MOST_FIGURE`, of the clients that trained; those not finite are ignored."""
+        """Remember the figures of the clients that trained, up to a million medians; those not finite are ignored."""
         which = "loss" if self.sampler.figure == "loss" else "update_norm"
         known = {outcome.client_id: float(getattr(outcome, which)) for outcome in outcomes if not outcome.left_out}
         known = {client: figure for client, figure in known.items() if math.isfinite(figure)}
         if self.sampler.figure and known:
-            column = self.figures[:, model]
-            column[list(known)] = torch.tensor(list(known.values()), dtype=torch.float64)
-            if (most := MOST_FIGURE * float(column.nanmedian())) > 0.0:
-                column.clamp_(max=most)
+            (column := self.figures[:, model])[list(known)] = torch.tensor(list(known.values()), dtype=torch.float64)
+            column.clamp_(max=1e6 * float(column.nanmedian()) or math.inf)  # or others would count for none
 
     def diagnostics(self, model: int, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
         """Metrics of this round's draw and its outcome, for one model.

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -243,6 +244,68 @@ def test_a_client_with_an_endless_loss_does_not_take_part_alone(fit: Fit) -> Non
     assert abs(len(drawn) - 32) <= 5 * (8 * 11 * 3 / 11 * 8 / 11) ** 0.5
 
 
+EXTREMES = [0.0, -0.0, 1e-30, -1.0, 1e10, -1e30, 3e38, INF, -INF, NAN]
+CHANGES: dict[str, Callable[[random.Random], Callable[[Parts], Parts]]] = {
+    "any value in a field": lambda rng: partial(respoken_at_random, rng),
+    "a figure": lambda rng: changed(**{rng.choice(["loss", "loss_before"]): rng.choice([*EXTREMES, 1e300])}),
+    "steps": lambda rng: changed(num_steps=rng.choice([0, 1, 2**39, 2**60])),
+    "all values": lambda rng: changed(tensors=each(lambda tensor: torch.full_like(tensor, rng.choice(EXTREMES)))),
+    "one value": lambda rng: changed(tensors=each(partial(with_one_value, rng))),
+    "another size": lambda rng: changed(tensors=each(lambda tensor: tensor * rng.choice([-1.0, 0.0, 1e6, -1e20]))),
+    "bytes": lambda rng: lambda parts: {name: with_bits_flipped(rng, data) for name, data in parts.items()},
+    "nothing of a part": lambda rng: lambda parts: {rng.choice(sorted(parts)): b""},
+}
+
+
+def respoken_at_random(rng: random.Random, parts: Parts) -> Parts:
+    field, value = rng.choice(FIELDS), rng.choice(WRONG)
+    return respoken(parts, "Upload", lambda fields: fields.update({field: value}))
+
+
+def with_one_value(rng: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    other = tensor.clone()
+    if other.is_floating_point() and other.numel():
+        other.view(-1)[rng.randrange(other.numel())] = rng.choice(EXTREMES)
+    return other
+
+
+def with_bits_flipped(rng: random.Random, data: bytes) -> bytes:
+    flipped = bytearray(data)
+    for _ in range(rng.randrange(3)):
+        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(flipped)
+
+
+LIED_TO: dict[str, Any] = {
+    "FedAvg": ls.FedAvg(),
+    "SCAFFOLD": ls.Scaffold(),
+    "q-FedAvg": ls.QFedAvg(),
+    "FedDyn": ls.FedDyn(alpha=0.1),
+    "sharding": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+@pytest.mark.parametrize("num_rounds", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", LIED_TO)
+def test_a_device_that_lies_at_random_ends_no_run_of_twelve(name: str, num_rounds: int, fit: Fit) -> None:
+    rng, spoilt = random.Random(name), Counter[str]()
+
+    def act(question: Question, parts: Parts) -> Parts:
+        if question.node != FIRST:
+            return parts
+        kind = rng.choice(list(CHANGES))
+        spoilt[kind] += 1
+        return CHANGES[kind](rng)(parts)
+
+    options: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "faults": TOLERANT, "algorithm": LIED_TO[name]}
+    fitted = fit(seeded(LitMLP, momentum=0.0), remote(toy_line(LitMLP, spoil=act)), max_epochs=num_rounds, **options)
+    assert sum(spoilt.values()) == num_rounds
+    assert len(spoilt) >= 6
+    assert torch.isfinite(fitted.weights).all()
+    assert fitted.logged["val_loss"] < 1.1  # that of the untrained network
+
+
 def test_metrics_of_devices_pass_for_none_of_the_server(fit: Fit) -> None:
     one = {"val_acc": LoggedValue(9.0, False, True), "fl/loss": LoggedValue(0.0, False, True)}
     fitted = fit_with(fit, changed(logged=one, loss=NAN))
@@ -283,9 +346,9 @@ def test_no_client_has_more_than_its_share_of_a_round(fit: Fit) -> None:
 
     ones = changed(tensors=each(lambda tensor: tensor + 1.0))
     with pytest.warns(UserWarning, match=r"says that it has 1,000,000,000 examples, and counts as one with"):
-        assert weight_of_first() == pytest.approx(0.5, abs=1e-5)
+        assert weight_of_first(max_share=0.5) == pytest.approx(0.5, abs=1e-5)
     with pytest.warns(UserWarning, match="share of 0.25 of a round's weight"):
-        assert weight_of_first(max_share=0.25) == pytest.approx(0.25, abs=0.01)  # sizes are whole numbers
+        assert weight_of_first() == pytest.approx(0.25, abs=0.01)  # sizes are whole numbers
     assert weight_of_first(max_share=1.0) > 0.999
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TypeVar
 
 from lightning_spectral.errors import RecordError
-from lightning_spectral.network.gate import UploadGate, most_handshake_bytes, read_handshake
+from lightning_spectral.network.gate import PER_CLIENT, SMALL, UploadGate, read_handshake
 from lightning_spectral.network.line import Answer, Asking, Question
 from lightning_spectral.network.messages import Kind, Part, Start, digest_of, handshake_parts, record_parts
 from lightning_spectral.network.objects import write_object
@@ -78,7 +78,7 @@ class RemoteExecutor(Executor):
                 yield Upload(question.unit, {}, left_out="dropped_out")
                 continue
             asked[node] = question
-            parts, most_bytes = handshake_parts(question), most_handshake_bytes(question)
+            parts, most_bytes = handshake_parts(question), SMALL + PER_CLIENT * len(question.said)
             asking.ask(Question(node, Kind.AGREE, parts, question.round_idx, self.deadline, most_bytes))
         for sent, answer in asking.arrived(wait=True):
             question = asked[sent.node]

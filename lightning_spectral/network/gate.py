@@ -86,13 +86,8 @@ def read_metrics(answer: Answer) -> dict[str, float]:
 def read_handshake(asked: Handshake, answer: Answer) -> Handshake:
     """What a device says in a step of secure sums; what it means is checked where it is used."""
     parts = read_parts(answer)
-    _check_size("handshake", len(parts.get(Part.HANDSHAKE, b"")), most_handshake_bytes(asked))
+    _check_size("handshake", len(parts.get(Part.HANDSHAKE, b"")), SMALL + PER_CLIENT * len(asked.said))
     return replace(asked, said=handshake_of(parts).said)
-
-
-def most_handshake_bytes(asked: Handshake) -> int:
-    """Most bytes of what a device says in a step of secure sums."""
-    return SMALL + PER_CLIENT * len(asked.said)
 
 
 class UploadGate:

@@ -179,8 +179,7 @@ class ClientTable(Tabular):
         """The spread of each metric over the clients, as ``<metric>/<figure>``.
 
         - ``mean``, ``weighted_mean``: clients have equal weights; weights are their numbers of held-out examples.
-        - ``median``, ``trimmed_mean``: unweighted, and hardly moved by a few clients that lie; the mean is without the
-          tenth of the clients with the smallest values and that with the largest, but at least one each.
+        - ``median``, ``trimmed_mean``: the latter without the tenth of the clients with the lowest and highest values.
         - ``std``: unweighted standard deviation over the clients. Its square is the variance of q-FFL.
         - ``lowest_decile``, ``highest_decile``: `decile_means`.
         - ``jain``, ``gini``: `jain_index`, `gini_coefficient`; missing if a value is negative.

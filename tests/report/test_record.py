@@ -180,7 +180,8 @@ def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(
     assert spread(run, "val_acc") is not None
     ((index, table),) = client_tables(run).values()
     assert index == 2
-    assert [row[0] for row in table.rows] == [row.client_id for row in fitted.ledger.rows if row.round_idx == 2]
+    at = table.columns.index("client")
+    assert [row[at] for row in table.rows] == [row.client_id for row in fitted.ledger.rows if row.round_idx == 2]
     assert write_report([tmp_path], tmp_path / "r.html") == [tmp_path / "r.html"]
 
 

@@ -242,11 +242,12 @@ class FlowerLine(Line):
         grid, now = self.grid, time.monotonic()
         for ticket in [ticket for ticket, awaited in self._awaited.items() if now > awaited.until]:
             self._forget(ticket)
-        found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=tickets))
+        unheard = [ticket for ticket in tickets if ticket in self._awaited and not self._awaited[ticket].answer]
+        # asked again for what it has handed on, the SuperLink says that there was no such message
+        found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=unheard))
         for head, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-            if (awaited := self._awaited.get(head.metadata.reply_to_message_id)) is not None:
-                names = (part.object_id for part in flower_object.iterate_object_tree(tree))
-                awaited.answer, awaited.missing = tree.object_id, list(dict.fromkeys(names))
+            awaited, names = self._awaited[head.metadata.reply_to_message_id], flower_object.iterate_object_tree(tree)
+            awaited.answer, awaited.missing = tree.object_id, list(dict.fromkeys(part.object_id for part in names))
         pull = make_pull_object_fn_protobuf(grid._runtime_client.PullObject, grid.node, grid.run.run_id)
         for ticket in (ticket for ticket in tickets if ticket in self._awaited and self._awaited[ticket].answer):
             try:

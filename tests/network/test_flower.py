@@ -53,6 +53,7 @@ class FakeGrid(Grid):
 
     def __init__(self, app: Any, node_configs: dict[int, dict[str, Any]]) -> None:
         self.app, self.replies, self.objects = app, dict[str, Message](), dict[str, bytes]()
+        self.asked, self.handed_on = dict[str, Message](), dict[str, Message]()
         self._runtime_client, self.spoil = self, dict[str, Callable[[bytes], bytes]]()
         self.contexts = {
             node: Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config={})
@@ -79,14 +80,17 @@ class FakeGrid(Grid):
             reply = self.app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             reply = Message(Error(code=2, reason=repr(error)), reply_to=message)
-        self.replies[ticket] = reply
+        self.asked[ticket], self.replies[ticket] = message, reply
         return ticket
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         raise AssertionError("it waits for the slowest device")
 
     def PullMessages(self, request: Any) -> Any:
-        found = [self.replies.pop(ticket) for ticket in request.message_ids if ticket in self.replies]
+        gone = [Message(Error(3), reply_to=self.handed_on[t]) for t in request.message_ids if t in self.handed_on]
+        tickets = [ticket for ticket in request.message_ids if ticket in self.replies]
+        self.handed_on.update((ticket, self.asked[ticket]) for ticket in tickets)
+        found = [*gone, *map(self.replies.pop, tickets)]
         for reply in found:
             for name, part in get_all_nested_objects(reply).items():
                 self.objects[name] = self.spoil.get(name, bytes)(part.deflate())

@@ -182,12 +182,9 @@ def group_end(group: Group, metric: str) -> Numbers:
 
 def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
     """FedAvg first, as what others are compared with, then by what was sent; the order decides colours and marks."""
-
-    def key(group: Group) -> tuple[bool, float]:
-        cost = float(group_end(group, metric)[:, 0].mean())
-        return not group.is_baseline, math.inf if math.isnan(cost) else cost
-
-    return [replace(group, index=index) for index, group in enumerate(sorted(groups, key=key))]
+    costs = [group_end(group, metric)[:, 0].mean() for group in groups]
+    order = np.lexsort((costs, [not group.is_baseline for group in groups]))  # by the last key first; NaN comes last
+    return [replace(groups[position], index=index) for index, position in enumerate(order)]
 
 
 def spread_of(values: Sequence[float] | Numbers) -> str:
@@ -292,8 +289,7 @@ def on_curves(groups: Sequence[Group], metric: str) -> str:
         parts.append(f"Curves that hardly move: {'; '.join(text for _, text in flat)}. {FLAT_CURVES}{baseline}")
     if stretched := _stretched(means):
         parts.append(stretched)
-    lost = [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]
-    if lost:
+    if lost := [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]:
         parts.append(f"Curves that end in no finite number: {'; '.join(lost)}. {DIVERGED}")
     return " ".join(parts)
 

@@ -362,8 +362,8 @@ def edges(rounds: Numbers) -> Numbers:
         >>> edges(np.array([1.0, 11.0, 21.0]))
         array([-4.,  6., 16., 26.])
     """
-    half = np.diff(rounds) / 2 if len(rounds) > 1 else np.array([0.5])
-    return np.concatenate([rounds[:1] - half[0], rounds[:-1] + half[: len(rounds) - 1], rounds[-1:] + half[-1]])
+    around = np.pad(rounds, 1, "reflect", reflect_type="odd") if len(rounds) > 1 else rounds[0] + np.arange(-1.0, 2.0)
+    return (around[1:] + around[:-1]) / 2
 
 
 def clients_section(contents: Contents) -> Section:

@@ -118,9 +118,12 @@ class Engine:
         """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(self.clients.num_clients, self.seed)
 
+    def epochs_of(self, client_id: int) -> int:
+        """The ``local_epochs`` of a client; one that joins later has those of an earlier one."""
+        return self._epochs.of(client_id % len(self._epochs))
+
     @cached_property
-    def epochs(self) -> Assigned[int]:
-        """Each client's ``local_epochs``; raises ``ValueError`` if they are not as many as clients."""
+    def _epochs(self) -> Assigned[int]:
         check_num_entries("local_epochs", self.local_epochs, self.clients.num_clients)
         return assign(self.local_epochs, self.clients.num_clients, self.seed, "local epochs")
 
@@ -153,8 +156,8 @@ class Engine:
         Only a virtual clock needs the size of its sub-model, and how often it passes over its data: measured once for
         each capacity and number of passes, on a temporary sub-model.
         """
-        kind = capacity, epochs = capacity, self.epochs.of(unit.client_id)
-        task = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), epochs)
+        epochs = self.epochs_of(unit.client_id)
+        task, kind = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), epochs), (capacity, epochs)
         if self.conditions.clock is None:
             return task
         if kind not in self._tasks:
@@ -355,7 +358,7 @@ class OpenRound:
         common = replace(
             download,
             round_idx=self.round_idx,
-            local_epochs=engine.epochs.of(unit.client_id),
+            local_epochs=engine.epochs_of(unit.client_id),
             options=self._options,
             seed=engine.seed,
         )

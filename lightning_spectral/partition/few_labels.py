@@ -17,8 +17,7 @@ class ShardPartitioner(Partitioner):
 
     Args:
         num_clients: Number of clients, at least 1.
-        shards_per_client: Number of shards, drawn at random, of each client; a shard has one label or, if labels are
-            not cut evenly, two.
+        shards_per_client: Shards of each client, drawn at random; most have one label, those across a border two.
 
     Reference:
         McMahan et al. (2017), Communication-efficient learning of deep networks from decentralized data, section 3.

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import ClassVar
+from statistics import median
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +22,7 @@ from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
+    ClientOutcome,
     Download,
     ExclusionReason,
     Handshake,
@@ -34,6 +36,7 @@ from lightning_spectral.protocol.records import (
 from lightning_spectral.sums import MeanChange
 
 MASKED = "masked"  # a figure of arrivals: 1 if the update was masked
+LONGEST, REMEMBERED = 10.0, 5  # of a round's mean change, in units of the median of so many rounds before
 Said = Mapping[int, bytes]
 DID: Mapping[Step, str] = {
     "keys": "sent keys",
@@ -59,7 +62,8 @@ class SecureSums(Filter):
       so it could impersonate all others; it also sets each client's weight, and could ask for no masks at all. Devices
       refuse to reveal twice, or for fewer clients than the threshold.
     - Losses and what clients log stay on devices, and updates are not bounded. A client that moves a tensor by more
-      than 4096 times its size is left out as not finite.
+      than 4096 times its size is left out as not finite. A round whose mean change is more than ten times as long as is
+      usual changes nothing, with a warning: masks hide who is at fault.
 
     With several processes, the clients of each, two at least, are a group with masks and a threshold of its own.
 
@@ -129,6 +133,8 @@ class SecureEnd(ServerEnd):
     def __init__(self, choice: SecureSums) -> None:
         self.choice = choice
         self._sum: MaskedSum | None = None  # of the round, once its clients agree
+        self._norms: list[float] = []  # of the mean changes of the last rounds
+        self._norm = 0.0  # of this round's
 
     def remarks(self) -> Sequence[str]:
         return [
@@ -137,7 +143,7 @@ class SecureEnd(ServerEnd):
         ]
 
     def begin(self, opened: Opened) -> None:
-        self._opened, self._sum = opened, None
+        self._opened, self._sum, self._norm = opened, None, 0.0
 
     def agree(self, units: Sequence[WorkUnit], ask: Ask) -> None:
         mean, *others = self._opened.round.sums
@@ -163,8 +169,35 @@ class SecureEnd(ServerEnd):
         return replace(arrival, is_held=True, figures={**arrival.figures, MASKED: 1.0})
 
     def collected(self, left_out: Sequence[ExclusionReason]) -> None:
-        if self._sum is not None:
-            self._sum.remove_masks(left_out)
+        if self._sum is None:
+            return
+        self._sum.remove_masks(left_out)
+        mean, round_idx = self._sum.mean, self._opened.cohort.round_idx
+        self._norm = math.sqrt(sum(float(change.square().sum()) for _, change in mean.finish()))
+        sent = sum(max(float(before.double().square().sum()), before.numel()) for before in mean.before.values())
+        limit = LONGEST * median(self._norms) if self._norms else math.sqrt(sent)
+        if self._norm > limit:
+            who = ", ".join(map(str, sorted(self._sum.arrived)))
+            warnings.warn(
+                f"Round {round_idx}: the mean change of clients {who} has norm {self._norm:.3g}, and at most "
+                f"{limit:.3g} is added, so the server's weights are unchanged. If that happens again, find out by "
+                "their devices' logs who is at fault.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+            self._norm = 0.0
+            for steps in mean.steps.values():
+                steps.zero_()
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        self._norms = [*self._norms, self._norm][-REMEMBERED:] if self._norm > 0 else self._norms
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"norms": self._norms}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._norms = list(state_dict["norms"])
 
 
 @dataclass(eq=False)
@@ -179,6 +212,7 @@ class MaskedSum:
         total: Sum of the coefficients of the round's units.
         mean: The sum of the round.
         fallen: Why clients that were asked do not take part.
+        arrived: The clients of the sum.
     """
 
     ask: Ask
@@ -188,10 +222,10 @@ class MaskedSum:
     total: float
     mean: MeanChange
     fallen: dict[Key, Unusable] = field(default_factory=dict)
+    arrived: set[int] = field(default_factory=set)
     _keys: dict[int, bytes] = field(default_factory=dict)  # of clients that take part
     _dealt: dict[int, Said] = field(default_factory=dict)  # by dealer and receiver: sealed shares and their digests
     _shown: dict[int, Said] = field(default_factory=dict)  # likewise, shares that the receiver says it lacks
-    _arrived: set[int] = field(default_factory=set)
 
     def agree(self) -> None:
         """Let the clients agree on masks, before any of them trains.
@@ -230,7 +264,7 @@ class MaskedSum:
         self.mean.weights.add(self.units[upload.unit.client_id].coefficient)
         for name, steps in self.mean.steps.items():
             steps.add_(upload.tensors[name].to(steps.device))
-        self._arrived.add(upload.unit.client_id)
+        self.arrived.add(upload.unit.client_id)
 
     def remove_masks(self, left_out: Iterable[ExclusionReason]) -> None:
         """Let the clients whose updates arrived reveal what removes all masks, and remove them.
@@ -241,10 +275,10 @@ class MaskedSum:
         Raises:
             RoundError: If fewer than the threshold are left, or what they reveal is wrong.
         """
-        self._check(len(self._arrived), "reported", left_out)
+        self._check(len(self.arrived), "reported", left_out)
         from lightning_spectral.sums.masks import BOX_BYTES, half, remove_masks
 
-        arrived = dict.fromkeys(sorted(self._arrived), b"")
+        arrived = dict.fromkeys(sorted(self.arrived), b"")
 
         def has_revealed(client: int, said: Said) -> bool:
             told = {by: half(self._dealt[by][client][BOX_BYTES:], by in arrived) for by in self._keys}
@@ -259,7 +293,7 @@ class MaskedSum:
                 revealed.setdefault(to, {})[by] = half(shares, by in arrived)
         values, unit = flat(self.mean), next(iter(self.units.values()))
         try:
-            remove_masks(values, context_of(unit, self.round_idx), self.threshold, self._keys, self._arrived, revealed)
+            remove_masks(values, context_of(unit, self.round_idx), self.threshold, self._keys, self.arrived, revealed)
         except ValueError as error:
             raise RoundError(
                 f"Round {self.round_idx}: the masks of its sum cannot be removed, so the server's weights are "

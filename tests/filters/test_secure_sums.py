@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
+from lightning_spectral.filters.secure_sums import MaskEnd
 from lightning_spectral.plugin.callbacks import BatchNormEstimation, UpdateAlignment
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor, SequentialExecutor
@@ -30,6 +32,22 @@ class UploadsMore(ls.FedAvg):
 
 SETTINGS: dict[str, Any] = {"clients_per_round": 6, "local_epochs": 2, "seed": 3, "max_epochs": 3}
 SECURE = ls.SecureSums(threshold=0.6)
+
+
+@pytest.mark.parametrize("lies_in", [0, 2])
+def test_a_round_with_a_lie_changes_nothing(lies_in: int, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, options = MaskEnd.leave, {**SETTINGS, "filters": [SECURE], "clients_per_round": 12}
+    before = fit(seeded(LitMLP), toy_data(), **{**options, "max_epochs": lies_in}) if lies_in else None
+
+    def lies(end: MaskEnd, turn: Any, upload: Upload) -> Any:
+        said, kept = leave(end, turn, upload)
+        moved = 2**58 if (turn.download.round_idx, turn.download.unit.client_id) == (lies_in, 5) else 0
+        return replace(said, tensors={name: steps + moved for name, steps in said.tensors.items()}), kept
+
+    monkeypatch.setattr(MaskEnd, "leave", lies)
+    with pytest.warns(ls.SpectralWarning, match=rf"Round {lies_in}: the mean change of clients 0, 1, .*, 11 has norm"):
+        fitted = fit(seeded(LitMLP), toy_data(), **{**options, "max_epochs": lies_in + 1})
+    assert same_state(fitted.state, seeded(LitMLP).state_dict() if before is None else before.state)
 
 
 class LitDiverges(LitMLP):

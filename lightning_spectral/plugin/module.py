@@ -195,12 +195,12 @@ class FederatedModule(FederatedHooks, Member):
         return {"filters": self.filters, "buffers": self.buffer_rules}
 
     def configuration(self) -> dict[str, str | int]:
-        server = self.server_optimizer
+        server, epochs = self.server_optimizer, self.local_epochs
         is_seen = server is None or is_dataclass(server)
         return {
             "algorithm": repr(self.algorithm),
             "participation": repr(self.participation),
-            "local_epochs": repr(self.local_epochs),
+            "local_epochs": epochs if isinstance(epochs, int) else repr(epochs),
             "server_optimizer": repr(server) if is_seen else "a function, whose settings are not compared",
             "local_hooks": repr(list(self.local_hooks)),
             "seed": self.seed,

@@ -154,6 +154,10 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          [ls.Robust(ls.server.Median()), ls.Weights("uniform")]),
         ("[{class_path: Robust, init_args: {rule: {class_path: TrimmedMean, init_args: {share: 0.2}}}}]",
          [ls.Robust(ls.server.TrimmedMean(0.2))]),
+        ("[{class_path: Attack, init_args: {lie: ipm, strength: 2.0, clients: 0.3}}]",
+         [ls.Attack("ipm", 2.0, clients=0.3)]),
+        ("[{class_path: Attack, init_args: {lie: scale, strength: -1.0, clients: [0, 3]}}]",
+         [ls.Attack("scale", -1.0, clients=[0, 3])]),
         *SECURE,
     ],
     "buffers": [("{'*.base': server, low: min}", {"*.base": "server", "low": "min"})],
@@ -176,6 +180,9 @@ PARTITIONERS = [
      ls.PachinkoPartitioner(5, [0, 0, 1], alpha=0.1, beta=10.0)),
     ("{class_path: NaturalPartitioner, init_args: {keys: [romeo, juliet, romeo]}}",
      ls.NaturalPartitioner(["romeo", "juliet", "romeo"])),
+    ("{class_path: ShardPartitioner, init_args: {num_clients: 5, shards_per_client: 3}}", ls.ShardPartitioner(5, 3)),
+    ("{class_path: LabelsPerClient, init_args: {num_clients: 5, num_labels: 3}}", ls.LabelsPerClient(5, 3)),
+    ("{class_path: IIDPartitioner, init_args: {num_clients: 2, sizes: [3, 1]}}", ls.IIDPartitioner(2, sizes=[3.0, 1.0])),
 ]  # fmt: skip
 
 

@@ -41,7 +41,9 @@ def devices(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
 
 
 def probabilities(value: Any, num_clients: int, seed: int) -> Assigned[Any]:
-    return ls.ClientDropout(value).assign(num_clients, seed)
+    found = Conditions(ls.ClientDropout(value)).prepare(num_clients, seed).probabilities
+    assert found is not None
+    return found
 
 
 # each user of the law, its purpose, and three values that it accepts
@@ -164,7 +166,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         "`keep_ratio` lists 2 values for 3 clients",
     ),
     "one device for two": (
-        lambda: ls.VirtualClock([SLOW]).check(2, clients_per_round=1),
+        lambda: Conditions(None, ls.VirtualClock([SLOW])).check(2, 1),
         "`profiles` lists 1 values for 2 clients",
     ),
     "three probabilities for two": (

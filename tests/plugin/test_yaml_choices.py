@@ -182,7 +182,8 @@ PARTITIONERS = [
      ls.NaturalPartitioner(["romeo", "juliet", "romeo"])),
     ("{class_path: ShardPartitioner, init_args: {num_clients: 5, shards_per_client: 3}}", ls.ShardPartitioner(5, 3)),
     ("{class_path: LabelsPerClient, init_args: {num_clients: 5, num_labels: 3}}", ls.LabelsPerClient(5, 3)),
-    ("{class_path: IIDPartitioner, init_args: {num_clients: 2, sizes: [3, 1]}}", ls.IIDPartitioner(2, sizes=[3.0, 1.0])),
+    ("{class_path: IIDPartitioner, init_args: {num_clients: 2, sizes: [3, 1]}}",
+     ls.IIDPartitioner(2, sizes=[3.0, 1.0])),
 ]  # fmt: skip
 
 

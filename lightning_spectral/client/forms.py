@@ -138,13 +138,7 @@ class Forms:
             assert self.kept is None, "a module is one client at a time"
             if self._last is None or not self._last.renewed():
                 self._last = KeptState(self.module, *self.others)
-                parts = [*map(id, self.module.modules()), *map(id, self.module.parameters())]
-                if parts != self._parts:
-                    self._parts = parts
-                    self._forms.clear()
-                now = {id(tensor) for tensor in self._last.tensors}
-                self._memory = {key: entry for key, entry in self._memory.items() if key in now}
-                self._shared.clear()
+                self._forget_what_is_gone(self._last)
             self.kept = self._last
             try:
                 if capacity in self._forms:
@@ -174,6 +168,16 @@ class Forms:
                 self._form.kept.restore()
             self.kept.restore()
             self.kept = self._form = None
+
+    def _forget_what_is_gone(self, kept: KeptState) -> None:
+        """Forget memory of tensors that the server no longer has, and all forms if its parts have changed."""
+        parts = [*map(id, self.module.modules()), *map(id, self.module.parameters())]
+        if parts != self._parts:
+            self._parts = parts
+            self._forms.clear()
+        now = {id(tensor) for tensor in kept.tensors}
+        self._memory = {key: entry for key, entry in self._memory.items() if key in now}
+        self._shared.clear()
 
     def _built(self, kept: KeptState, capacity: float) -> Form:
         server = {name: tensor for name, tensor in named_state(self.module).items() if isinstance(tensor, nn.Parameter)}

@@ -19,6 +19,8 @@ from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
 from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
+from lightning_spectral.filters.bounds import UsualUpdateNorm
+from lightning_spectral.filters.own import norm_of
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
@@ -36,7 +38,7 @@ from lightning_spectral.protocol.records import (
 from lightning_spectral.sums import MeanChange
 
 MASKED = "masked"  # a figure of arrivals: 1 if the update was masked
-LONGEST, REMEMBERED = 10.0, 5  # of a round's mean change, in units of the median of so many rounds before
+REMEMBERED = 5  # rounds whose mean changes have the usual norm
 Said = Mapping[int, bytes]
 DID: Mapping[Step, str] = {
     "keys": "sent keys",
@@ -133,8 +135,7 @@ class SecureEnd(ServerEnd):
     def __init__(self, choice: SecureSums) -> None:
         self.choice = choice
         self._sum: MaskedSum | None = None  # of the round, once its clients agree
-        self._norms: list[float] = []  # of the mean changes of the last rounds
-        self._norm = 0.0  # of this round's
+        self._norms, self._norm = list[float](), 0.0  # of the mean changes of the last rounds, and of this round's
 
     def remarks(self) -> Sequence[str]:
         return [
@@ -173,9 +174,9 @@ class SecureEnd(ServerEnd):
             return
         self._sum.remove_masks(left_out)
         mean, round_idx = self._sum.mean, self._opened.cohort.round_idx
-        self._norm = math.sqrt(sum(float(change.square().sum()) for _, change in mean.finish()))
-        sent = sum(max(float(before.double().square().sum()), before.numel()) for before in mean.before.values())
-        limit = LONGEST * median(self._norms) if self._norms else math.sqrt(sent)
+        self._norm = norm_of(change for _, change in mean.finish())
+        sent, usual = mean.before.values(), median(self._norms) if self._norms else math.nan
+        limit = UsualUpdateNorm().limit(lambda: max(norm_of(sent), math.sqrt(sum(map(torch.numel, sent)))), usual)
         if self._norm > limit:
             who = ", ".join(map(str, sorted(self._sum.arrived)))
             warnings.warn(

@@ -75,9 +75,8 @@ class DirichletPartitioner(Partitioner):
         assert labels is not None, "__call__ checks it"
         sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
         concentration = class_concentration(sizes, self.alpha, self.symmetric)
-        draw_slots = partial(draw_slot_classes, partial(draw_dirichlet_counts, concentration))
-        if self.num_clients >= MANY:
-            draw_slots = partial(draw_dirichlet_slots, concentration)
+        of_few, of_many = draw_dirichlet_counts, partial(draw_dirichlet_slots, concentration)
+        draw_slots = of_many if self.num_clients >= MANY else partial(draw_slot_classes, partial(of_few, concentration))
         return deal_by_class(labels, self.num_clients, draw_slots, generator, self.sizes)
 
 
@@ -260,7 +259,7 @@ class PachinkoPartitioner(Partitioner):
         check_fields(
             self,
             num_clients=Whole(at_least=1),
-            superclasses=partial(numbers, rule=Whole(), of="class"),
+            superclasses=partial(numbers, rule=Whole(), of="class", kind="whole number"),
             alpha=Number(above=0, hint="use IIDPartitioner for iid clients"),
             beta=Number(above=0),
             symmetric=flag,

@@ -45,12 +45,13 @@ class SizeLaw:
 Sizes: TypeAlias = SizeLaw | Sequence[float] | None
 
 
-def numbers(argument: str, values: Any, rule: Rule, of: str) -> tuple[Any, ...]:
+def numbers(argument: str, values: Any, rule: Rule, of: str, kind: str = "number") -> tuple[Any, ...]:
     """Numbers as a tuple of plain ones, so that a tensor, an array and a YAML list are the same choice."""
-    if isinstance(values, Tensor | np.ndarray):
-        values = values.tolist()
+    values = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"`{argument}` must be a sequence of numbers, one for each {of}, got {values!r}.")
+        raise TypeError(f"`{argument}` must be a sequence of {kind}s, one for each {of}, got {values!r}.")
+    if not values:
+        raise ValueError(f"`{argument}` must hold a {kind} for each {of}, got none.")
     return tuple(rule(f"{argument}[{k}]", value) for k, value in enumerate(values))
 
 

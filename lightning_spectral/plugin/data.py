@@ -304,6 +304,10 @@ class FederatedDataModule(FixedArguments, ServerData):
         return None if stored is None else labels_in_examples(self.train, stored)
 
     @cached_property
+    def _fingerprint(self) -> str:  # which every checkpoint holds
+        return self.partition.fingerprint()
+
+    @cached_property
     def _parts(self) -> tuple[Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
@@ -371,10 +375,10 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     def configuration(self) -> dict[str, str | int]:
         own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        return {**own, "partition": self.partition.fingerprint()}
+        return {**own, "partition": self._fingerprint}
 
     def identity(self) -> Sequence[str]:
-        return [self.partition.fingerprint()]
+        return [self._fingerprint]
 
     def has_clients_of(self, other: ServerData) -> bool:
         """Examples are compared, the first ones of some clients, unless the data sets are the same object."""

@@ -356,8 +356,9 @@ def test_a_data_set_without_some_of_the_classes_is_split() -> None:
 @pytest.mark.parametrize(
     ("superclasses", "kind", "message"),
     [
-        ("01", TypeError, "`superclasses` must be a sequence of numbers, one for each class, got '01'"),
-        ({0: 1}, TypeError, "`superclasses` must be a sequence of numbers"),
+        ([], ValueError, "`superclasses` must hold a whole number for each class, got none"),
+        ("01", TypeError, "`superclasses` must be a sequence of whole numbers, one for each class, got '01'"),
+        ({0: 1}, TypeError, "`superclasses` must be a sequence of whole numbers"),
         ([0, 1.5], TypeError, r"`superclasses\[1\]` must be a whole number, got 1.5"),
     ],
 )

@@ -135,7 +135,7 @@ class SecureEnd(ServerEnd):
     def __init__(self, choice: SecureSums) -> None:
         self.choice = choice
         self._sum: MaskedSum | None = None  # of the round, once its clients agree
-        self._norms, self._norm = list[float](), 0.0  # of the mean changes of the last rounds, and of this round's
+        self._norms = list[float]()  # of the mean changes of the last rounds
 
     def remarks(self) -> Sequence[str]:
         return [
@@ -144,7 +144,7 @@ class SecureEnd(ServerEnd):
         ]
 
     def begin(self, opened: Opened) -> None:
-        self._opened, self._sum, self._norm = opened, None, 0.0
+        self._opened, self._sum = opened, None
 
     def agree(self, units: Sequence[WorkUnit], ask: Ask) -> None:
         mean, *others = self._opened.round.sums
@@ -174,24 +174,24 @@ class SecureEnd(ServerEnd):
             return
         self._sum.remove_masks(left_out)
         mean, round_idx = self._sum.mean, self._opened.cohort.round_idx
-        self._norm = norm_of(change for _, change in mean.finish())
+        norm = norm_of(change for _, change in mean.finish())
         sent, usual = mean.before.values(), median(self._norms) if self._norms else math.nan
         limit = UsualUpdateNorm().limit(lambda: max(norm_of(sent), math.sqrt(sum(map(torch.numel, sent)))), usual)
-        if self._norm > limit:
+        if norm > limit:
             who = ", ".join(map(str, sorted(self._sum.arrived)))
             warnings.warn(
-                f"Round {round_idx}: the mean change of clients {who} has norm {self._norm:.3g}, and at most "
-                f"{limit:.3g} is added, so the server's weights are unchanged. If that happens again, find out by "
-                "their devices' logs who is at fault.",
+                f"Round {round_idx}: the mean change of clients {who} has norm {norm:.3g}, and at most {limit:.3g} is "
+                "added, so the server's weights are unchanged. If that happens again, look in their devices' logs.",
                 SpectralWarning,
                 stacklevel=2,
             )
-            self._norm = 0.0
             for steps in mean.steps.values():
                 steps.zero_()
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
-        self._norms = [*self._norms, self._norm][-REMEMBERED:] if self._norm > 0 else self._norms
+        sums = (each for each in self._opened.round.sums if isinstance(each, MeanChange))  # of all processes
+        norms = filter(None, (norm_of(change for _, change in mean.finish()) for mean in sums))
+        self._norms = [*self._norms, *norms][-REMEMBERED:]
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from other_process import toy_data
 from toy_models import LitMLP, LitSmall
 
 pytest.importorskip("cryptography", reason="masks need the extra `secure`")
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.network.line import Answer, Question
@@ -76,7 +75,8 @@ def secure_fit(fit: Fit, line: FakeLine, lit: Any = LitMLP, threshold: float = 0
     return fit(seeded(lit), remote(line, deadline=0.2), filters=[secure], **{**SETTINGS, **options})
 
 
-@pytest.mark.parametrize("lit", slow_but([LitMLP], [LitMLP, LitSmall]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("lit", [LitMLP, LitSmall])
 @pytest.mark.parametrize("hazards", [None, 1])
 def test_the_network_gives_the_bits_of_the_simulation_without_masks(lit: Any, hazards: int | None, fit: Fit) -> None:
     ours = fit(seeded(lit), remote(toy_line(lit, hazards=hazards)), filters=[ls.SecureSums()], **SETTINGS)
@@ -95,9 +95,10 @@ def unread(parts: Parts) -> Parts:
     return {name: data[:-1] for name, data in parts.items()}
 
 
-@pytest.mark.parametrize("after", slow_but([lost], [lost, late, unread]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("after", [lost, late, unread])
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.filterwarnings("ignore:.*is left out of the average")
+@pytest.mark.filterwarnings("ignore:.*is left out of the average", "ignore:.*is in the sum, although")
 def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed(
     step: str, after: Any, fit: Fit
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed
     assert sum(reasons) == (0 if step == "reveal" else 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("step", "words"),
     [
@@ -197,6 +199,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_would_uncover_a_client_or_break_the_sum_is_refused(name: str, fit: Fit) -> None:
     step, options, words = REFUSALS[name]
@@ -295,7 +298,8 @@ LIES: dict[str, tuple[str, Callable[[Parts], Parts], bool, str]] = {
 }
 
 
-@pytest.mark.parametrize("client", slow_but([0], [0, 11]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("client", [0, 11])
 @pytest.mark.parametrize("name", LIES)
 def test_a_device_that_lies_is_named_and_the_round_ends_without_it(name: str, client: int, fit: Fit) -> None:
     """Honest devices are neither named nor left out, and the sum is that of a plain round."""

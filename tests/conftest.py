@@ -5,6 +5,7 @@ name.
 """
 
 import gc
+import random
 import signal
 import sys
 from collections.abc import Generator, Iterator
@@ -41,6 +42,21 @@ def pytest_collection() -> Generator[None, Any, Any]:
     gc.freeze()
     gc.enable()
     return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to the slow tests which cases of a test that is marked as `sampled` are not drawn."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, found in cases.items():
+        number = found[0].get_closest_marker("sampled").args[0]  # type: ignore[union-attr]
+        drawn = random.Random(name).sample(found, min(number, len(found)))
+        for item in found:
+            if item not in drawn:
+                item.add_marker("slow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

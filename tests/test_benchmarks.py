@@ -32,6 +32,7 @@ def run(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> 
         yield script
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "sums"), [("float32", 2), ("bf16", 4)])
 def test_a_round_of_fed_avg_holds_few_copies_of_the_model(kind: str, sums: int, run: Run) -> None:
     """The server, the clients' memory and int64 sums; a gradient and a momentum only while a client trains."""

@@ -58,6 +58,7 @@ def spectral(keep_ratio: Any) -> ls.SpectralSharding:
     return ls.SpectralSharding(keep_ratio=keep_ratio)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])
 def test_later_clients_and_rounds_recompile_nothing(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -78,6 +79,7 @@ def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDat
 
 
 # all terms, since the draw depends on the names of layers, which `torch.compile` changes
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(1.0)], ids=["dense", "spectral"])
 def test_a_compiled_run_has_the_weights_of_a_plain_one(algorithm: Any, toy: TensorDataset, fit: Fit) -> None:
     compiled = fit(seeded(three_layers), clients(toy, 5), algorithm=algorithm).module
@@ -115,6 +117,7 @@ def in_place(compiled: list[Any], parts: Sequence[str] = ("net",)) -> LitNet:
 dynamo_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
+@pytest.mark.sampled(2)
 @dynamo_warns
 @pytest.mark.parametrize("parts", [["net"], ["net.first", "net.second"]], ids=["a network", "its blocks"])
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])

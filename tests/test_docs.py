@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from public_names import PLACES
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.user_hooks import REFUSED_HOOKS
@@ -32,7 +31,6 @@ DOCS = ROOT / "docs"
 # A Python block, and the output that is shown right below it, if any.
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<shown>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 PAGES = [page for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_text())]
-QUICK = [page for page in PAGES if page.name != "costs_more.md"]  # which takes half a minute
 
 
 # What the reader has already.
@@ -70,7 +68,8 @@ def blocks(page: Path) -> Iterator[tuple[Any, str | None]]:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers for it
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")  # of a model that was not downloaded
-@pytest.mark.parametrize("page", slow_but(QUICK, PAGES), ids=lambda page: page.name)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs_and_prints_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(page.stem)
     monkeypatch.setitem(sys.modules, page.stem, module)  # pickle looks for the page's classes there

@@ -110,6 +110,7 @@ def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
     return ls.SpectralSharding(keep_ratio=keep_ratio, frobenius_decay=0.0, layers=choices, spectral_start=None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CORES)
 def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit, monkeypatch):
     lit = lit_core(CORES[name]()).double()
@@ -134,6 +135,7 @@ def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit
         assert not torch.equal(weight, before[block.parameter])
 
 
+@pytest.mark.sampled(2)
 @flat_spectra
 @pytest.mark.parametrize("name", CORES)
 def test_training_changes_every_layer_and_a_round_without_it_no_bit(name: str, flat: TensorDataset, fit: Fit) -> None:

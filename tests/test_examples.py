@@ -88,6 +88,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> It
         yield run
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LORA)
 def test_lora_fine_tunes_and_leaves_an_adapter(name, tmp_path, monkeypatch, run_here):
     pytest.importorskip("peft", reason="comes with the `peft` extra")
@@ -161,6 +162,7 @@ def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
     assert done.percentage(r"accuracy after 100 rounds: (\d+\.\d)%") >= mean(stated) - 3 * stdev(stated)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("package", "says"),
     [

@@ -137,6 +137,7 @@ def said() -> dict[str, list[str]]:
     return {name: words for name, *words in lines if name in FORKED}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["ours first", "ours last", "a part of ours first"])
 def test_lightning_knows_the_strategy_by_name_in_any_order_of_imports(order: str, said: dict[str, list[str]]) -> None:
     assert said[order] == ["0", "4", "ClientParallelStrategy"]

@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     "plans",
     [
-        ["1,SIGKILL,SIGTERM", "2,SIGTERM,SIGTERM,SIGKILL"],
+        ["1,SIGKILL,SIGTERM"],
+        pytest.param(["2,SIGTERM,SIGTERM,SIGKILL"], marks=pytest.mark.slow),
         *(
             pytest.param([",".join([str(n), *20 * [name]])], marks=pytest.mark.slow)
             for n, name in ((1, "SIGKILL"), (1, "SIGTERM"), (2, "SIGTERM"))

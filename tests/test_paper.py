@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow_but
 from study_files import study_files
 
 import lightning_spectral as ls
@@ -57,6 +56,7 @@ def made_up(settings: Any, accuracy: float, error: str = "") -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_grid_has_algorithms_metrics_and_numbers_for_every_cell(paper: Any, name: str) -> None:
     for scale in paper.grid.SCALES:
@@ -82,7 +82,8 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
     assert {run.clients_per_round for run in paper.run.read("prism_table2", "gpu").runs(seed=0)} == {20}
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in NAMES if name.startswith("table")], NAMES))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
     """The last run without PriSM, whose exact probabilities take seconds; the slow test below does all of them."""
     experiment = paper.run.read(name, "toy")
@@ -97,6 +98,7 @@ def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, nam
     assert (tmp_path / "report" / f"{name}.md").read_text().startswith(experiment.title)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [{"setup": "HeteroFL"}, {"setup": "Top-n", "output_ratio": 0.4}])
 def test_smaller_sub_models_run_at_toy_size(paper: Any, store: Any, settings: Any, chosen: dict[str, Any]) -> None:
     smaller = store.train(replace(settings, keep_ratio=0.4, **chosen), "cpu")

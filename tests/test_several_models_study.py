@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow_but
 from study_files import study_files
 from torch import Tensor
 
@@ -152,7 +151,8 @@ def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(study.five_tasks, "texts", lambda: ["to be, or not to be.\n" * 40] * study.tasks.NUM_CLIENTS)
 
 
-@pytest.mark.parametrize("key", slow_but(["three"], ["three", "five"]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("key", ["three", "five"])
 def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """Two short runs on a little made-up data, whose results the report reads."""
     synthetic(study, monkeypatch, 1000)

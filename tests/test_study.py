@@ -153,6 +153,7 @@ def test_a_contender_whose_rates_were_not_searched_is_not_reported(study, made_u
     assert study.plans.reported(study.plans.results()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
 @pytest.mark.parametrize("short", SHORT)
 def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, short, monkeypatch):
@@ -179,6 +180,7 @@ def test_runs_that_diverged_are_counted_and_not_averaged(study):
     assert study.report.cell([]) == ""
 
 
+@pytest.mark.slow
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
     module, algorithm_of = study.tasks.Classifier("MLP", 0.1, 1), study.setups.algorithm_of
     for setup in study.setups.SETUPS:

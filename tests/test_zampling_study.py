@@ -88,6 +88,7 @@ def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(study, monkeyp
     assert max(calls) < max(patience, 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize(
     ("setup", "compression", "down", "up"),

@@ -144,7 +144,7 @@ class LitMLP(pl.LightningModule):
         x, y = batch
         logits = self(x)
         loss = nn.functional.cross_entropy(logits, y)
-        self.train_acc(logits, y)
+        self.train_acc.update(logits, y)  # a call, as in `validation_step`, computes it for the batch, too
         self.log("train_loss", loss, prog_bar=True)
         self.log_dict({"train_acc": self.train_acc})
         return loss

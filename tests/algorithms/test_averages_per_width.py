@@ -120,6 +120,7 @@ class SlowClient:
 CAPACITIES, STEPS = [0.25, 1.0, 0.75, 1.0, 0.5, 0.75], [3, 12, 9, 1, 2, 1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("client", range(len(CAPACITIES)))
 def test_a_client_trains_as_one_that_cuts_copies_by_hand(client: int) -> None:
     """Bit for bit: weights, the averages of each width, and the number of steps at each."""
@@ -143,6 +144,7 @@ def test_a_client_trains_as_one_that_cuts_copies_by_hand(client: int) -> None:
         assert upload.tensors[STEP_COUNTS].tolist() == [slow.counts[width] for width in (*narrower, capacity)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backwards", [False, True])
 def test_each_width_averages_over_the_clients_that_took_steps_at_it(backwards: bool) -> None:
     """Weighted by examples, in float64; averages of a width that no client drew are unchanged, bit for bit."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from one_client import Turns
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -61,8 +60,9 @@ class TestAtALearningRateForTheDenseNetwork:
                 found.append(loss.item())
         return found
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()], ids=["random", "spectral"])
-    @pytest.mark.parametrize("seed", slow_but([0], [0, 1, 2]))
+    @pytest.mark.parametrize("seed", [0, 1, 2])
     def test_sub_models_explode_without_the_bound_and_learn_with_it(self, seed: int, start: Any) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -140,7 +140,8 @@ EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 class TestInAFit:
     OPTIONS: Mapping[str, Any] = {"keep_ratio": {0.3: 0.5, 0.6: 0.5}, "frobenius_decay": 0.01, "layers": EVERY_LAYER}
 
-    @pytest.mark.parametrize("tau", slow_but([1.2], [1.2, 10.0, math.inf]))
+    @pytest.mark.sampled(1)
+    @pytest.mark.parametrize("tau", [1.2, 10.0, math.inf])
     def test_without_the_bound_it_is_that_of_effective_rates_bit_for_bit(
         self, tau: float, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:

@@ -227,12 +227,14 @@ class TestInARun:
         two = fit(seeded(LitPlain), data, max_epochs=2)
         assert not same_state(two.state, fit(seeded(LitPlain), data, max_epochs=2, algorithm=None).state)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn(), ls.Ditto()], ids=repr)
     def test_a_resumed_run_has_the_same_states_on_devices(
         self, algorithm: Any, data: Any, fit: Fit, tmp_path: Path
     ) -> None:
         check_resumes(fit, LitPlain, data, tmp_path, algorithm=algorithm, seed=3)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.filterwarnings("ignore:Round 2. client .* is left out")
     @pytest.mark.parametrize("filters", [[], [ls.TopK(0.1)], [ls.Int8()]], ids=repr)
     @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn()], ids=repr)

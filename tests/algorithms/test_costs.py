@@ -13,7 +13,6 @@ from aggregations import AGGREGATIONS
 from federation import HARDLY_MOVED, Fit, same_state, seeded
 from lightning.pytorch.loggers import CSVLogger
 from one_client import client_of
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from toy_models import LitFrozenParts, LitMLP, LitNet, Net, plain_sgd, variant
@@ -127,11 +126,10 @@ def capacity_free(algorithm: Any) -> Any:
     return replace(algorithm, compression=1) if isinstance(algorithm, ls.Zampling) else algorithm
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
-@pytest.mark.parametrize(
-    ("make", "algorithm", "capacities", "buffers"), slow_but(CASES[::2], CASES), ids=lambda value: repr(value)[:70]
-)
+@pytest.mark.parametrize(("make", "algorithm", "capacities", "buffers"), CASES, ids=lambda value: repr(value)[:70])
 def test_bytes_are_those_of_rounds(
     make: Any, algorithm: Any, capacities: Any, buffers: Any, toy: Any, fit: Fit
 ) -> None:
@@ -159,6 +157,7 @@ def test_sub_models_and_the_whole_model_follow_the_rules_of_buffers() -> None:
 ONE_OF_EACH = {type(case[1]): case for case in CASES}.values()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "algorithm", "capacities", "buffers"), ONE_OF_EACH, ids=lambda value: repr(value)[:70]
 )
@@ -172,6 +171,7 @@ def test_counting_changes_nothing_and_the_whole_model_costs_the_same(
     assert table.full == cost_table(module, ls.FedAvg(), [1], EXAMPLE, buffers=buffers).full
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "algorithm", "capacities"),
     [
@@ -362,23 +362,21 @@ class TestBudgets:
 
         monkeypatch.setattr(costs._Counted, "at", known)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         ("make", "algorithm", "ratios"),
-        slow_but(
-            [(small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0])],
-            [
-                (
-                    middle,
-                    spectral(),
-                    sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)}),
-                ),  # 5 ratios between terms
-                (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
-                (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
-                (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
-                (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side
-                (LitMLP, ls.LoRA(aggregation=ls.FrozenA(), **ADAPTED), range(1, 7)),
-            ],
-        ),
+        [
+            (
+                middle,
+                spectral(),
+                sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)}),
+            ),  # 5 ratios between terms
+            (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
+            (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
+            (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
+            (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side
+            (LitMLP, ls.LoRA(aggregation=ls.FrozenA(), **ADAPTED), range(1, 7)),
+        ],
         ids=["spectral", "granular", "width", "FIARSE", "LoRA", "LoRA, frozen A"],
     )
     def test_the_answer_fits_and_no_larger_capacity_does(self, make: Any, algorithm: Any, ratios: Any) -> None:
@@ -401,7 +399,8 @@ class TestBudgets:
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need}) == rank
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need - 1}) == rank - 1
 
-    @pytest.mark.parametrize("downlink_bits", slow_but([3], [None, 3]))
+    @pytest.mark.sampled(1)
+    @pytest.mark.parametrize("downlink_bits", [None, 3])
     def test_the_answer_fits_and_no_smaller_compression_does(self, downlink_bits: int | None) -> None:
         module, degree = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)), 2
         weights = Compression(1, degree).weights_of(module)
@@ -517,11 +516,12 @@ class TestWithoutValues:
 
         monkeypatch.setattr(costs._Counted, "_of_rounds", on_fakes)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         ("network", "name"),
         [
             *(("mlp", name) for name in EVERY_KIND),
-            *slow_but([("cnn", "Unbiased"), ("gpt", "fjord"), ("lstm", "zampling")], LARGER),
+            *LARGER,
         ],
     )
     def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
@@ -541,6 +541,7 @@ class TestWithoutValues:
         request.getfixturevalue("no_values")
         assert counted(cost_table, "meta" if network == "mlp" else "cpu") == expected
 
+    @pytest.mark.sampled(2)
     @pytest.mark.usefixtures("no_values")
     @pytest.mark.parametrize("name", ["scaffold", "Unbiased", "outputs", "fiarse", "zampling", "rounded", "folded"])
     def test_a_model_of_billions_of_parameters_has_a_table(self, name: str) -> None:

@@ -11,7 +11,6 @@ import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, check_resumes, same_state, seeded
 from one_client import client_of
-from slow_cases import slow_but
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
 from toy_models import LitMLP, LitNet, variant
@@ -54,6 +53,7 @@ def adapted_by_hand(model: ls.FederatedModule, algorithm: ls.LoRA) -> LitMLP:
     return lit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("server_optimizer", [None, ls.server.FedAdam(lr=0.01)], ids=repr)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.PaddedFactors(), ls.FrozenA()], ids=repr)
 def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
@@ -79,8 +79,9 @@ def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
     assert ours.rows[-1]["val_loss"] == pytest.approx(expected.rows[-1]["val_loss"], rel=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rank", [2, MIXED], ids=["equal", "mixed"])
-@pytest.mark.parametrize("aggregation", slow_but(AGGREGATIONS[::3], AGGREGATIONS), ids=repr)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_nobody_trains_and_nothing_changes(aggregation: Any, rank: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(rank, aggregation=aggregation)
     before = seeded(LitMLP).state_dict()
@@ -91,7 +92,8 @@ def test_nobody_trains_and_nothing_changes(aggregation: Any, rank: Any, data: An
     assert same_state(idle.state, before)
 
 
-@pytest.mark.parametrize("aggregation", slow_but(AGGREGATIONS[::3], AGGREGATIONS), ids=repr)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_the_base_travels_once_and_then_factors_alone(aggregation: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(MIXED, aggregation=aggregation)
     rows = fit(seeded(LitMLP), data, algorithm=algorithm, clients_per_round=12, max_epochs=2).ledger.rows
@@ -241,7 +243,8 @@ def test_a_transformer_learns(fit: Fit) -> None:
     assert moved == adapted | {name for name in before if ".ln_" in name}
 
 
-@pytest.mark.parametrize("aggregation", slow_but(AGGREGATIONS[::4], AGGREGATIONS), ids=repr)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_a_network_learns_with_mixed_ranks(aggregation: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(MIXED, alpha=8.0, aggregation=aggregation, train=["net.5"])
     lit = seeded(LitMLP, dropout=0.0)
@@ -334,9 +337,10 @@ def merge_by_hand(folder: Path, num_rounds: int) -> Path:
     return folder / "merged.ckpt"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "aggregation",
-    slow_but([ls.TruncatedProducts()], [ls.SampledTerms(), ls.FrozenA(), ls.TruncatedProducts()]),
+    [ls.SampledTerms(), ls.FrozenA(), ls.TruncatedProducts()],
     ids=repr,
 )
 def test_a_restart_is_a_run_that_begins_with_the_merged_weights(

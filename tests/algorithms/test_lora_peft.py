@@ -11,7 +11,6 @@ import torch
 from aggregations import AGGREGATIONS
 from federation import Fit, same_state, seeded
 from one_client import client_of
-from slow_cases import slow_but
 from test_third_party_models import gpt2, tokens
 from torch import Tensor, nn
 from toy_models import LitNet, plain_sgd, variant
@@ -59,6 +58,7 @@ def warning_of(name: str, algorithm: Any) -> Iterator[None]:
             yield
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [("LoRA", ls.FedAvg()), *((name, ls.SpectralSharding(keep_ratio=0.5)) for name in CONFIGS)],
@@ -154,6 +154,7 @@ def trained(name: str = "LoRA") -> LitAdapted:
     return lit
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.PaddedFactors()], ids=repr)
 @pytest.mark.parametrize("name", ["LoRA", "LoRA and whole layers"])
 def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: Any, fit: Fit) -> None:
@@ -165,7 +166,8 @@ def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: An
     assert ours.ledger.rows == theirs.ledger.rows
 
 
-@pytest.mark.parametrize("aggregation", slow_but(KEPT[::4], KEPT), ids=repr)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("aggregation", KEPT, ids=repr)
 def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit, tmp_path: Path) -> None:
     lit, plain = seeded(LitAdapted, "LoRA"), seeded(gpt2)
     before = {name: p.detach().clone() for name, p in lit.named_parameters()}
@@ -317,6 +319,7 @@ def plain() -> LitNet:
     return lit
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("train", [[], ["net.*.ln_*"]], ids=["adapters", "adapters and norms"])
 @pytest.mark.parametrize("rank", [3, {1: 0.5, 3: 0.5}], ids=["equal", "mixed"])
 def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fit: Fit, tmp_path: Path) -> None:

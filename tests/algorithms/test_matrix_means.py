@@ -262,6 +262,7 @@ def wide_net() -> nn.Sequential:
     return nn.Sequential(next(linear), next(linear), nn.Tanh(), nn.Identity(), *linear)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("strategy", "ratios", "suffice"),
     [

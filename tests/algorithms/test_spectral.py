@@ -13,7 +13,6 @@ import pytest
 import torch
 from federation import Fit, Fitted, same_state, seeded
 from one_client import Turns, client_of
-from slow_cases import slow_but
 from spectral_rounds import cohort, draw, net, run_round, unit
 from torch import Tensor
 
@@ -354,7 +353,8 @@ def switched(fit: Fit, lit_mlp: Any, data: Any) -> Callable[[list[ls.sharding.Sh
     return switched
 
 
-@pytest.mark.parametrize("num_rounds", slow_but([3], [1, 2, 3, 4]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("num_rounds", [1, 2, 3, 4])
 def test_every_round_is_that_of_its_own_strategy(num_rounds: int, rounds: Rounds, switched: Any) -> None:
     each = [ls.TopN(), ls.TopN(), ls.Collective(), ls.Collective()][:num_rounds]
     ours, slow = rounds(num_rounds, strategy=TOP_THEN_COLLECTIVE), switched(each)
@@ -412,7 +412,8 @@ def test_both_may_have_a_schedule(rounds: Rounds) -> None:
     )
 
 
-@pytest.mark.parametrize("stop_after", slow_but([2], [1, 2, 3]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("stop_after", [1, 2, 3])
 def test_a_run_resumed_inside_a_schedule_equals_the_uninterrupted_one(
     stop_after: int, rounds: Rounds, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
     assert all(parameter.grad is None for parameter in ours.model.parameters())  # of the state too
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("algorithm", "names"),
     [

@@ -90,6 +90,7 @@ def test_it_keeps_the_contract_of_algorithms(keep_ratio: Any) -> None:
     check_algorithm(sharded(keep_ratio=keep_ratio, spectral_start=None), seeded(LitConvs), batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
 def test_a_resumed_run_has_the_same_factors(keep_ratio: Any, images: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitConvs, images, tmp_path, algorithm=sharded(keep_ratio=keep_ratio))
@@ -138,6 +139,7 @@ def test_learning(images: Any, fit: Fit) -> None:
         assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:With `small_steps` the running averages")
 @pytest.mark.parametrize("keep_ratio", [0.3, MIXED], ids=["equal", "mixed"])
 def test_devices_train_as_the_simulation_does(keep_ratio: Any, images: Any, fit: Fit) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from one_client import client_of
-from slow_cases import slow_but
 from test_third_party_models import gpt2, images, tokens, vit, with_logits
 from toy_models import LitFrozenParts, LitMLP, LitSmall, variant
 
@@ -18,6 +17,7 @@ MIXED = {0.25: 0.5, 0.75: 0.5}
 CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("absolute", [False, True])
 @pytest.mark.parametrize("channels", CHANNELS, ids=repr)
 def test_the_whole_width_is_fed_avg(channels: Any, absolute: bool, data: Any, fit: Fit) -> None:
@@ -79,7 +79,8 @@ def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit, monkey
         assert torch.equal(fitted.state[name][unheld], before[name][unheld])
 
 
-@pytest.mark.parametrize("channels", slow_but(CHANNELS[:1], CHANNELS), ids=repr)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("channels", CHANNELS, ids=repr)
 def test_a_network_learns_with_mixed_widths(channels: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(channels, keep_ratio={0.5: 0.5, 1.0: 0.5})
     fitted = fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=12, max_epochs=8, local_epochs=2)
@@ -181,6 +182,7 @@ def test_a_wrong_argument_is_refused_at_once(options: Any, error: type[Exception
         ls.WidthSharding(**options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("name", ["GPT-2", "ViT"])
 def test_a_transformer_of_others_trains_cut(name: str, fit: Fit) -> None:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from masked_heads import ALGORITHMS, OWN, LitHead, check_by_hand, clients, present
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -47,7 +46,8 @@ class LitShifted(LitHead):
         return F.cross_entropy(logits + shift_by_hand([3 * (c in OWN[client_id]) for c in range(5)], 1.0), y)
 
 
-@pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], [*ALGORITHMS, "width"]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "width"])
 def test_a_round_is_that_of_a_module_that_shifts_by_hand(name: str, fit: Fit) -> None:
     algorithm = ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5))
     check_by_hand(fit, LitShifted, CalibratedLogits(rounds=1), algorithm=algorithm)

@@ -313,6 +313,7 @@ class TestServer:
 
 @EVERY_ALGORITHM
 class TestClients:
+    @pytest.mark.sampled(3)
     def test_each_ends_where_a_module_of_its_own_does(self, name: str) -> None:
         case = Case(name)
         expected = {capacity: case.by_itself(capacity) for capacity in case.capacities}
@@ -413,6 +414,7 @@ HOOKS: dict[str, Callable[[nn.Module, Callable[..., None]], Any]] = {
 
 @EVERY_ALGORITHM
 class TestHooks:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("kind", HOOKS)
     def test_those_of_a_layer_act_in_every_form_whenever_they_are_added(self, name: str, kind: str) -> None:
         called = Counter[str]()

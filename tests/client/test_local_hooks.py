@@ -97,6 +97,7 @@ class TestInRounds:
         """Fits of three rounds."""
         return partial(fit, algorithm=algorithm, max_epochs=3)
 
+    @pytest.mark.sampled(1)
     def test_fedprox_is_the_penalty_in_every_clients_loss(
         self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit
     ) -> None:
@@ -115,6 +116,7 @@ class TestInRounds:
         torch.testing.assert_close(ours, fit(seeded(penalised), data).weights, rtol=1e-5, atol=1e-6)
         assert not torch.allclose(ours, fit(seeded(lit_mlp), data).weights, rtol=1e-2)
 
+    @pytest.mark.sampled(1)
     def test_clipping_is_that_of_the_users_own_hook(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
         def clip(self: Any, optimizer: Any) -> None:
             own = [p for group in optimizer.param_groups for p in group["params"]]  # in the order of the sum

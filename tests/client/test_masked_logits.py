@@ -12,7 +12,6 @@ import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
 from masked_heads import ALGORITHMS, OWN, LitHead, LitPresent, LitZeros, check_by_hand, clients, masked, present
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -34,7 +33,8 @@ def fit(fit: Fit) -> Fit:
     return partial(fit, max_epochs=2, local_epochs=2)
 
 
-@pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], ALGORITHMS))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
     check_by_hand(fit, LitZeros, ls.client.MaskedLogits(), algorithm=ALGORITHMS[name])
 
@@ -87,7 +87,8 @@ def test_one_clients_steps_written_out() -> None:
         assert not lit.head._forward_hooks
 
 
-@pytest.mark.parametrize("name", slow_but(["width", "LoRA"], [*ALGORITHMS, "width"]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "width"])
 def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit) -> None:
     data, algorithm = partial(clients, [range(5)] * 4), ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5))
     plain = fit(seeded(LitHead), data(), algorithm=algorithm)

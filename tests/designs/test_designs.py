@@ -34,6 +34,7 @@ from lightning_spectral.testing.choices import check_rows
 DESIGNS = [ConditionalPoisson(), SuccessiveSampling(), Brewer(), MinimumSupport(), Systematic(), RandomSystematic()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 def test_design_keeps_the_contract(design):
     check_design(design)
@@ -104,6 +105,7 @@ class Swapped(ConditionalPoisson):
         return super().fit_all(inclusion_probs)[::-1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("design", "message"),
     [
@@ -165,6 +167,7 @@ def pair_excess(draws: Tensor, joint: Tensor) -> float:
     return float(((frequency - joint).abs() / bound).max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spectrum", ["collective", "gap"])
 @pytest.mark.parametrize("design", KNOWN, ids=repr)
 def test_draws_have_the_joint_probabilities_of_their_design(design, spectrum):
@@ -251,6 +254,7 @@ def large(kind: str) -> Tensor:
     return proportional_inclusion_probs(values, int(kind.split()[1]))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind", ["half of 4096", "a trillionth from 0 and 1", "gap, 205 of 512", "gap, 103 of 512"]
 )  # R's UPmaxentropy returns NaN or an error for all four
@@ -265,6 +269,7 @@ def test_only_designs_with_known_joint_probabilities_offer_them(design):
     assert isinstance(design, JointDesign) != isinstance(design, (Brewer, RandomSystematic))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "design",
     [

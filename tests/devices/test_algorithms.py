@@ -9,7 +9,6 @@ import pytest
 import torch
 from fake_line import remote, toy_line
 from federation import Fit, seeded
-from slow_cases import slow_but
 from torch import nn
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitSmall, Remembering
@@ -65,25 +64,15 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = (
-    "FedAvg",
-    "StaleUpdates, terms",
-    "Collective",
-    "Zampling",
-    "PrefixChannels",
-    "FIARSE",
-    "LoRA, SampledTerms",
-    "Int8",
-)
-
-
-@pytest.mark.parametrize("name", slow_but(QUICK, SYSTEMS))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
     agree(*(run(lit(), data, max_epochs=2, **SYSTEMS[name]) for run in (fit, there)))
 
 
-@pytest.mark.parametrize("name", slow_but([], doctor.ALGORITHMS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", doctor.ALGORITHMS)
 def test_the_doctor_finds_nothing_wrong(name: str, device: Any, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = {name: doctor.ALGORITHMS[name]}
     assert doctor.main(["--device", str(device.torch)], chosen) == 0, capsys.readouterr().out
@@ -121,11 +110,11 @@ OF_NETS = {
     "width": ls.WidthSharding(),
     "adapters": ls.LoRA(1),
 }
-KEPT = [("cnn", "bits"), ("gpt", "width")]
 PAIRS = list(itertools.product(NETS, OF_NETS))
 
 
-@pytest.mark.parametrize(("name", "algorithm"), slow_but(KEPT, PAIRS))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_a_model_is_the_same(name: str, algorithm: str, fit: Fit, there: Fit, agree: Any) -> None:
     options = {"algorithm": OF_NETS[algorithm], "clients_per_round": 2}
     agree(*(run(task(name), examples(name), **options) for run in (fit, there)))
@@ -168,7 +157,8 @@ def make() -> LitMLP:
     return LitMLP(momentum=0.0, dropout=0.0)
 
 
-@pytest.mark.parametrize("name", slow_but(["spectral", "stale updates"], OF_NETWORK))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", OF_NETWORK)
 def test_devices_train_on_their_accelerators(
     name: str, fit: Fit, device: Any, agree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
-from slow_cases import slow_but
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from toy_models import LitSmall, Remembering
@@ -61,7 +60,8 @@ def ours(checkpoint: dict[str, Any]) -> Iterator[Tensor]:
     yield from (leaf for leaf in tree_leaves([own, parts, lasting["together"]]) if isinstance(leaf, Tensor))
 
 
-@pytest.mark.parametrize("name", slow_but(["store", "StaleUpdates, terms"], MEMORY))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", MEMORY)
 def test_what_the_server_keeps_of_clients_is_on_the_cpu(
     name: str, data: Any, there: Fit, tmp_path: Path, device: Any
 ) -> None:
@@ -81,7 +81,8 @@ def test_what_a_sampler_knows_is_on_the_cpu(data: Any, there: Fit, tmp_path: Pat
     assert {tensor.device.type for tensor in ours(saved.checkpoint)} == {"cpu"}
 
 
-@pytest.mark.parametrize("name", slow_but(["store", "Zampling"], [*MEMORY, *OTHERS]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [*MEMORY, *OTHERS])
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, data: Any, there: Fit, tmp_path: Path) -> None:
     options = {"algorithm": {**MEMORY, **OTHERS}[name], "max_epochs": 3, "trainer": SAVING}
     whole = there(lit(), data, callbacks=[every_round(tmp_path)], **options)
@@ -90,7 +91,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, data: Any, there: Fit
     assert resumed.rows == whole.rows
 
 
-@pytest.mark.parametrize("name", slow_but(["StaleUpdates, terms", "Scaffold"], [*MEMORY, *OTHERS]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [*MEMORY, *OTHERS])
 def test_a_machine_without_the_device_goes_on(
     name: str, data: Any, fit: Fit, there: Fit, agree: Any, tmp_path: Path
 ) -> None:

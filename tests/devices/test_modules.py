@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, same_state, seeded
-from slow_cases import slow_but
 from torch import Tensor, nn
 from toy_models import LitSmall
 
@@ -41,8 +40,9 @@ REPORTS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("example", [EXAMPLE, None], ids=["given", "its own"])
-@pytest.mark.parametrize("name", slow_but(["validate", "cost_table", "largest_that_fits"], REPORTS))
+@pytest.mark.parametrize("name", REPORTS)
 def test_a_report_is_that_of_the_cpu(name: str, example: Tensor | None, lit: LitSmall) -> None:
     assert str(REPORTS[name](lit, example)) == str(REPORTS[name](on_cpu(), example))
 

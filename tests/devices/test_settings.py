@@ -14,7 +14,6 @@ import torch
 from federation import Fit, seeded, without_seconds
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from slow_cases import slow_but
 from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
@@ -54,20 +53,18 @@ def options_of(name: str) -> dict[str, Any]:
     return {**by_default, **SETTINGS[name]}
 
 
-QUICK = ("LossVarianceReduced", "ProximalTerm and GradientClip", "MaskedLogits")
-
-
-@pytest.mark.parametrize("name", slow_but(QUICK, SETTINGS))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     models = [ls.FederatedModule(seeded(LitSmall), **options_of(name)) for _ in range(2)]
     agree(*(run(model, data, max_epochs=2) for run, model in zip((fit, there), models, strict=True)))
 
 
-KEPT = [("64-true", "bits"), ("bf16-true", "adapters")]
 PRECISIONS = list(itertools.product(["64-true", "bf16-true"], ALGORITHMS))
 
 
-@pytest.mark.parametrize(("precision", "name"), slow_but(KEPT, PRECISIONS))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("precision", "name"), PRECISIONS)
 def test_a_precision_is_the_same(
     precision: str, name: str, data: Any, fit: Fit, there: Fit, agree: Any, device: Any
 ) -> None:
@@ -77,7 +74,8 @@ def test_a_precision_is_the_same(
     agree(*(run(seeded(LitSmall), data, **options) for run in (fit, there)))
 
 
-@pytest.mark.parametrize("name", slow_but(["spectral"], ["dense", "spectral", "adapters"]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["dense", "spectral", "adapters"])
 def test_mixed_precision_trains(name: str, data: Any, there: Fit, device: Any) -> None:
     """On the CPU the numbers differ: autocast casts other operations there."""
     before = seeded(LitSmall).net[0].weight
@@ -105,7 +103,8 @@ CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] =
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["diagnostics and alignment", "client evaluation"], CALLBACKS))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_report_the_same(name: str, toy: TensorDataset, fit: Fit, there: Fit, agree: Any) -> None:
     algorithm, make = CALLBACKS[name]
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(6), val=toy, batch_size=4, client_val_fraction=0.2)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from federation import Fitted, seeded
 from lightning.pytorch.callbacks import ModelCheckpoint
-from slow_cases import slow_but
 from torch import Tensor
 from torch.utils.data import TensorDataset
 from toy_models import LitSmall
@@ -63,10 +62,10 @@ def run(toy: TensorDataset, quiet: dict[str, Any]) -> Run:
 
 # bits have no norm
 CASES = [case for case in itertools.product(PAIRS, SAMPLERS) if case != ("bits and width", "by updates")]
-KEPT = [("bits and width", "by losses")]
 
 
-@pytest.mark.parametrize(("pair", "sampler"), slow_but(KEPT, CASES))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("pair", "sampler"), CASES)
 def test_two_models_are_the_same(pair: str, sampler: str, run: Run, device: Any, agree: Any) -> None:
     agree(
         *(

@@ -12,7 +12,6 @@ import pytest
 import torch
 from federation import Fit, seeded
 from pretend_device import WAITS
-from slow_cases import slow_but
 from torch.utils.data import TensorDataset
 from toy_models import LitSmall
 
@@ -77,10 +76,8 @@ def waits_of(there: Fit, data: Any, **options: Any) -> Counter[str]:
     return count.rounds[1]
 
 
-KINDS = ("FedAvg", "largest changes", "SpectralSharding", "StaleUpdates")
-
-
-@pytest.mark.parametrize("name", slow_but(KINDS, PER_ROUND))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", PER_ROUND)
 def test_waits_are_the_documented_ones_however_many_local_steps(name: str, data: Any, there: Fit) -> None:
     options, expected = PER_ROUND[name]
     one, two = (waits_of(there, data, local_epochs=n, **options) for n in (1, 2))
@@ -94,7 +91,8 @@ KEEPING = ("Scaffold", "FedDyn", "Ditto", "StaleUpdates", "largest changes", "ei
 FORGETFUL = [name for name in PER_ROUND if name not in (*KEEPING, "SpectralSharding")]
 
 
-@pytest.mark.parametrize("name", slow_but(["SpectralSharding, averaged by terms"], FORGETFUL))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", FORGETFUL)
 def test_waits_grow_with_clients_by_a_fixed_number(name: str, data: Any, there: Fit) -> None:
     options, _ = PER_ROUND[name]
     two, four, six = (waits_of(there, data, clients_per_round=n, **options).total() for n in (2, 4, 6))

@@ -12,7 +12,6 @@ import torch
 from fake_line import line_of, remote, toy_client_data
 from federation import Fit, same_state, seeded
 from other_process import toy_data
-from slow_cases import slow_but
 from torch import Tensor, nn
 from toy_models import LitMLP, LitSmall
 
@@ -168,9 +167,10 @@ def noisy_line(noise: LocalNoise, lit: Any = LitMLP, spoil: Any = None) -> Any:
     return line_of([{"": lit}] * 12, [{"": data} for data in datas], **({} if spoil is None else {"spoil": spoil}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "algorithm",
-    slow_but([ls.FedAvg()], [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4), ls.Ditto(), ls.LoRA(2)]),
+    [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4), ls.Ditto(), ls.LoRA(2)],
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_a_fit_is_that_of_the_simulation_but_for_the_noise(algorithm: Any, fit: Fit) -> None:
@@ -237,6 +237,7 @@ def test_noise_is_added_before_masks(fit: Fit) -> None:
         assert (farthest < 1e-4) == is_near
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
 )

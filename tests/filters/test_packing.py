@@ -199,6 +199,7 @@ def test_feedback_finds_what_the_largest_changes_alone_never_reach(fit: Fit, mon
     assert (with_feedback - targets.mean(0)).abs().max() < 2 * 10 * 0.02
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packing", BOTH, ids=repr)
 def test_a_resumed_run_owes_what_the_uninterrupted_one_does(packing: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, toy_data(), tmp_path, filters=[packing], seed=3)
@@ -209,6 +210,7 @@ def test_a_resumed_run_owes_factors_too(fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, toy_data(), tmp_path, algorithm=algorithm, filters=[ls.TopK(0.1)], seed=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("packing", BOTH, ids=repr)
 def test_all_say_the_bytes_that_travel(packing: Any, fit: Fit) -> None:
     travelled: list[int] = []

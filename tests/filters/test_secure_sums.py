@@ -14,7 +14,6 @@ from other_process import toy_data
 from toy_models import LitMLP, LitSmall, Remembering, Renamed, variant
 
 pytest.importorskip("cryptography", reason="masks need the extra `secure`")
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
@@ -34,6 +33,7 @@ SETTINGS: dict[str, Any] = {"clients_per_round": 6, "local_epochs": 2, "seed": 3
 SECURE = ls.SecureSums(threshold=0.6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lies_in", [0, 2])
 def test_a_round_with_a_lie_changes_nothing(lies_in: int, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     leave, options = MaskEnd.leave, {**SETTINGS, "filters": [SECURE], "clients_per_round": 12}
@@ -73,7 +73,8 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*CASES][::3], CASES))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:.*is left out of the average")
 def test_sums_have_the_bits_of_those_without_masks(name: str, fit: Fit) -> None:
     lit, options = CASES[name]

@@ -432,6 +432,7 @@ def test_a_matrix_that_is_rounded_after_the_start_is_known_as_such() -> None:
                 assert not is_concentrated(s, 6, tail, torch.finfo(dtype).eps)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", [gaussian, uniform, orthogonal])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_random_matrix_is_taken_for_trained(make, shape):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from federation import Fit
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -135,7 +134,8 @@ def test_examples_of_a_batch_do_not_see_each_other(name: str) -> None:
     torch.testing.assert_close(together, apart)
 
 
-@pytest.mark.parametrize("name", slow_but(["cnn", "lstm"], TINY))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", TINY)
 def test_the_model_fits_eight_examples_to_a_fiftieth_of_the_loss(name: str) -> None:
     model = build(TINY[name]).eval()  # dropout would leave a floor under the loss
     inputs, targets = examples(name, 8)
@@ -161,6 +161,7 @@ def test_the_example_input_of_a_task_shows_which_layers_run(name: str) -> None:
     assert plan.sharded
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TINY)
 def test_clients_train_every_parameter_in_a_round(name: str, fit: Fit) -> None:
     lit = task(name)

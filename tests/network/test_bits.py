@@ -12,7 +12,6 @@ from fake_line import held_out_data, held_out_line, remote, toy_line
 from federation import Fit, Fitted, said_during, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
 from other_process import LitPlain, toy_data
-from slow_cases import slow_but
 from toy_models import LitMLP
 
 import lightning_spectral as ls
@@ -51,7 +50,8 @@ def assert_same(ours: Fitted, theirs: Fitted) -> None:
     assert as_simulated(ours.logged) == theirs.logged
 
 
-@pytest.mark.parametrize("name", slow_but([*SYSTEMS][::2], SYSTEMS))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
 def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit, tmp_path: Path) -> None:
     lit: Callable[[], Any] = {"SCAFFOLD": LitPlain, "limits of buffers": WithLimits}.get(name, LitMLP)
@@ -79,6 +79,7 @@ class LitCounts(LitMLP):
         return super().training_step(batch, batch_idx) / (self.seen * self.steps)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["FedAvg", "spectral"])
 @pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are neither parameters nor buffers")
 def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> None:
@@ -87,6 +88,7 @@ def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> N
     assert_same(fit(seeded(LitCounts), remote(toy_line(LitCounts)), **options), theirs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.algorithms.FoldedTerms()], ids=repr)
 def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> None:
     algorithm = ls.LoRA({1: 0.5, 3: 0.5}, aggregation=aggregation)
@@ -96,6 +98,7 @@ def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> No
     assert {row.frozen_bytes > 0 for row in theirs.ledger.rows} == {True, False}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
 )
@@ -156,7 +159,8 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["update norms"], SAMPLERS))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SAMPLERS)
 def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     def run(data: Any) -> tuple[Any, Any, Any]:
         models = {
@@ -190,6 +194,7 @@ class LitAsksItsStage(LitMLP):
         self.log("validates", float(self.trainer.validating and self.trainer.state.fn == "fit"))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("name", ["FedAvg", "personal head"])
 def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(
@@ -242,6 +247,7 @@ def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fi
     assert same_state(resumed.tensors, whole.tensors)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["personal head", "Ditto"])
 def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SYSTEMS[name], **SETTINGS, "clients_per_round": 12}

@@ -177,6 +177,7 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "lies",
     [SPOILT, {name: (changed(**changes), message) for name, (changes, message) in LIES.items()}],
@@ -222,6 +223,7 @@ OF_ALGORITHMS: dict[str, tuple[type[LitMLP], Any, Callable[[Parts], Parts], str]
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OF_ALGORITHMS)
 def test_what_an_algorithm_cannot_use_is_the_failure_of_its_sender(name: str, fit: Fit) -> None:
     make, algorithm, spoil, message = OF_ALGORITHMS[name]
@@ -285,6 +287,7 @@ LIED_TO: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize("num_rounds", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LIED_TO)

@@ -13,7 +13,6 @@ from federation import Fit, same_state, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 from other_process import toy_data
-from slow_cases import slow_but
 from toy_models import LitMLP
 
 import lightning_spectral as ls
@@ -133,12 +132,10 @@ def alive(references: Sequence[ref[Any]]) -> int:
     return sum(reference() is not None for reference in references)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("algorithm", "clients", "at_once"),
-    slow_but(
-        [(ls.FedAvg(), 3, None), (ls.FedAvg(), 12, 3)],
-        [(ls.FedAvg(), 3, None), (ls.SpectralSharding(keep_ratio=0.5), 12, None), (ls.FedAvg(), 12, 3)],
-    ),
+    [(ls.FedAvg(), 3, None), (ls.SpectralSharding(keep_ratio=0.5), 12, None), (ls.FedAvg(), 12, 3)],
     ids=["FedAvg", "spectral", "at most three at once"],
 )
 def test_answers_are_summed_as_they_arrive_and_questions_are_not_kept(

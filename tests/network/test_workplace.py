@@ -10,7 +10,6 @@ from fake_line import remote, toy_line
 from federation import Fit, same_state, seeded
 from lightning.pytorch.plugins.precision import Precision
 from other_process import toy_data
-from slow_cases import slow_but
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from toy_models import LitHalves, LitMLP, variant
 
@@ -48,8 +47,9 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 PLAIN: list[Any] = []  # the weights without any of that
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:weight_decay=0.01 of AdamW does not act on the factors")
-@pytest.mark.parametrize("name", slow_but([*CASES][::3], CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_devices_train_as_the_simulation_does(name: str, fit: Fit) -> None:
     lit, options, precision = CASES[name]
     options = {**SETTINGS, **options, "trainer": {"precision": precision}}

@@ -58,6 +58,7 @@ def test_no_other_numbers_of_terms_hold_more_of_the_gradient(keep_ratio: float) 
     assert energy(ours) > energy([total // 3] * 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"term_granularity": 3}, {"keep_first_and_last_dense": False}], ids=str)
 def test_sub_models_cost_at_most_what_they_would_and_the_module_is_restored(options: Any) -> None:
     net = seeded(Three)

@@ -169,6 +169,7 @@ def live_bytes(module: nn.Module, example: Any) -> int:
     return sum(event.self_cpu_memory_usage for event in profiler.events()) - output.nbytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # said by `torch.backends.mkldnn.flags`
 @pytest.mark.parametrize("name", EVERY)
 def test_multiplications_are_those_that_torch_counts(name: str) -> None:
@@ -180,6 +181,7 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
 UNSEEN = {"attention, sequence first": 8}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in EVERY if "without a batch" not in name and "three" not in name])
 def test_bytes_kept_are_those_that_the_allocator_keeps(name: str) -> None:
     for model, example in models(name):

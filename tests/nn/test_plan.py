@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, seeded
-from slow_cases import slow_but
 from spectral_rounds import cohort, unit
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
@@ -148,9 +147,8 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but([name for name in EVERY_FUNCTION if name != "largest_that_fits"], EVERY_FUNCTION)
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", EVERY_FUNCTION)
 def test_choices_and_the_plan_made_from_them_give_the_same(name: str) -> None:
     result = EVERY_FUNCTION[name]
     assert result(CHOICES) == result(plan_layers(net(), EXAMPLE, CHOICES))

@@ -159,6 +159,7 @@ class TestAttention:
         sharded.eval()
         assert torch.equal(sharded(x, x, x)[0], sharded(x, x, x)[0])
 
+    @pytest.mark.sampled(3)
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")  # dense
     @pytest.mark.parametrize("grad", [True, False])
     @pytest.mark.parametrize("padded", [True, False])
@@ -195,6 +196,7 @@ RECURRENT: list[dict[str, Any]] = [
 
 
 class TestRecurrent:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("options", RECURRENT, ids=str)
     @pytest.mark.parametrize("layer_type", [nn.LSTM, nn.GRU])
     def test_layers_and_directions(self, layer_type: Any, options: dict[str, Any]) -> None:

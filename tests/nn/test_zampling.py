@@ -168,6 +168,7 @@ def test_a_module_without_anything_to_compress_is_refused_with_the_remedy() -> N
 REPEATS = 100
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("values", ["normal", "sign"])
 @pytest.mark.parametrize(
     ("options", "expected"),

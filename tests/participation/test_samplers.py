@@ -348,6 +348,7 @@ def deviation(frequencies: Tensor, probs: Tensor, num_samples: int) -> float:
     return float(torch.where(distances < 1e-12, 0.0, distances / errors).max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "design", [None, ConditionalPoisson(), Systematic(), Brewer()], ids=lambda design: type(design).__name__
 )
@@ -415,6 +416,7 @@ def test_a_design_that_does_not_know_joint_probabilities_says_so() -> None:
         processor_joint_probs(PROBS, Brewer())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sampler",
     [
@@ -453,6 +455,7 @@ OURS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sampler", OURS, ids=repr)
 def test_our_samplers_keep_the_contract(sampler: Sampler) -> None:
     check_sampler(sampler, num_samples=100 if sampler.design else 300)  # designs are fitted for every draw

@@ -189,6 +189,7 @@ def test_both_conventions_name_the_same_split_for_equal_classes() -> None:
     assert of_proportions.fingerprint() != other.fingerprint()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("symmetric", "mean"), [(False, 0.1), (True, 0.5)])
 def test_prior_of_an_unequal_data_set_is_centred_as_the_convention_says(symmetric: bool, mean: float) -> None:
     # ten clients of one example each: the first served draws its label from a fresh prior, with all classes live
@@ -312,6 +313,7 @@ def flat(left: np.ndarray, num_draws: int, rng: np.random.Generator) -> np.ndarr
     return draw_dirichlet_counts(ALPHA * IN_TWO / IN_TWO.sum(), left, num_draws, rng)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_counts_have_the_moments_of_the_published_procedure(symmetric: bool) -> None:
     assert deviation(moments(law(symmetric), IN_TWO, seed=1), moments(published(symmetric), IN_TWO, seed=2)) <= 5.0

@@ -9,7 +9,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import HARDLY_MOVED, Fit, same_state, seeded
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import variant
@@ -153,8 +152,9 @@ ALGORITHMS: dict[str, Any] = {
 OF_LORA: Any = {"low": "min", "high": "max", "scale": "mean"}  # which keeps buffers at the server otherwise
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
-@pytest.mark.parametrize("name", slow_but([*ALGORITHMS][::3], ALGORITHMS))
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_follows_the_rules(name: str, fit: Fit, tmp_path: Path) -> None:
     """Also a run that is resumed when the limits are finite."""
     rules = {**RULES, **(OF_LORA if name == "LoRA" else {})}
@@ -219,7 +219,8 @@ def test_bounds_on_updates_and_norms_leave_extremes_alone(fit: Fit) -> None:
     assert torch.isfinite(fitted.weights).all()
 
 
-@pytest.mark.parametrize("name", slow_but(["FedAvg"], ["FedAvg", "StaleUpdates", "Scaffold"]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["FedAvg", "StaleUpdates", "Scaffold"])
 def test_they_keep_the_contract(name: str) -> None:
     """In any order, over two processes, over the codec, and resumed."""
     x = torch.cat(examples())[:12]
@@ -275,6 +276,7 @@ class LitEightBits(LitLimits):
         return super().forward(x) * self.table.float()[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["FedAvg", "Spectral", "Width", "Scaffold"])
 def test_buffers_of_eight_bits_stay_as_they_are(name: str, fit: Fit) -> None:
     fitted = fit(seeded(LitEightBits), data(), algorithm=ALGORITHMS[name], buffers=RULES, max_epochs=2)

@@ -204,6 +204,7 @@ class TestFinding:
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
 class TestWholeRounds:
+    @pytest.mark.sampled(1)
     @needs_2_5_3
     @pytest.mark.parametrize("when", ["on_client_end", "on_round_end"])
     def test_a_checkpoint_of_a_failed_run_holds_whole_rounds(

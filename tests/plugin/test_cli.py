@@ -122,6 +122,7 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Command(tmp_path_factory.mktemp("cli"), *request.param)
 
 
+@pytest.mark.sampled(1)
 def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     resumed = command.run("fit", max_epochs=2, ckpt_path=str(command.checkpoint))
     assert resumed.trainer.global_step == 2
@@ -129,6 +130,7 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
+@pytest.mark.sampled(1)
 def test_other_arguments_than_the_checkpoints_are_refused_or_not_used(command: Command) -> None:
     given = command.config["model"]
     model = {**given, "local_epochs": 3}
@@ -153,11 +155,13 @@ def test_a_difference_is_named_where_it_begins(now: Any, named: str) -> None:
         report_differences(arguments(SHARDING), arguments(now), "fit")
 
 
+@pytest.mark.sampled(1)
 def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
     with pytest.raises(ValueError, match=r"`ckpt_path`: there is no file gone\.ckpt\."):
         command.run("fit", ckpt_path="gone.ckpt")
 
 
+@pytest.mark.sampled(1)
 def test_what_print_config_shows_loads(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
     with pytest.raises(SystemExit):
@@ -180,6 +184,7 @@ def test_a_users_module_comes_back_from_a_checkpoint(command: Command) -> None:
     assert same_state(loaded.state_dict(), command.module.state_dict())
 
 
+@pytest.mark.sampled(1)
 def test_a_damaged_checkpoint_is_named(command: Command, tmp_path: Path) -> None:
     (path := tmp_path / "last.ckpt").touch()
     with pytest.raises(ValueError, match=r"last\.ckpt is empty or not a whole checkpoint"):
@@ -246,6 +251,7 @@ def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None
         LightningCLI(ls.FederatedModule, ls.FederatedDataModule, args={"subcommand": "fit", "fit": config})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 def test_every_config_of_the_page_builds_a_federation(block: str, quiet: dict[str, Any]) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
@@ -267,6 +273,7 @@ def test_classes_have_a_help(option: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"Help for --{option.split('.')[-2].strip('-')}.help=lightning_spectral." in capsys.readouterr().out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nothing", ["null", "None"])
 def test_a_part_of_an_algorithm_may_be_nothing(nothing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--config", str(ROOT / "examples/configs/strategies.yaml"), "--trainer.logger=false"]
@@ -277,6 +284,7 @@ def test_a_part_of_an_algorithm_may_be_nothing(nothing: str, monkeypatch: pytest
     assert algorithm.keep_ratio == {0.1: 0.6, 0.3: 0.4}  # as in the config
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -147,11 +147,13 @@ def error(started: Callable[[str], None], capsys: pytest.CaptureFixture[str]) ->
 INFORMATION = ("Seed set", "GPU available", "TPU available", "💡")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("option", "message"), ON_THE_COMMAND_LINE.items())
 def test_of_options(option: str, message: str, error: Callable[[str], str]) -> None:
     assert error(f"fit --config run.yaml {option}").startswith(message)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("change", "message"), IN_THE_FILE.items(), ids=range(len(IN_THE_FILE)))
 def test_of_configs(change: tuple[str, str], message: str, error: Callable[[str], str]) -> None:
     assert change[0] in RUN

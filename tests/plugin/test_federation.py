@@ -126,6 +126,7 @@ def alone(lit_mlp: Any, data: Any, algorithm: Any) -> tuple[Owner, Federation, L
     return owner, *federate({"": owner}, {"": data}, UniformParticipation(4))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), MIXED, ls.Scaffold(), ls.LoRA(2)], ids=lambda a: type(a).__name__)
 def test_a_plain_loop_gives_the_weights_of_a_trainer(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     owner, federation, loop = alone(lit_mlp, data, algorithm)

@@ -21,6 +21,7 @@ def narrow_by_hand(fitted: Any, width: float) -> Any:
     return small
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_narrow_model_has_the_averages_of_its_width(width: float, data: Any, fit: Fit, quiet: Any) -> None:
     fitted = fit(seeded(LitNorms), data, algorithm=ours(), clients_per_round=6, max_epochs=2)

@@ -86,6 +86,7 @@ def each_turn(act: Callable[[Any, int, int], Any]) -> ls.RoundCallback:
 # What the server's hooks and callbacks change
 
 
+@pytest.mark.sampled(2)
 @DENSE_AND_MIXED
 @pytest.mark.parametrize(
     "moment",
@@ -195,11 +196,13 @@ class Noisy(Lit):
         return super().training_step(batch, batch_idx) * sum(self.weights())
 
 
+@pytest.mark.sampled(1)
 @EVERY_GENERATOR
 def test_a_run_with_generators_of_its_own_resumes(kind: str, data: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, partial(Noisy, kind), data, tmp_path, algorithm=MIXED, clients_per_round=3)
 
 
+@pytest.mark.sampled(1)
 @EVERY_GENERATOR
 def test_draws_depend_on_the_round_the_client_and_the_name_alone(kind: str, data: Any, fit: Fit) -> None:
     def weights(self: Noisy) -> tuple[float, float]:
@@ -255,6 +258,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @DROPPED
 @pytest.mark.parametrize("kind", KEPT)
 def test_each_client_starts_with_what_the_server_keeps_now(kind: str, data: Any, fit: Fit) -> None:
@@ -365,6 +369,7 @@ def _sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("error", [FloatingPointError("here"), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -425,6 +430,7 @@ LOOKS = (
 BEFORE_THE_STEP = ("on_train_epoch_start", "on_round_start", "on_client_start", "on_client_end", "on_cohort_end")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @EVERY_ALGORITHM
 def test_callbacks_see_the_servers_layers_and_weights(algorithm: Any, data: Any, fit: Fit) -> None:
@@ -469,6 +475,7 @@ def test_a_gradient_hook_registered_in_mid_fit_acts_on_the_next_clients(data: An
 # Whose objects these are
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @EVERY_ALGORITHM
 def test_a_fit_keeps_the_module_its_parameters_and_their_memory(algorithm: Any, data: Any, fit: Fit) -> None:

@@ -91,6 +91,7 @@ def assert_same_run(one: Fitted, two: Fitted) -> None:
 class TestAsAnAutomaticStep:
     """Writing out what Lightning does changes no bit of a run."""
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("local_epochs", [1, 2])
     @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
     def test_with_every_layer(
@@ -107,10 +108,12 @@ class TestAsAnAutomaticStep:
         assert_same_run(one, two)
         assert not torch.equal(start[-1], two.module.net[3].weight)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
     def test_in_every_precision(self, precision: Any, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         assert_same_run(*both_ways(way, fit, lit_mlp, data, trainer={"precision": precision}))
 
+    @pytest.mark.sampled(1)
     def test_with_scaled_gradients(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         """A large scale overflows at first: steps are skipped, and no client starts from the scale of another."""
         steep = variant(
@@ -125,6 +128,7 @@ class TestAsAnAutomaticStep:
         plain = fit(seeded(steep), data, local_epochs=2)
         assert not same_state(one.state, plain.state)
 
+    @pytest.mark.sampled(1)
     def test_with_clients_that_fail_and_are_left_out(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         def too_warm(lit: Any, batch: Any) -> None:
             if batch[0][0, 0] > 1.0:
@@ -136,6 +140,7 @@ class TestAsAnAutomaticStep:
         assert_same_run(one, two)
         assert 0 < sum(two.history.column("fl/left_out_error")) < 12
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "hook", [ls.client.ProximalTerm(5.0), ls.client.GradientClip(0.1)], ids=["proximal", "clip"]
     )
@@ -145,6 +150,7 @@ class TestAsAnAutomaticStep:
         without = fit(seeded(lit_mlp), data)
         assert not torch.equal(without.module.net[0].weight, two.module.net[0].weight)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])
     def test_with_steps_that_are_skipped_and_epochs_that_end_early(
         self, is_scaled: bool, way: str, lit_mlp: Any, data: Any, fit: Fit

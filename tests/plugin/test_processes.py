@@ -24,7 +24,6 @@ from federation import seeded
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_versions import HAS_2_5_3
 from ports import free_port
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.functional.spectra import singular_terms
@@ -47,7 +46,13 @@ def load_runs() -> ModuleType:
 
 RUNS = load_runs()
 SAME = [name for name in RUNS.RUNS if "fails" not in name]
-CASES = [(name, n) for name in SAME for n in (2, 3) if n == 2 or name not in RUNS.ONLY_WITH_TWO]
+CASES = [
+    pytest.param(name, n, marks=() if n == 2 and name in RUNS.QUICK else pytest.mark.slow)
+    for name in SAME
+    for n in (2, 3)
+    if n == 2 or name not in RUNS.ONLY_WITH_TWO
+]
+TWO_AND_THREE = [2, pytest.param(3, marks=pytest.mark.slow)]
 
 
 def run_in_several(folder: Path, num_processes: int, group: str) -> None:
@@ -115,7 +120,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert repr(ours[key]) == repr(theirs[key]), key
 
 
-@pytest.mark.parametrize(("name", "num_processes"), slow_but([(name, 2) for name in RUNS.QUICK], CASES))
+@pytest.mark.parametrize(("name", "num_processes"), CASES)
 def test_every_process_ends_as_a_single_one(name: str, num_processes: int, results: Results) -> None:
     (alone,) = results(name, 1)
     assert alone["error"] is None
@@ -173,7 +178,7 @@ def test_two_processes_start_from_the_weights_that_the_plain_function_makes(resu
             assert all(torch.equal(value, one["weights"][name]) for name, value in module.state_dict().items())
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_a_run_resumes_with_another_number_of_processes(num_processes: int, results: Results) -> None:
     (whole,) = results(RUNS.RESUMED, 1)
     for one in results("resumed", num_processes):
@@ -181,13 +186,13 @@ def test_a_run_resumes_with_another_number_of_processes(num_processes: int, resu
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_a_checkpoint_of_several_processes_resumes_in_one(num_processes: int, results: Results, tmp_path: Path) -> None:
     ckpt = results.checkpoint(RUNS.RESUMED, num_processes)
     assert_same_run(RUNS.run(tmp_path, ckpt=ckpt, **RUNS.RUNS[RUNS.RESUMED]), *results(RUNS.RESUMED, 1))
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_a_failing_client_ends_every_process_with_its_address(num_processes: int, results: Results) -> None:
     words = "ClientError: Round 1, client 0, local training: FloatingPointError: example 0"
     (alone,) = results("a client fails", 1)
@@ -199,14 +204,14 @@ def test_a_failing_client_ends_every_process_with_its_address(num_processes: int
         assert_same_run({**one, "error": None}, {**alone, "error": None})
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_a_failing_callback_names_the_client_too(num_processes: int, results: Results) -> None:
     for one in results("a callback fails", num_processes):
         assert one["error"].startswith("ClientError: Round 0, client ")
         assert one["error"].endswith(f"KeyError: 'mine' (process {num_processes - 1})")
 
 
-@pytest.mark.parametrize("num_processes", slow_but([1, 2], [1, 2, 3]))
+@pytest.mark.parametrize("num_processes", [1, *TWO_AND_THREE])
 @pytest.mark.parametrize("algorithm", ["dense", "spectral"])
 def test_broken_server_weights_end_every_process_alike(algorithm: str, num_processes: int, results: Results) -> None:
     """The weights are the same everywhere, so the error is too, whichever process saw a client fail."""
@@ -217,7 +222,7 @@ def test_broken_server_weights_end_every_process_alike(algorithm: str, num_proce
         assert "process" not in one["error"]
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
     *others, last = results("hung up", num_processes)
     assert last["error"] == "KeyError: 'mine alone'"
@@ -226,9 +231,10 @@ def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, res
 
 @pytest.mark.parametrize(
     ("name", "num_processes"),
-    slow_but(
-        [(name, 2) for name in RUNS.LOST], [*((name, 2) for name in RUNS.LOST), *((n, 3) for n in [*RUNS.LOST][:2])]
-    ),
+    [
+        *((name, 2) for name in RUNS.LOST),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in [*RUNS.LOST][:2]),
+    ],
 )
 def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, results: Results) -> None:
     lost = RUNS.LOST[name][0] % num_processes
@@ -244,14 +250,14 @@ def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, 
         assert torch.load(saved, weights_only=True)["global_step"] == 1
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_processes_of_different_runs_are_refused(num_processes: int, results: Results) -> None:
     for one in results("other seeds", num_processes):
         assert one["error"].startswith("ValueError: The processes are set up for different runs")
         assert "seed: 0 in process 0, 1 in process 1" in one["error"]
 
 
-@pytest.mark.parametrize("num_processes", slow_but([2], [2, 3]))
+@pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_work_is_shared_out_and_its_failures_are_everywhere(num_processes: int, results: Results) -> None:
     for said in results("said", num_processes):
         assert said["gathered"] == list(range(num_processes))

@@ -116,6 +116,7 @@ def watched(program: Any) -> tuple[Any, list[Any], list[Tensor]]:
     return seeded(type(program.__name__, (program,), own)), calls, weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`", "ignore:You have overridden `on_")
 @pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 @pytest.mark.parametrize(("program", "precision"), CASES)
@@ -139,6 +140,7 @@ def test_one_client_trains_as_in_plain_lightning(program: Any, precision: str, t
     assert float((weights[-1] - start).abs().min()) > 0.0
 
 
+@pytest.mark.sampled(4)
 @EVERY_PROGRAM
 def test_what_the_program_adds_makes_a_difference(program: Any, toy: Any, fit: Fit) -> None:
     """Otherwise it would prove little that it trains as in plain Lightning."""
@@ -165,6 +167,7 @@ def fit_three(fit: Fit) -> Fit:
     return partial(fit, clients_per_round=3, max_epochs=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), SPECTRAL["mixed"]], ids=["dense", "mixed"])
 @pytest.mark.parametrize(
     "program", [parameter(one) for one in PROGRAMS if one is not SearchesLines]
@@ -188,6 +191,7 @@ def clones(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.sampled(3)
 @EVERY_PROGRAM
 def test_no_client_notices_another(program: Any, toy: Any, fit: Fit) -> None:
     """What two of four clients send is the same where the others do not take part."""
@@ -208,6 +212,7 @@ def test_no_client_notices_another(program: Any, toy: Any, fit: Fit) -> None:
     assert all(same_state(upload, every[client_id]) for client_id, upload in two.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), *SPECTRAL.values()], ids=["dense", *SPECTRAL])
 def test_a_part_compiled_in_place_runs_compiled_on_clients(algorithm: Any, data: Any, fit_three: Fit) -> None:
     module = fit_three(seeded(CompiledInPlace), data, algorithm=algorithm).module

@@ -132,6 +132,7 @@ class TestResume:
         assert sentences(caplog) == said
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sharding", "times"),
     [
@@ -191,6 +192,7 @@ def test_they_are_trained_whole_and_gain_rank(value: float, data: Any, fit: Fit)
     assert list(plan.sharded) == ["net.3"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", [0.0, 0.05, None])
 def test_a_resumed_run_keeps_the_same_layers_whole(value: float | None, data: Any, fit: Fit, tmp_path: Path) -> None:
     """By then they have rank."""

@@ -64,6 +64,7 @@ def save_plain(module: pl.LightningModule, path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("strict", [None, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: type(one).__name__)
@@ -85,6 +86,7 @@ def test_all_that_a_federation_adds_is_in_entries_of_its_own(saved: Any, tmp_pat
     assert list(ours["state_dict"]) == list(theirs["state_dict"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: type(one).__name__)
 def test_the_users_overrides_see_their_own_weights(algorithm: Any, saved: Any, data: Any, fit: Fit) -> None:
     fitted, path = saved(seeded(Named), algorithm=algorithm)

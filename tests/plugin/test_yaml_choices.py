@@ -208,6 +208,7 @@ def built(parser: Any, key: str, yaml: str) -> tuple[Any, Any]:
     return parser.instantiate(config).it[key], parser.instantiate(again).it[key]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("key", "yaml", "expected"), [(key, *case) for key, cases in CHOICES.items() for case in cases]
 )

@@ -308,6 +308,7 @@ ALGORITHMS: list[ls.Algorithm] = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: type(algorithm).__name__)
 def test_each_client_gets_it_in_its_first_turn(algorithm: Any, data: Any, fit: Fit, monkeypatch: Any) -> None:
@@ -346,6 +347,7 @@ def test_what_a_callback_writes_travels_once_more_to_everybody(data: Any, fit: F
     assert sent == [{BASE}, {0}, {4 * 6 * 12}, {0}]  # the bias was not written
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["between rounds", "before the save", "within a round"])
 def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: Any, fit: Fit, tmp_path: Path) -> None:
     class Saves(ls.RoundCallback):

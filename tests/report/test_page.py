@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from made_up_runs import rounds, strategies, write_run
 from matplotlib.figure import Figure
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.errors import ReportError
@@ -300,7 +299,7 @@ def write_odd_run(folder: Path, name: str, seed: int = 0) -> None:
     write_run(folder, rows, {"seed": seed, "odd": name, name: seed}, [shown])
 
 
-@pytest.mark.parametrize("name", slow_but([QUICK], [QUICK, *ODD]))
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ODD)])
 def test_an_odd_name_is_text_wherever_it_is_shown(tmp_path: Path, name: str) -> None:
     write_odd_run(tmp_path / "runs/<b>a", name)
     write_odd_run(tmp_path / "runs/<b>b", name, seed=1)

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, said_during, seeded
-from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitNet, variant
@@ -188,7 +187,8 @@ class KeepOf(ls.RoundCallback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("saved", slow_but([2], [2, WATCHED_ROUNDS - 1]))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("saved", [2, WATCHED_ROUNDS - 1])
 def test_a_resumed_run_knows_who_had_a_gradient_before(saved: int, lit_mlp: Any, fit_one: Any, tmp_path: Path) -> None:
     """After the checkpoint no client uses the first two layers; the last is used then, or the first rounds are over."""
     path = tmp_path / "saved.ckpt"
@@ -234,6 +234,7 @@ def breaking(which: int) -> Any:
     return optimizer
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 @pytest.mark.parametrize(("which", "name"), [(0, "net.0.weight"), (2, "net.2.weight"), (5, "net.5.bias")])
 @pytest.mark.parametrize("faults", [None, TOLERANT], ids=["default", "tolerant"])

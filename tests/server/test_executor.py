@@ -24,7 +24,6 @@ from other_process import (
     sorted_data_of_clients,
     toy_data,
 )
-from slow_cases import slow_but
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
@@ -137,6 +136,7 @@ def told(clients: Iterable[ClientOutcome]) -> list[dict[str, Any]]:
     return [{**vars(client), "seconds": None} for client in clients]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_answers_in_any_order_give_the_same_weights_bit_for_bit(algorithm: Any, lit_mlp: Any, uneven: Any) -> None:
     start = seeded(lit_mlp).state_dict()
@@ -154,6 +154,7 @@ def test_answers_in_any_order_give_the_same_weights_bit_for_bit(algorithm: Any, 
     assert not same_state(in_order, careless)  # or the test would show nothing
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("executor", [SequentialExecutor, Backwards, Unreliable])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_a_round_without_lightning_is_that_of_a_trainer(
@@ -395,7 +396,8 @@ def fit_as(fit: Fit, worker: Worker) -> FitAs:
     return fit_as
 
 
-@pytest.mark.parametrize("name", slow_but([*SYSTEMS][1::5], SYSTEMS))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_other_executors_give_the_same_bits(name: str, fit_as: FitAs) -> None:
     lit = {"SCAFFOLD": LitPlain, "averages of each width": LitSmall}.get(name, LitMLP)
     theirs = fit_as(ls.FederatedModule, SYSTEMS[name], lit)
@@ -429,6 +431,7 @@ def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) ->
     assert {4 * 6 * 12, 0} <= {row.frozen_bytes for row in ours.ledger.rows if row.round_idx > 0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["FedAvg", "spectral", "width"])
 def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, fit_as: FitAs) -> None:
     hooks = [ls.client.MaskedLogits("net.5")]

@@ -131,6 +131,7 @@ def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.server.Faul
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
@@ -197,6 +198,7 @@ def momentum(parameters: Any) -> Any:
     return torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5, spectral_start=None)], ids=["FedAvg", "spectral"]
 )
@@ -358,6 +360,7 @@ def few() -> ls.FederatedDataModule:
 LitFarInSmallSteps = variant(LitFar, configure_optimizers=plain_sgd(1e-3))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("algorithm", "lit", "far", "largest"),
     [

@@ -158,6 +158,7 @@ class TestSubModels:
         assert "Use a larger keep ratio or ls.TopN(), which has the least error;" in message
         assert said_during(lambda: fit(seeded(wide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         "algorithm",
         [
@@ -191,6 +192,7 @@ class TestSubModels:
         assert told.startswith("sub-models of keep ratio 0.1 are mostly noise")
         assert f"the expected squared error of one is {errors[0.1]:.3g} times" in told
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize(
         "strategy", [ls.Unbiased(), ls.Collective(), ls.PriSM(), ls.sharding.Scaled(ls.TopN())], ids=repr
     )
@@ -232,6 +234,7 @@ KEPT = {"*.running_*": "server"}
 STEP_WIDTHS = ls.WidthSharding(keep_ratio=1.0, step_widths=(0.5, 1.0))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

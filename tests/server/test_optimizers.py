@@ -142,6 +142,7 @@ class TestResume:
     def fit(self, fit: Fit) -> Fit:
         return partial(fit, algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}))
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("choice", ALL, ids=repr)
     def test_resumed_run_equals_the_uninterrupted_one(
         self, choice: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
@@ -330,6 +331,7 @@ def test_a_small_layer_beside_a_large_noisy_one_moves_further_than_its_own_chang
     assert abs(stretch / expected - 1) < 0.1  # cosines of 1,000 entries are of size 0.03
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.3)], ids=repr)
 def test_no_algorithm_has_a_step_of_its_own(algorithm: Any, data: Any, fit: Fit) -> None:
     def after(**options: Any) -> Any:

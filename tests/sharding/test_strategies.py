@@ -9,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from slow_cases import slow_but
 from torch import Tensor
 
 from lightning_spectral.designs import ConditionalPoisson, Design, SuccessiveSampling
@@ -77,9 +76,8 @@ STRATEGIES = [
 SPECTRUM = 1 / torch.arange(1, 65, dtype=torch.float64).sqrt()
 
 
-@pytest.mark.parametrize(
-    "strategy", slow_but([strategy for strategy in STRATEGIES if strategy != Schatten()], STRATEGIES), ids=repr
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_strategy_keeps_the_contract(strategy):
     check_strategy(strategy)
 
@@ -414,6 +412,7 @@ def test_clients_that_are_drawn_have_the_predicted_error(slack: float) -> None:
     assert abs(float(errors.mean()) - best) > 5 * standard_error  # negative control
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("slack", "C"), [(1e-3, 2), (1e-3, 1000), (0.05, 10), (0.5, 10), (0.5, 1000)])
 def test_the_bound_is_kept_and_used_up(slack: float, C: float) -> None:
     spectra = [*SPECTRA.values(), *(random_spectrum(seed, 30) for seed in range(20))]
@@ -503,6 +502,7 @@ def starting_points(n: int, size: int) -> list[Floats]:
     return points
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lam", [0.02, 0.2, 0.7])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_has_a_smaller_mixture_of_both_errors(seed: int, lam: float) -> None:
@@ -524,6 +524,7 @@ def test_no_plan_has_a_smaller_mixture_of_both_errors(seed: int, lam: float) -> 
     assert ours < mixture(Unbiased()(values, n, C)[0].numpy())  # negative control
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slack", [0.05, 0.5])
 @pytest.mark.parametrize("seed", range(3))
 def test_no_plan_with_such_clients_has_a_better_average(seed: int, slack: float) -> None:

@@ -140,6 +140,7 @@ def test_conditions_that_are_the_same_for_a_million_clients_cost_no_memory() -> 
         assert (len(assigned), assigned.indices.untyped_storage().nbytes()) == (10**6, 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("algorithm", "filters", "epochs"),  # in all phases of a turn, with two local epochs
     [

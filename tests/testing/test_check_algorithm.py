@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_cases import slow_but
 from torch import Tensor
 from toy_models import LitMLP, LitSmall
 
@@ -72,16 +71,6 @@ DRAWING = {
     "LoRA, truncated": RESTING.pop("LoRA with TruncatedProducts"),
 }
 # One of each class and of what acts in rounds in a way of its own; the others are slow
-QUICK = [
-    "FedAvg",
-    "spectral",
-    "stale updates",
-    "q-FedAvg",
-    "width",
-    "LoRA with SampledTerms",
-    "Zampling",
-    "LoRA, truncated",
-]
 
 
 @pytest.fixture
@@ -97,14 +86,16 @@ def module() -> Iterator[LitMLP]:
         yield LitMLP()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")  # of a frozen module
-@pytest.mark.parametrize("name", slow_but(QUICK, RESTING))
+@pytest.mark.parametrize("name", RESTING)
 def test_every_algorithm_passes(name: str, module: LitMLP, batch: Any) -> None:
     check_algorithm(RESTING[name], LitSmall() if "averages" in name else module, batch)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")
-@pytest.mark.parametrize("name", slow_but(QUICK, DRAWING))
+@pytest.mark.parametrize("name", DRAWING)
 def test_what_averages_draws_passes_but_for_resting(name: str, module: LitMLP, batch: Any) -> None:
     check_algorithm(DRAWING[name], module, batch, rests=False)
     with pytest.raises(AssertionError, match="nobody trained, but the server's weights changed: "):
@@ -561,6 +552,7 @@ WRONG_RESIDUALS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
 def test_a_residual_elsewhere_is_found(name: str, module: LitMLP, batch: Any) -> None:
     algorithm, rule = WRONG_RESIDUALS[name]
@@ -568,6 +560,7 @@ def test_a_residual_elsewhere_is_found(name: str, module: LitMLP, batch: Any) ->
         check_algorithm(algorithm, module, batch, rests=False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", BROKEN)
 def test_each_broken_rule_is_named(name: str, module: LitMLP, batch: Any) -> None:
     algorithm, rule = BROKEN[name]

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from slow_cases import slow_but
 from ternary import Ternary, TernaryEnd
 from torch import nn
 
@@ -48,7 +47,8 @@ OWN: dict[str, tuple[Filter, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but([*OWN][::2], OWN))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", OWN)
 def test_what_keeps_the_contract_passes(name: str) -> None:
     own, options = OWN[name]
     check_filter(own, Net(), BATCH, **options)
@@ -224,6 +224,7 @@ class Unchecked(Ternary):
         pass
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -41,6 +41,7 @@ def optimizer_forms(module: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", optimizer_forms(nn.Linear(1, 1)).keys())
 def test_every_form_of_configure_optimizers(form: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
     expected = [1.0, 1.0, 1.0]

@@ -176,6 +176,7 @@ def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit)
     assert not same_state(again, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("design", [None, ls.ConditionalPoisson(), ls.SuccessiveSampling()], ids=repr)
 @pytest.mark.parametrize("strategy", [ls.TopN(), ls.PriSM(), ls.Unbiased(), ls.Collective()], ids=repr)
 def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, fit: Fit) -> None:

@@ -69,6 +69,7 @@ def test_an_average_of_weights_that_needs_gradients_is_named(lit_mlp: Any, data:
     assert "averaged_parameters" in average
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, ls.Scaffold()])
 def test_a_teacher_that_is_named_is_averaged(algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_teacher(lit_mlp, averaged_parameters=["teacher.*"])

@@ -310,6 +310,7 @@ def bound(s: np.ndarray, pi: np.ndarray, p: float) -> float:
     return float((s**p * (1 - pi + pi * (1 / np.maximum(pi, 1e-300) - 1) ** p))[s > 0].sum())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_singular", "n", "p"), [(6, 2, 4), (8, 3, 3), (8, 7, 4), (10, 4, 6), (12, 3, 4)])
 def test_no_constrained_optimiser_finds_better(num_singular: int, n: int, p: float) -> None:
     rng = np.random.default_rng(0)

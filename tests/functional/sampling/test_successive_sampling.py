@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_laws import excess, successive_joint, successive_law
 from scipy.optimize import brentq
-from slow_cases import slow_but
 from torch import Tensor
 
 from lightning_spectral.functional.sampling.successive_sampling import (
@@ -85,8 +84,9 @@ def test_marginals_equal_a_much_finer_quadrature(log_sizes, n):
     assert actual.sum().item() == pytest.approx(n, rel=1e-11)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("n", [1, 64, 2048, 4095])
-@pytest.mark.parametrize("power", slow_but([0.5], [0.0, 0.5, 4.0]))
+@pytest.mark.parametrize("power", [0.0, 0.5, 4.0])
 def test_exact_marginals_of_4096_terms_hold_to_1e_10(n, power):
     """The sum over all terms is n only if every one is right, and flat sizes have n / N."""
     pi = successive_inclusion_probs(-power * torch.arange(1, 4097, dtype=torch.float64).log(), n)
@@ -111,6 +111,7 @@ def frequency_excess(frequencies: np.ndarray, pi: np.ndarray, size: int) -> floa
 NUMPY_CASES = [(-2.5 * np.log(np.arange(1, 17)), 4), (-4 * np.log(np.arange(1, 17)), 3), (np.linspace(0, 2, 12), 6)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("log_sizes", "n"), NUMPY_CASES)
 def test_numpy_choice_without_replacement_has_these_marginals(log_sizes, n):
     size = 10_000

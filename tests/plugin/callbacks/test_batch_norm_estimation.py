@@ -123,6 +123,7 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
     assert not torch.equal(other[0], batches[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize(
     "algorithm",

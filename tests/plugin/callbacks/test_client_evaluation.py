@@ -251,6 +251,7 @@ def test_what_cannot_be_evaluated_is_refused_before_the_first_round(
             ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_val_fraction=fraction)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_a_fresh_trainer_evaluates_clients_after_the_fit(stage: str, lit: Any, data: Any, fit: Fit, quiet: Any) -> None:
     data.val = data.test = data.train

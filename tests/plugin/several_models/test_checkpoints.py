@@ -11,7 +11,6 @@ import pytest
 from federation import HARDLY_MOVED, same_state, seeded, without_seconds
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from linear_models import ALGORITHMS, SIZES, WIDTHS, LitLine, lines, one_model, two, two_lines
-from slow_cases import slow_but
 from torch.utils.data import TensorDataset
 from toy_models import variant
 
@@ -19,8 +18,9 @@ import lightning_spectral as ls
 from lightning_spectral.plugin.settings import check_checkpoint
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
-@pytest.mark.parametrize("measure", slow_but(["last"], ["all", "last", 2]))
+@pytest.mark.parametrize("measure", ["all", "last", 2])
 def test_resuming_changes_no_bit(measure: Any, toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path) -> None:
     """Three algorithms with server optimizers of their own; the sampler remembers what it knew."""
 

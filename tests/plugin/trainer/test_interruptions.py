@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_versions import HAS_2_5_3, needs_2_5_3
 from mixed_federation import MIXED
-from slow_cases import slow_but
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from toy_models import LitMLP, LitSmall, variant
 
@@ -163,6 +162,7 @@ def outcome(fitted: Fitted) -> list[Any]:
 BEFORE_TRAINING = ["setup", "on_load_checkpoint", "load_state_dict", "on_fit_start", "on_train_start"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("hook", "first"),
     [*((hook, "on_validation_batch_end") for hook in BEFORE_TRAINING), ("on_train_start", "on_client_end")],
@@ -260,11 +260,12 @@ def forms(module: torch.nn.Module) -> list[Any]:
     return [*parts, *((name, tensor.shape, tensor.requires_grad) for name, tensor in module.named_parameters())]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")  # nothing need be learned
 @pytest.mark.parametrize("interrupt", [press, press_again_and_again])
 @pytest.mark.parametrize(
     "algorithm",
-    slow_but([MIXED], [ls.FedAvg(), MIXED, ls.Zampling(4, degree=3), ls.LoRA({1: 0.5, 3: 0.5})]),
+    [ls.FedAvg(), MIXED, ls.Zampling(4, degree=3), ls.LoRA({1: 0.5, 3: 0.5})],
     ids=["FedAvg", "spectral", "Zampling", "LoRA"],
 )
 def test_ctrl_c_in_a_client_leaves_the_server_and_saves_the_last_whole_round(
@@ -316,6 +317,7 @@ AFTER_THE_STEP = ["train_batch_end", "train_epoch_end"]
 AFTER_THE_STEP += [f"validation_{when}" for when in ("start", "batch_end", "epoch_end", "end")]
 
 
+@pytest.mark.sampled(2)
 @needs_2_5_3
 @pytest.mark.parametrize("hook", AFTER_THE_STEP)
 def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
@@ -355,6 +357,7 @@ def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrup
     resumes(interrupted(trainer={"logger": FailingLogger(error)}))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "settings", "when"),
     [

@@ -13,7 +13,6 @@ from federation import HARDLY_MOVED, Fit, Fitted, check_resumes, same_state, see
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from mixed_federation import MIXED, federate
-from slow_cases import slow_but
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import SpectralStart
@@ -48,8 +47,9 @@ def fit_and_save(fit: Fit, lit_mlp: Any, data: Any) -> FitAndSave:
     return fit_and_save
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")
-@pytest.mark.parametrize("stop_after", slow_but([3], [1, 3, 4]))
+@pytest.mark.parametrize("stop_after", [1, 3, 4])
 def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save: FitAndSave, tmp_path: Path) -> None:
     whole = fit_and_save(tmp_path / "whole", 5)
     fit_and_save(tmp_path / "parts", stop_after)
@@ -60,6 +60,7 @@ def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save:
     assert whole.rows == resumed.rows
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(), ls.Zampling(degree=2)], ids=["dense", "sharded", "bits"]
@@ -158,6 +159,7 @@ def test_checkpoint_of_another_configuration_is_refused(change: dict[str, Any], 
         check_checkpoint(saved, federate(lit, **change).configuration())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "now", "named"),
     [

@@ -107,6 +107,7 @@ def test_early_stopping_on_metrics_of_rounds_and_of_clients(metric: str, lit: An
     assert fit(lit, data, max_epochs=20, callbacks=[stop]).trainer.current_epoch == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true", "32-true"])
 def test_precision(precision: Any, lit: Any, data: Any, fit: Fit) -> None:
     seen: dict[bool, set[torch.dtype]] = {True: set(), False: set()}

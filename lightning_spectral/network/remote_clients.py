@@ -77,7 +77,7 @@ class RemoteClients(ServerData):
         wait_for: Number of clients with which a run begins; ``None`` for those of a round. Needed if all clients train
             in every round.
         patience: Seconds to wait for enough clients, at the start and in every round; for a client that is gone only
-            once, until it comes back.
+            once, until it comes back. A new device has as long to import your module, and at least 120 seconds.
         deadline: Seconds that a client may take for a round, or to evaluate; ``None`` for as long as the network
             allows.
         keep_first: Over-selection: of the ``clients_per_round`` that are asked, wait for this many, and leave out the

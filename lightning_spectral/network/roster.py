@@ -20,7 +20,7 @@ from lightning_spectral.network.messages import Holding, Identity, Kind
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.per_client import Assigned
 
-ANSWER_SECONDS = 120.0  # for saying who one is, which includes the import of torch on the device
+ANSWER_SECONDS = 120.0  # at least, for saying who one is, which includes the import of torch on the device
 LOOK_SECONDS = 0.5  # between two looks at who is there
 SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was refused is asked again
 
@@ -34,7 +34,7 @@ class Roster:
 
     Args:
         line: The network.
-        patience: Seconds to wait for enough clients.
+        patience: Seconds to wait for enough clients, and if they are more than 120, for each to say who it is.
         trust_names: Whether a client may come back as another node.
 
     Attributes:
@@ -126,7 +126,7 @@ class Roster:
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()
         paused = {node for node, (_, _, until) in self._refused.items() if now < until}
         for node in sorted(there - self._known - self._heard.keys() - asked - paused):
-            self._asking.ask(Question(node, Kind.WHO, seconds=ANSWER_SECONDS, most_bytes=SMALL))
+            self._asking.ask(Question(node, Kind.WHO, seconds=max(ANSWER_SECONDS, self.patience), most_bytes=SMALL))
         for question, answer in self._asking.look():
             if answer.reason in ("late", "dropped_out"):  # it may answer the next time
                 continue

@@ -334,6 +334,13 @@ def test_a_node_that_comes_back_says_anew_what_it_has() -> None:
     assert roster.holding(0, "").num_examples == 8
 
 
+def test_a_device_has_as_long_to_import_as_the_server_is_patient() -> None:
+    line: Any = line_with("a")
+    for patience in (0.0, 300.0):
+        Roster(line, patience).look()
+    assert [question.seconds for question in line.asked] == [120.0, 300.0]
+
+
 def test_a_client_that_is_gone_is_waited_for_once() -> None:
     roster = roster_with("a", "b", "c")
     line: Any = roster.line

@@ -12,34 +12,30 @@ from lightning_versions import needs_2_5_3
 from torch.testing import assert_close
 
 HERE = Path(__file__).parent
+OFTEN = [",".join([start, *20 * [name]]) for start, name in (("1", "SIGKILL"), ("1", "SIGTERM"), ("2", "SIGTERM"))]
 
 
 @needs_2_5_3
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
 @pytest.mark.parametrize(
-    "plans",
+    "plan",
     [
-        ["1,SIGKILL,SIGTERM"],
-        pytest.param(["2,SIGTERM,SIGTERM,SIGKILL"], marks=pytest.mark.slow),
-        *(
-            pytest.param([",".join([str(n), *20 * [name]])], marks=pytest.mark.slow)
-            for n, name in ((1, "SIGKILL"), (1, "SIGTERM"), (2, "SIGTERM"))
-        ),
+        "1,SIGKILL,SIGTERM",
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("2,SIGTERM,SIGTERM,SIGKILL", *OFTEN)),
     ],
-    ids=lambda plans: f"{len(plans)} plans, first {plans[0][:9]}",
+    ids=lambda plan: plan[:9],
 )
-def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(plans: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), *plans]
+def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(plan: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), plan]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
-    for plan in plans:
-        interrupted, whole = (result(tmp_path / plan / folder) for folder in (".", "uninterrupted"))
-        assert interrupted["global_step"] == whole["global_step"] == plan.count("SIG") + 3
-        assert interrupted["rounds"] == whole["rounds"]
-        assert interrupted["ledger"] == whole["ledger"]
-        assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
-        assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
+    interrupted, whole = (result(tmp_path / plan / folder) for folder in (".", "uninterrupted"))
+    assert interrupted["global_step"] == whole["global_step"] == plan.count("SIG") + 3
+    assert interrupted["rounds"] == whole["rounds"]
+    assert interrupted["ledger"] == whole["ledger"]
+    assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
+    assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
 
 
 def result(folder: Path) -> Any:

@@ -270,7 +270,7 @@ class Conditions:
             check_num_entries("profiles", self.clock.profiles, num_clients)
             if (first := self.clock.keep_first or 0) > clients_per_round:
                 raise ValueError(
-                    f"`keep_first` must be at most clients_per_round={clients_per_round}, got {first}; lower it."
+                    f"`keep_first={first}` is more than clients_per_round={clients_per_round}; lower it, or ask more."
                 )
 
     @property

@@ -213,7 +213,7 @@ def test_a_clock_that_leaves_nobody_out_changes_no_weight(lit_mlp: Any, data: An
         (lambda: ls.VirtualClock([3.0]), "`profiles` must be an instance of DeviceProfile, got 3.0"),  # type: ignore[list-item]
         (
             lambda: Conditions(None, ls.VirtualClock(device(1.0), keep_first=3)).check(9, 2),
-            "at most clients_per_round=2, got 3",
+            "`keep_first=3` is more than clients_per_round=2; lower it, or ask more",
         ),
         (
             lambda: ls.VirtualClock(device(1.0), macs={1.0: 3.0}).seconds(device(1.0), TASK),

@@ -8,6 +8,7 @@ happens on fake tensors, unless the module's code needs values.
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,6 +47,8 @@ from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import Download, WorkUnit, num_bytes
 
+_log = logging.getLogger("lightning.pytorch.costs")  # as that of rounds: what it says is seen without being asked for
+SECONDS = 10.0  # between lines that say how far a search is
 CAPACITY = Number(above=0)
 BUDGET = Number(at_least=0, finite=False)
 T = TypeVar("T")
@@ -207,7 +210,8 @@ def largest_that_fits(
             "torch.optim.Adam(module.parameters()), or what your `configure_optimizers()` returns."
         )
     example = required_example(module, example_input) if name in OF_A_PASS else example_input
-    counted = _Counted(module, algorithm, example, optimizer if name == "memory" else None, filters, buffers)
+    stepping = optimizer if name == "memory" else None
+    counted = _Counted(module, algorithm, example, stepping, filters, buffers, passes=name != "memory")
     candidates = counted.algorithm.capacities.all_of(module)
     ends = counted.algorithm.capacities.choices([candidates[0], candidates[-1]])
     if not one and len({id(choice) for choice, _ in ends.values()}) > 1:
@@ -216,20 +220,37 @@ def largest_that_fits(
         )
 
     known: dict[int, int] = {}  # what is needed at an index, shared by all budgets
+    steps: dict[int, Tensor] = {}  # and the memory that is needed at each moment of a step
+
+    found, said = dict[int, float](), time.perf_counter()
 
     def needed(index: int) -> int:
-        if index in known:
-            return known[index]
+        nonlocal said
+        if (follows := between(steps, index)) is not None:
+            return follows
+        if time.perf_counter() - said > SECONDS:
+            said = time.perf_counter()
+            counts = f"{len(known)} capacities counted, {len(found)} of {len(budgets)} budgets answered"
+            _log.info("What fits `%s`: %s.", name, counts)
         # clients of several capacities may be sent more than clients of one: multipliers, for example
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None
         cost = counted.at([candidates[index]], passed, beside)[candidates[index]]
-        return known.setdefault(index, int(getattr(cost, NEEDS[name])))
+        need = int(getattr(cost, NEEDS[name]))
+        if name == "memory":
+            levels = torch.tensor(counted.levels)
+            steps[index] = levels + (need - levels.max())
+        return need
+
+    def at_end(index: int) -> int:
+        if index not in known:
+            known[index] = needed(index)
+        return known[index]
 
     def largest(budget: float, as_given: float | str) -> float:
-        if needed(len(candidates) - 1) <= budget:
+        if at_end(len(candidates) - 1) <= budget:
             return candidates[-1]
-        if (least := needed(0)) > budget:
+        if (least := at_end(0)) > budget:
             shown = repr(as_given) if isinstance(as_given, str) else f"{as_given:,}"
             takes = show_bytes(least) if name == "memory" else f"{least:,}"
             smaller = "take a smaller batch, " if name == "memory" else ""
@@ -239,8 +260,26 @@ def largest_that_fits(
             )
         return candidates[last_within(budget, needed, known)]
 
-    found = [largest(*entry) for entry in zip(budgets, as_given, strict=True)]
-    return found[0] if one else found
+    # the smallest and the largest budget first, then halfway between, so that most needs follow from others
+    order = sorted(range(len(budgets)), key=budgets.__getitem__)
+    for place in halving(len(budgets)):
+        found[order[place]] = largest(budgets[order[place]], as_given[order[place]])
+    return found[0] if one else [found[place] for place in range(len(budgets))]
+
+
+def halving(number: int) -> list[int]:
+    """The numbers below ``number``: the ends first, then always the middle of those that are there.
+
+    Example:
+        >>> halving(6)
+        [0, 5, 2, 1, 3, 4]
+    """
+    found, gaps = list(dict.fromkeys([0, number - 1]))[:number], [(0, number - 1)]
+    for low, high in gaps:  # which grows
+        if high - low > 1:
+            found.append(middle := (low + high) // 2)
+            gaps += [(low, middle), (middle, high)]
+    return found
 
 
 def last_within(budget: float, needed: Callable[[int], int], known: dict[int, int]) -> int:
@@ -270,6 +309,41 @@ def last_within(budget: float, needed: Callable[[int], int], known: dict[int, in
         fits, beyond = (guess, beyond) if known[guess] <= budget else (fits, guess)
         attempt += 1
     return fits
+
+
+def between(steps: Mapping[int, Tensor], index: int) -> int | None:
+    """The memory that a step needs, if it follows from that at other indices; otherwise ``None``.
+
+    It does between three indices, two of them neighbours, whose steps have the same moments, if the memory at its peak
+    is linear in the index. The sizes of all tensors that are then alive are linear, too: one that is not, such as that
+    of terms whose number is rounded up, grows by another amount between neighbours than on average. At other moments
+    memory may grow otherwise, as that of products of factors, but not beyond that at the larger index.
+
+    Args:
+        steps: Maps indices to the memory at each moment, of shape ``(moments,)``.
+        index: Any index.
+
+    Example:
+        >>> steps = {i: torch.tensor([1000 + 2 * i, i**2]) for i in (0, 30, 31)}
+        >>> between(steps, 10), between(steps, 32)
+        (1020, None)
+        >>> between({i: torch.tensor([-(-i // 2)]) for i in (0, 30, 31)}, 10)  # half of it, rounded up
+    """
+    counted = sorted(steps)
+    above, below = [i for i in counted if i >= index][:1], [i for i in counted if i <= index][-1:]
+    neighbours = [pair for pair in pairwise(counted) if pair[1] == pair[0] + 1]
+    for three in [*((*pair, *above) for pair in neighbours), *((*below, *pair) for pair in neighbours)]:
+        if len(three) < 3 or not three[0] <= index <= three[-1] or not three[0] < three[1] < three[-1]:
+            continue
+        (low, middle, high), (first, second, last) = three, (steps[i] for i in three)
+        if not first.shape == second.shape == last.shape:
+            continue
+        linear = first * (high - middle) + last * (middle - low) == second * (high - low)
+        found = (first * (high - index) + last * (index - low))[linear] // (high - low)
+        others = torch.maximum(first, last)[~linear]
+        if len(found) and (not len(others) or found.max() >= others.max()):
+            return int(found.max())
+    return None
 
 
 def round_bytes(
@@ -358,7 +432,8 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self._of[id(part)][1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(id(leaf) in self._of for leaf in tree_leaves((args, kwargs))):
+        parts = [*args, *(kwargs or {}).values()]
+        if any(id(leaf) in self._of for part in parts for leaf in (part if isinstance(part, list) else (part,))):
             raise RuntimeError("A tensor of the module is used that is kept where no other can take its place.")
         if func in RNN_KERNELS:  # only they know the size of their workspace
             args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs or {}))
@@ -377,8 +452,10 @@ class _Counted:
         optimizer: Optimizer | None = None,
         filters: Sequence[Filter] = (),
         buffers: Rules | None = None,
+        passes: bool = True,
     ) -> None:
-        self.filters, self.buffers = filters, buffers or {}
+        self.filters, self.buffers, self.passes = filters, buffers or {}, passes
+        self.levels: list[int] = []  # bytes that are alive after each allocation of the step counted last
         if optimizer is not None:
             check_is("optimizer", optimizer, Optimizer)
             if foreign := foreign_parameters(optimizer, module):
@@ -451,12 +528,13 @@ class _Counted:
     ) -> dict[float, Cost]:
         half = self._half(choice, fakes)
         with self._in_place(fakes):
-            example = as_input(self.module, example)
-            if fakes is not None:
+            if fakes is not None:  # first, because an example on the meta device has nothing to move
                 example = tree_map_only(Tensor, fakes.like, example)
+            example = as_input(self.module, example)
             given: dict[str, Any] = {"beside": beside, "moving": half.costs_besides.sent_again, "fakes": fakes}
             given["filters"] = self.filters
-            first = second = turn_costs(half, keep_ratios, example, optimizer=self.optimizer, **given)
+            stepping: dict[str, Any] = {"optimizer": self.optimizer, "passes": self.passes, "levels": self.levels}
+            first = second = turn_costs(half, keep_ratios, example, **stepping, **given)
             if not half.costs_besides.rounds_are_alike:
                 second = turn_costs(half, keep_ratios, round_idx=1, **given)
         # number by number, the larger one
@@ -493,11 +571,14 @@ def turn_costs(
     optimizer: Optimizer | None = None,
     fakes: FakeTensors | None = None,
     filters: Sequence[Filter] = (),
+    passes: bool = True,
+    levels: list[int] | None = None,
 ) -> dict[float, Cost]:
     """Open a round with one client of each keep ratio; count what it is sent, holds and sends back, and one pass.
 
-    Clients of the keep ratios ``beside`` take part without being counted. Without an example, no pass is counted; with
-    an optimizer, so is the memory of a local step. Frozen tensors that change between rounds, and so are sent in each,
+    Clients of the keep ratios ``beside`` take part without being counted. Without an example, or ``passes``, no pass is
+    counted; with an optimizer, so is the memory of a local step, and the bytes that are alive after each allocation of
+    the last one become the entries of ``levels``. Frozen tensors that change between rounds, and so are sent in each,
     are named in ``moving``. Where ``fakes`` are in place of the module's tensors, all that a client makes is fake, too.
     """
     units = {
@@ -518,7 +599,7 @@ def turn_costs(
         with fakes or nullcontext(), Forms(half.server, side.take_form, optimizers).client(download.capacity) as client:
             told.load(client, download)
             cost = half.costs_besides.cost
-            if example is not None:
+            if example is not None and passes:
                 if draw := _widest_step(told, client, download).before_forward:
                     draw()  # weights that are drawn for a step have a gradient only in it
                 cost += count_pass(client, example)
@@ -531,7 +612,10 @@ def turn_costs(
             if optimizer is not None:  # last, because it changes the client
                 options = options_of(optimizer)
                 LocalOptimizer(optimizer, names, client, side.stand_ins(client)).start_client(options)
-                cost += _step_memory(told, client, download, optimizer, example)
+                memory, alive = _step_memory(told, client, download, optimizer, example)
+                cost += memory
+                if levels is not None:
+                    levels[:] = alive
         costs[keep_ratio] = cost
     return costs
 
@@ -546,8 +630,8 @@ def _widest_step(told: Instructions, client: nn.Module, download: Download) -> S
 
 def _step_memory(
     told: Instructions, client: nn.Module, download: Download, optimizer: Optimizer, example: Example
-) -> Cost:
-    """Take a local step like those after the first, in the order of the local loop, and count what is alive.
+) -> tuple[Cost, list[int]]:
+    """Take a local step like those after the first, in the order of the local loop, and count what is alive, and when.
 
     The gradients of the step before are alive until the backward pass begins, and the optimizer's state is there. The
     loss is the output, if that has a single number; otherwise all outputs get a gradient, as from a loss.
@@ -581,12 +665,13 @@ def _step_memory(
         optimizer.step()
     gradients, state = _bytes_of(trained), state_bytes()
     batch = _bytes_of(_tensors([example]))
-    return Cost(
+    cost = Cost(
         weight_bytes=_bytes_of([*client.parameters(), *client.buffers()]),
         gradient_bytes=gradients,
         optimizer_bytes=state,
         activation_bytes=live.most + batch - gradients - (state - made_before),
     )
+    return cost, live.levels
 
 
 def _tensors(trees: Iterable[Any]) -> list[Tensor]:

@@ -367,7 +367,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         now: Bytes that are alive.
-        most: The most that were alive at once.
+        levels: Bytes that were alive after each allocation.
 
     Example:
         >>> with LiveBytes() as live:
@@ -380,8 +380,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.now, self.levels = 0, [0]
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @property
+    def most(self) -> int:
+        """The most bytes that were alive at once."""
+        return max(self.levels)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -389,13 +394,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # from data in Python; of real tensors, it is no operation
             return result
-        given = _storages((args, kwargs))
-        for key, storage in _storages(result).items():
-            if key not in given and key not in self._alive:
+        made = {key: storage for key, storage in _storages(result).items() if key not in self._alive}
+        given = _storages((args, kwargs)) if made else {}
+        for key, storage in made.items():
+            if key not in given:
                 # torch keeps the object for as long as the memory
                 self._alive[key] = weakref.ref(storage, partial(self._free, key, storage.nbytes()))
                 self.now += storage.nbytes()
-                self.most = max(self.most, self.now)
+                self.levels.append(self.now)
         return result
 
     def _free(self, key: int, size: int, _: object) -> None:

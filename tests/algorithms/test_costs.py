@@ -574,6 +574,12 @@ class TestWithoutValues:
         with pytest.raises(ValueError, match=r"Looks is on the meta device, and what it costs depends on values"):
             cost_table(module, ls.FIARSE(), [0.5], EXAMPLE)
 
+    def test_an_example_may_be_on_the_meta_device_as_well(self) -> None:
+        with torch.device("meta"):
+            module, example = mlp(), torch.zeros(EXAMPLE.shape)
+        expected = cost_table(mlp(), ls.SpectralSharding(), [0.5], EXAMPLE)
+        assert cost_table(module, ls.SpectralSharding(), [0.5], example) == expected
+
     def test_what_is_refused_is_refused_on_the_meta_device_as_well(self) -> None:
         with torch.device("meta"):
             module = mlp()

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from toy_models import LitNet, Net
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms import costs
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import Device, Instructions
 from lightning_spectral.client.local_loop import LocalSettings, Placement
@@ -227,6 +228,33 @@ def test_the_answer_fits_and_the_next_larger_does_not(algorithm: Any) -> None:
     budgets = [f"{needed[3]} B", f"{needed[9] / 1000} kB", f"{needed[15] / 1024} KiB"]
     assert ls.largest_that_fits(module, algorithm, example, memory=budgets, optimizer=adam) == [0.25, 0.625, 1.0]
     assert ls.largest_that_fits(module, algorithm, example, memory=needed[9] - 1, optimizer=adam) == 0.5625
+
+
+def test_most_budgets_of_many_clients_follow_from_what_was_counted_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are right nevertheless."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)}
+    algorithm, example, counted, at = ls.SpectralSharding(), torch.zeros(4096, 64), [], costs._Counted.at
+    monkeypatch.setattr(costs._Counted, "at", lambda *args: (counted.append(args[1]), at(*args))[1])
+    budgets = range(5_890_000, 6_220_000, 33_000)
+    found: Any = ls.largest_that_fits(module, algorithm, example, memory=budgets, **options)
+    assert len(counted) <= 10  # of 48; each search on its own counts about three for a budget
+    candidates = [part / 48 for part in range(1, 49)]
+    following = [candidates[candidates.index(ratio) + 1] for ratio in found]
+    table = ls.cost_table(module, algorithm, [*found, *following], example, **options).at
+    for ratio, beyond, budget in zip(found, following, budgets, strict=True):
+        assert table[ratio].memory_bytes <= budget < table[beyond].memory_bytes
+
+
+def test_a_search_that_takes_long_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    options: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"](module.parameters()), "memory": ["10 MB", "9 MB"]}
+    monkeypatch.setattr(costs, "SECONDS", -1.0)
+    with caplog.at_level("INFO", "lightning.pytorch.costs"):
+        ls.largest_that_fits(module, ls.SpectralSharding(), torch.zeros(BATCH, 4), **options)
+    assert caplog.messages[0] == "What fits `memory`: 0 capacities counted, 0 of 2 budgets answered."
 
 
 @pytest.mark.parametrize(

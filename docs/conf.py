@@ -21,7 +21,6 @@ exclude_patterns = [  # besides what is built: pages that others include
     "_build",
     "*_tables.md",
     "paper/*.md",
-    "zampling_local.md",
 ]
 default_role = "py:obj"  # a name in single backticks links to its entry in the reference, if it has one
 

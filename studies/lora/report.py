@@ -3,8 +3,8 @@
     python studies/lora/report.py
 
 reads ``outputs/lora`` and ``outputs/lora_vit``, and writes ``docs/tables/lora_shakespeare.csv``, what the page shows of
-it, ``docs/lora_tables.md``, and ``docs/lora_shakespeare.svg``; and ``docs/tables/lora_vit.csv``,
-``docs/lora_vit_tables.md`` and ``docs/lora_vit.svg``. All runs of the tables are also stored in ``docs/runs``.
+it, ``docs/lora_tables.md``, and ``docs/lora_shakespeare.svg``; and ``docs/tables/lora_vit.csv`` and
+``docs/lora_vit.svg``. All runs of the tables are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Page:
 
     Attributes:
         task: The task.
-        table: File name of its table.
+        table: File name of the table that the page shows, if it shows one.
         figure: File name of its figure.
         axis: Label of the figure's vertical axis.
         digits: Decimal places.
     """
 
     task: Task
-    table: str
+    table: str | None
     figure: str
     axis: str
     digits: int
@@ -115,6 +115,8 @@ class Page:
             )
         rows = [self.row(setup, runs, equal) for setup in runs]
         write_csv(Path(self.figure).stem, self.head, rows)
+        if self.table is None:
+            return
         averaged = f", the last {self.task.averaged} averaged" if self.task.averaged > 1 else ""
         text = (
             f"{len(curve) - 1} rounds{averaged}, from {curve[0]:.{self.digits}f}. Paired: by how much it ends "
@@ -140,7 +142,7 @@ class Page:
 
 PAGES = (
     Page(TASKS["shakespeare"], "lora_tables.md", "lora_shakespeare.svg", "perplexity of a character", 3),
-    Page(TASKS["vit"], "lora_vit_tables.md", "lora_vit.svg", "accuracy, %", 1),
+    Page(TASKS["vit"], None, "lora_vit.svg", "accuracy, %", 1),
 )
 
 

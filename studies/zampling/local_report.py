@@ -2,8 +2,8 @@
 
     python studies/zampling/local_report.py
 
-reads ``outputs/zampling_local`` and writes ``docs/tables/zampling_local_*.csv``, what the page shows of them,
-``docs/zampling_local.md``, and ``docs/zampling_figure3.svg``. All runs are also stored in ``docs/runs``.
+reads ``outputs/zampling_local`` and writes ``docs/tables/zampling_local_*.csv`` and ``docs/zampling_figure3.svg``. All
+runs are also stored in ``docs/runs``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from local import NUM_PERTURBATIONS, OUTPUT, TAUS
+from local import OUTPUT, TAUS
 from matplotlib.axes import Axes
 from records import keep, read_runs, write_csv
-from tables import Rows, Run, per_cent, table
+from tables import Rows, Run, per_cent
 
 from lightning_spectral.report.printed import legend_above, look, printed
 
@@ -171,41 +171,15 @@ def integrality_table() -> Rows:
     return [*head, "mean p(1 - p) at the end"], rows
 
 
-def scale_of(experiment: str) -> str:
-    """Return the description of the scale for a caption."""
-    runs = results(experiment)
-    first = runs[0]
-    epochs = max(len(run["losses"]) for run in runs)
-    rates = " or ".join(f"{lr:g}" for lr in levels(runs, "lr"))
-    return (
-        f"{first['num_images']:,} images, {epochs} epochs, Adam with a learning rate of {rates}, "
-        f"{len(levels(runs, 'seed'))} seeds, {first['num_samples']} sampled networks in each run."
-    )
-
-
 def main() -> None:
     keep(OUTPUT)
     with printed(DOCS / "zampling_figure3.svg", 6.4, 4.0) as figure:
         figure3(figure.subplots())
         legend_above(figure, 5)
-    parts = {
-        "Supermasks (appendix B.1)": ("zhou", zhou_table()),
-        "Perturbed probabilities (section 3.3)": ("sensitivity", sensitivity_table()),
-        "The integrality gap (appendix A)": ("integrality", integrality_table()),
-    }
-    notes = {
-        "sensitivity": f" {NUM_PERTURBATIONS} perturbations in each run, clipped to [0, 1]; ± is over these, too. "
-        "*Inside* are probabilities between τ and 1 - τ, as printed; *outside* are the others. Here τ = 0.1.",
-        "integrality": " *Rounded* has each probability at its nearer end.",
-    }
     write_csv("zampling_local_figure3", *figure3_table())
-    lines = ["<!-- written by studies/zampling/local_report.py -->"]
-    lines += ["", "Test accuracy in per cent, ± its standard deviation over seeds; `docs/tables` has all rows."]
-    for title, (experiment, (head, rows)) in parts.items():
-        write_csv(f"zampling_local_{experiment}", head, rows)
-        part = [row for row in rows if "τ" not in head or row[head.index("τ")] == "0.1"]
-        lines += ["", f"### {title}", "", scale_of(experiment) + notes.get(experiment, ""), "", *table(head, part)]
-    (DOCS / "zampling_local.md").write_text("\n".join(lines) + "\n")
+    write_csv("zampling_local_zhou", *zhou_table())
+    write_csv("zampling_local_sensitivity", *sensitivity_table())
+    write_csv("zampling_local_integrality", *integrality_table())
 
 
 if __name__ == "__main__":

@@ -230,8 +230,7 @@ def largest_that_fits(
             return follows
         if time.perf_counter() - said > SECONDS:
             said = time.perf_counter()
-            counts = f"{len(known)} capacities counted, {len(found)} of {len(budgets)} budgets answered"
-            _log.info("What fits `%s`: %s.", name, counts)
+            _log.info("What fits `%s`: %d of %d budgets answered.", name, len(found), len(budgets))
         # clients of several capacities may be sent more than clients of one: multipliers, for example
         beside = [] if one else candidates[:2] if index == 0 else candidates[:1]
         passed = example if name in OF_A_PASS else None

@@ -68,6 +68,12 @@ def test_rounds_start_no_more_kernels_than_they_did(run: Run) -> None:
         assert 0.9 * most_outside < outside <= most_outside, case
 
 
+def test_budgets_of_memory_share_what_is_counted(run: Run) -> None:
+    printed = run("budgets.py", "--model", "tiny", "--budgets", "3")
+    assert int(printed.split()[2]) <= 6
+    assert printed.count(".") == 3  # keep ratios
+
+
 def test_the_suites_slowest_tests_are_written_where_its_page_shows_them(tmp_path: Path, run: Run) -> None:
     suite = runpy.run_path(str(BENCHMARKS / "suite.py"))
     (tmp_path / "1").write_text("0.50\ttests/test_a.py::test_it[x]\n2.00\ttests/b/test_b.py::test_it\n")

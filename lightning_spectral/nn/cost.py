@@ -367,6 +367,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         now: Bytes that are alive.
+        most: The most that were alive at once.
         levels: Bytes that were alive after each allocation.
 
     Example:
@@ -380,13 +381,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now, self.levels = 0, [0]
+        self.now = self.most = 0
+        self.levels: list[int] = []
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    @property
-    def most(self) -> int:
-        """The most bytes that were alive at once."""
-        return max(self.levels)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -401,6 +398,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # torch keeps the object for as long as the memory
                 self._alive[key] = weakref.ref(storage, partial(self._free, key, storage.nbytes()))
                 self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
                 self.levels.append(self.now)
         return result
 

@@ -6,13 +6,17 @@ import shutil
 import ssl
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_spectral.network.command import main
-from lightning_spectral.network.kit import Kit, write, write_certificates
+from lightning_spectral.network.kit import NODE_PORT, Kit, write, write_certificates
+
+FLOWER = Path(sys.executable).with_name("flower-superlink")
 
 
 def mode(path: Path) -> int:
@@ -61,6 +65,7 @@ def test_service_files_say_what_the_services_are(kit: Kit) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="this machine has no systemd-analyze")
+@pytest.mark.skipif(not FLOWER.exists(), reason="Flower is not installed, and systemd looks for the programs")
 def test_systemd_has_no_complaints(kit: Kit) -> None:
     units = [str(unit) for unit in kit.folder.rglob("*.service")]
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, check=True)
@@ -186,3 +191,18 @@ def test_from_the_kit_to_a_run_there_are_few_commands(kit: Kit) -> None:
     readme = (kit.folder / "README.md").read_text().splitlines()
     commands = [line for line in readme if line.startswith("    ") and not line.startswith("     ")]
     assert len(commands) - 1 + 2 <= 8  # `done` is none, and the package is installed and the kit written before
+
+
+@pytest.mark.parametrize("name", ["superlink", "door", "supernode"])
+def test_containers_run_what_the_services_of_a_kit_run(name: str) -> None:
+    text = (Path(__file__).parents[2] / "examples/containers/compose.yaml").read_text()
+    for variable, value in {"NAME": "ward-1", "SERVER": "server.example:8443"}.items():
+        text = text.replace(f"${{{variable}}}", value)
+    kit, found = Kit(Path("/kit"), "server.example"), yaml.safe_load(text)["services"][name]
+    nodes = kit.supernode("ward-1", NODE_PORT, 'folder="/data"')
+    service = {"superlink": kit.superlink(), "door": kit.door(), "supernode": nodes}[name]
+    program, *rest = service.command
+    program = "python" if program == sys.executable else Path(program).name
+    assert shlex.split(found["command"]) == [program, *rest]
+    assert found["environment"] == {key: value for key, value in service.environment.items() if key != "PATH"}
+    assert found["network_mode"] == "host"

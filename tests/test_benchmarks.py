@@ -68,6 +68,7 @@ def test_rounds_start_no_more_kernels_than_they_did(run: Run) -> None:
         assert 0.9 * most_outside < outside <= most_outside, case
 
 
+@pytest.mark.slow
 def test_budgets_of_memory_share_what_is_counted(run: Run) -> None:
     printed = run("budgets.py", "--model", "tiny", "--budgets", "3")
     assert int(printed.split()[2]) <= 6

@@ -73,6 +73,7 @@ def test_every_keep_ratio_has_one_graph(toy: TensorDataset, fit: Fit) -> None:
     assert count.graphs[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_smaller_last_batch_recompiles_once_in_the_first_client(toy: TensorDataset, fit: Fit) -> None:
     fit(seeded(three_layers), clients(toy, 4), callbacks=[count := CountGraphs()])  # batches of 4, 4 and 2
     assert count.graphs == [2] * 12

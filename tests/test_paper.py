@@ -249,6 +249,7 @@ def test_seeds_that_are_repeated_or_negative_are_refused(paper, seeds, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, settings, tmp_path, monkeypatch):
     class PowerCut(ls.RoundCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
@@ -263,6 +264,7 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, set
     check_goes_on(paper, store, settings, tmp_path)
 
 
+@pytest.mark.slow
 def test_measuring_does_not_change_a_run(paper: Any, store: Any, settings: Any) -> None:
     plain = store.train(settings, "cpu")
     for measure in ("alignment", "training loss", "holders"):
@@ -415,6 +417,7 @@ def test_femnist_is_refused_with_too_few_users(paper: Any, tmp_path: Path, monke
         paper.sources.femnist()
 
 
+@pytest.mark.slow
 def test_sub_models_of_prisms_net_run_on_femnist(paper, store, tmp_path, monkeypatch):
     write_femnist(tmp_path)
     monkeypatch.setenv("DATA", str(tmp_path))

@@ -385,6 +385,7 @@ def test_the_search_finds_better_probabilities_where_updates_share_much_and_diff
     assert errors[0] < 0.9 * errors[1]
 
 
+@pytest.mark.slow
 def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(study, monkeypatch):
     synthetic(study, monkeypatch, 500)
     grams = study.fixed_size.trained((1, 2))

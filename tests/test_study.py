@@ -153,7 +153,7 @@ def test_a_contender_whose_rates_were_not_searched_is_not_reported(study, made_u
     assert study.plans.reported(study.plans.results()) == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
 @pytest.mark.parametrize("short", SHORT)
 def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, short, monkeypatch):

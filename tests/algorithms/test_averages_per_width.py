@@ -244,6 +244,7 @@ def test_bytes_are_those_of_the_cost_table(data: Any, fit: Fit) -> None:
         assert cost.uplink_bytes - without.at[capacity].uplink_bytes == extra + 8 * (len(narrower) + 1) * bool(narrower)
 
 
+@pytest.mark.slow
 def test_a_cost_table_goes_beyond_the_widest_client() -> None:
     table = ls.cost_table(seeded(LitNorms), ours(0.5, [0.25, 0.5]), [0.4, 0.5, 0.8], torch.zeros(2, 6))
     assert table.at[0.4].uplink_bytes < table.at[0.5].uplink_bytes < table.at[0.8].uplink_bytes

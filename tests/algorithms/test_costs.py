@@ -346,6 +346,7 @@ def test_what_is_counted_in_a_pass_needs_an_example() -> None:
 
 
 BUDGETS = sorted(NEEDS.keys() - {"memory"})
+BETWEEN_TERMS = sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)})  # five of these are
 
 
 class TestBudgets:
@@ -366,12 +367,8 @@ class TestBudgets:
     @pytest.mark.parametrize(
         ("make", "algorithm", "ratios"),
         [
-            (
-                middle,
-                spectral(),
-                sorted({i / n for n in (9, 6, 5) for i in range(1, n + 1)}),
-            ),  # 5 ratios between terms
-            (middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)]),
+            pytest.param(middle, spectral(), BETWEEN_TERMS, marks=pytest.mark.slow),
+            pytest.param(middle, spectral(term_granularity=4), [i / 9 for i in range(1, 10)], marks=pytest.mark.slow),
             (small, ls.WidthSharding(), [1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4, 1.0]),
             (small, ls.FIARSE(), [n / 30 for n in range(1, 31)]),
             (LitMLP, ls.LoRA(**ADAPTED), range(1, 7)),  # 6 is the smallest side
@@ -391,6 +388,7 @@ class TestBudgets:
             with pytest.raises(ValueError, match=rf"No .* fits `{budgeted}={less:,}`: .* {budgets[0]:,}\. Raise"):
                 largest_that_fits(make(), algorithm, example, **{budgeted: [less]})
 
+    @pytest.mark.slow
     def test_one_rank_for_all_clients_costs_less_than_several(self) -> None:
         """Without clients of other ranks, no multipliers travel, and the answer counts none."""
         algorithm = ls.LoRA(**ADAPTED)
@@ -399,7 +397,7 @@ class TestBudgets:
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need}) == rank
             assert largest_that_fits(LitMLP(), algorithm, EXAMPLE, **{budgeted: need - 1}) == rank - 1
 
-    @pytest.mark.sampled(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("downlink_bits", [None, 3])
     def test_the_answer_fits_and_no_smaller_compression_does(self, downlink_bits: int | None) -> None:
         module, degree = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)), 2

@@ -229,6 +229,7 @@ def test_a_merge_is_computed_in_float64_and_leaves_the_base(rows: int, dtype: to
     assert torch.equal(kept, base)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_transformer_learns(fit: Fit) -> None:
     data = ls.FederatedDataModule(tokens(), ls.IIDPartitioner(num_clients=4), val=tokens(), batch_size=6)

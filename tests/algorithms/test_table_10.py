@@ -42,6 +42,7 @@ def test_the_whole_model_is_that_of_the_table_and_its_macs_are_floating_point_op
     assert math.floor(2 * table.full.macs / 1e9) == FULL[1]
 
 
+@pytest.mark.slow
 def test_parameters_are_the_tables_and_what_it_leaves_out(table: CostTable) -> None:
     outside = 3 * 9 * 64 + 512 * 10 + 10  # stem and head
     outside += sum(b * a for b, a, _ in STAGES[1:])  # shortcuts
@@ -94,7 +95,7 @@ def test_the_tables_cut_models_have_their_inputs_and_the_sums_along_the_shortcut
         assert abs(3 * keep_ratio * behind / 1e6 - kept) < (1 if kept == 37.0 else 0.1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.6, 0.2])  # more and less than half of the outputs
 def test_outputs_that_are_cut_save_what_lies_between_the_shortcuts(ratio: float, table: CostTable) -> None:
     """Inputs of a block are whole: they are sums of the block before and its input."""

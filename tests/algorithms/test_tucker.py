@@ -131,6 +131,7 @@ def test_costs_are_those_of_the_factors() -> None:
         assert costs.at[ratio].parameters == sum(p.numel() for p in small.parameters())
 
 
+@pytest.mark.slow
 def test_learning(images: Any, fit: Fit) -> None:
     """With mixed clients too, the loss falls well below that of the first round."""
     for keep_ratio in (0.3, MIXED):

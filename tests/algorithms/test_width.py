@@ -79,7 +79,7 @@ def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit, monkey
         assert torch.equal(fitted.state[name][unheld], before[name][unheld])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", CHANNELS, ids=repr)
 def test_a_network_learns_with_mixed_widths(channels: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.WidthSharding(channels, keep_ratio={0.5: 0.5, 1.0: 0.5})

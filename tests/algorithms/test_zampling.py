@@ -197,6 +197,7 @@ def test_clients_count_the_same_whatever_their_number_of_examples(toy: TensorDat
     assert set(fitted.model.state.probs.tolist()) == {0.0, 0.5, 1.0}
 
 
+@pytest.mark.slow
 def test_it_learns_and_without_steps_of_the_scores_it_does_not(data: Any, fit: Fit) -> None:
     def accuracy(lr: float) -> float:
         algorithm = ls.Zampling(2, degree=3, link=ls.functional.zampling.Clip(absorbing=False))

@@ -227,6 +227,7 @@ def test_a_server_cannot_replace_the_noise_of_the_owner(fit: Fit) -> None:
         fit(seeded(LitMLP), remote(noisy_line(loud)), filters=[Thief()], **SETTINGS)
 
 
+@pytest.mark.slow
 def test_noise_is_added_before_masks(fit: Fit) -> None:
     pytest.importorskip("cryptography", reason="masks need the extra `secure`")
     theirs = fit(seeded(LitMLP), toy_data(), **SETTINGS)

@@ -75,7 +75,7 @@ def test_a_coarser_grid_for_little_noise_costs_little_epsilon(num_rounds: int) -
     assert exact <= epsilon(1.0, 0.05, num_rounds, 1e-3) <= 1.001 * exact
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("target", "least"), [(400.0, 0.09), (4000.0, 0.05)])
 def test_noise_for_a_large_budget_is_found_within_seconds(target: float, least: float) -> None:
     began = time.process_time()
@@ -384,6 +384,7 @@ def test_a_resumed_run_has_the_noise_of_the_seed_and_otherwise_new_noise(data: A
     assert not same_state(whole.state, again.state)
 
 
+@pytest.mark.slow
 def test_rounds_keep_the_probability_that_they_had() -> None:
     """If other clients are there after a restart, those of before had no less privacy lost."""
     few = PrivateFit(PRIVACY, 10, 50)

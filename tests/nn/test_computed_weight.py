@@ -79,6 +79,7 @@ def test_gradients_of_a_weight_are_not_silently_none() -> None:
         _ = swapped(nn.Linear(4, 6))["critic"].weight.grad
 
 
+@pytest.mark.slow
 def test_a_compiled_function_reads_the_weight_and_cannot_write_it() -> None:
     layer = swapped(nn.Linear(4, 6))["critic"]
     read = torch.compile(lambda x: layer(x).sum() + layer.weight.abs().sum(), backend="eager")

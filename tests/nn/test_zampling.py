@@ -504,6 +504,7 @@ def fit(model: Classifier, epochs: int, **options: Any) -> None:
     trainer(epochs, val_check_interval=0.3, **options).fit(model, data, data)
 
 
+@pytest.mark.slow
 def test_a_stock_trainer_trains_the_scores() -> None:
     x, y = toy_data().tensors
 

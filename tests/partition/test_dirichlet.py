@@ -146,6 +146,7 @@ def test_blocks_of_clients_have_the_moments_of_the_literal_split(block: int, mon
     assert deviation(ours, moments(literal, SUPPLY, seed=2, num_samples=10_000)) <= 5.0
 
 
+@pytest.mark.slow
 def test_a_million_clients_are_dealt_in_seconds_and_every_example_once() -> None:
     labels = torch.arange(1_500_000) % 10
     began = time.process_time()
@@ -313,7 +314,7 @@ def flat(left: np.ndarray, num_draws: int, rng: np.random.Generator) -> np.ndarr
     return draw_dirichlet_counts(ALPHA * IN_TWO / IN_TWO.sum(), left, num_draws, rng)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_counts_have_the_moments_of_the_published_procedure(symmetric: bool) -> None:
     assert deviation(moments(law(symmetric), IN_TWO, seed=1), moments(published(symmetric), IN_TWO, seed=2)) <= 5.0

@@ -53,6 +53,7 @@ def test_seeds_use_all_63_bits() -> None:
     assert (np.abs(ones - 0.5) <= 5.0 * 0.5 / np.sqrt(2000)).all()
 
 
+@pytest.mark.slow
 def test_seed_is_the_same_in_another_process() -> None:
     code = "from lightning_spectral.protocol.rng import derived_seed; print(derived_seed(3, 'terms', 1, 'fc'))"
     command = [sys.executable, "-W", "ignore", "-c", code]  # another process has a different string hash seed

@@ -473,6 +473,7 @@ def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> N
     assert len(ours.model.executor.sent) == len(ours.ledger.rows) + again
 
 
+@pytest.mark.slow
 def test_a_failure_in_another_process_has_its_address(fit_as: FitAs) -> None:
     with pytest.raises(ls.ClientError, match=r"Round 0, client \d+, local training: Unpicklable: the sensor is broken"):
         fit_as(Elsewhere, SYSTEMS["FedAvg"], LitFails)

@@ -151,10 +151,12 @@ class Proximal(ls.client.LocalHook):
         return before_step
 
 
+@pytest.mark.slow
 def test_signs_of_changes_pass(module: LitMLP, batch: Any) -> None:
     check_algorithm(SignUplink(), module, batch)
 
 
+@pytest.mark.slow
 def test_fed_prox_passes_and_holds_clients_back(module: LitMLP, batch: Any) -> None:
     check_algorithm(ls.FedAvg(), module, batch, local_hooks=[Proximal()])
     free, held = (

@@ -77,6 +77,7 @@ def test_forward_map_equals_enumeration_of_all_subsets(N, n):
     np.testing.assert_allclose(poisson_conditional_inclusion_probs(p, n), probability @ rows, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_fit_reaches_1e_12_on_adversarial_designs():
     worst = 0.0
     for pi in random_designs(250, seed=0):

@@ -151,7 +151,7 @@ def test_no_other_multipliers_beat_the_collective_ones():
         assert abs(grid[error.argmin()] - best) <= grid[1]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(problems())
 def test_proportional_satisfies_its_definition(problem):
     lam, n, _ = problem
@@ -169,7 +169,7 @@ def test_proportional_satisfies_its_definition(problem):
         assert (ratio[~below] <= slope * (1 + 1e-12)).all()
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(problems())
 def test_collective_satisfies_the_optimality_conditions(problem):
     lam, n, C = problem

@@ -160,6 +160,7 @@ def test_draws_from_a_list_have_its_law(parts):
     assert excess(Systematic().sample(pi, 10_000, generator), law_of(systematic_support(pi))) <= 1
 
 
+@pytest.mark.slow
 def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
     parts = [60, 50, 40, 20, 16, 6]
     pi, law = [part * STEP for part in parts], {}
@@ -173,7 +174,7 @@ def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
     assert excess(Systematic().sample(probs, 20_000, torch.Generator().manual_seed(1)), law) > 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(spectra, st.data())
 def test_supports_hold_at_most_n_samples_with_the_given_probabilities(values, data):
     n = data.draw(st.integers(1, len(values) - 1))

@@ -84,6 +84,7 @@ def test_every_python_block_runs_and_prints_what_is_shown(page: Path, monkeypatc
             assert same, f"{page.name} shows\n{shown}\nbut the block prints\n{printed.getvalue()}"
 
 
+@pytest.mark.slow
 def test_the_readme_trains_as_it_says(monkeypatch, tmp_path, capsys):
     pytest.importorskip("sklearn", reason="comes with the `examples` extra")
     monkeypatch.chdir(tmp_path)

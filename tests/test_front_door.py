@@ -137,17 +137,19 @@ def said() -> dict[str, list[str]]:
     return {name: words for name, *words in lines if name in FORKED}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["ours first", "ours last", "a part of ours first"])
 def test_lightning_knows_the_strategy_by_name_in_any_order_of_imports(order: str, said: dict[str, list[str]]) -> None:
     assert said[order] == ["0", "4", "ClientParallelStrategy"]
 
 
+@pytest.mark.slow
 def test_a_package_inside_a_package_is_found_from_the_top(said: dict[str, list[str]]) -> None:
     assert said["functional"] == ["lightning_spectral.functional.zampling"]
     assert said["federation"][0] == "lightning_spectral.plugin.callbacks"
 
 
+@pytest.mark.slow
 def test_a_federation_imports_every_choice_but_no_logger_and_no_other_lightning(said: dict[str, list[str]]) -> None:
     """jsonargparse finds a class without a dotted path if it has been imported."""
     assert {"pytorch_lightning", "wandb", "matplotlib", "mlxtend"}.isdisjoint(said["federation"])

@@ -17,14 +17,8 @@ OFTEN = [",".join([start, *20 * [name]]) for start, name in (("1", "SIGKILL"), (
 
 @needs_2_5_3
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "1,SIGKILL,SIGTERM",
-        *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("2,SIGTERM,SIGTERM,SIGKILL", *OFTEN)),
-    ],
-    ids=lambda plan: plan[:9],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["1,SIGKILL,SIGTERM", "2,SIGTERM,SIGTERM,SIGKILL", *OFTEN])
 def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(plan: str, tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "interrupted_runs.py"), str(tmp_path), plan]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}

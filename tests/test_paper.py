@@ -229,6 +229,7 @@ def check_goes_on(paper: Any, store: Any, settings: Any, folder: Path) -> None:
     assert resumed["total_bytes"] == whole["total_bytes"]
 
 
+@pytest.mark.slow
 def test_a_run_ends_before_its_minutes_are_over_and_goes_on(paper, store, settings, tmp_path, monkeypatch):
     """A round of which each takes a second of a made-up clock, which begins at zero: five fit in 5.5 seconds."""
     settings = replace(settings, length=4.0)  # eight rounds

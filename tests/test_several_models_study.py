@@ -151,7 +151,7 @@ def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(study.five_tasks, "texts", lambda: ["to be, or not to be.\n" * 40] * study.tasks.NUM_CLIENTS)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["three", "five"])
 def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """Two short runs on a little made-up data, whose results the report reads."""

@@ -259,6 +259,7 @@ def test_a_tangent_step_moves_the_weight_as_the_dense_step_projected(study):
     torch.testing.assert_close(-moved / rate, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_runs_are_done_once_and_reported(study, monkeypatch):
     specs = [toy(study, "FedAvg", 1.0), toy(study, "sharding", 0.1)]
     study.run.train_missing(specs)

@@ -140,7 +140,7 @@ EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 class TestInAFit:
     OPTIONS: Mapping[str, Any] = {"keep_ratio": {0.3: 0.5, 0.6: 0.5}, "frobenius_decay": 0.01, "layers": EVERY_LAYER}
 
-    @pytest.mark.sampled(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("tau", [1.2, 10.0, math.inf])
     def test_without_the_bound_it_is_that_of_effective_rates_bit_for_bit(
         self, tau: float, lit_mlp: Any, data: Any, fit: Fit

@@ -144,6 +144,7 @@ def test_state_is_what_the_optimizer_makes_of_trained_parameters(optimizer: str,
     assert cost.optimizer_bytes == values * cost.gradient_bytes + counters
 
 
+@pytest.mark.slow
 def test_state_made_by_the_constructor_is_of_what_a_client_holds_and_no_activation() -> None:
     """Adagrad makes a value for each parameter at once, also of weights that sub-models lack."""
     example = torch.zeros(BATCH, 64)
@@ -230,6 +231,7 @@ def test_the_answer_fits_and_the_next_larger_does_not(algorithm: Any) -> None:
     assert ls.largest_that_fits(module, algorithm, example, memory=needed[9] - 1, optimizer=adam) == 0.5625
 
 
+@pytest.mark.slow
 def test_most_budgets_of_many_clients_follow_from_what_was_counted_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers are right nevertheless."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 48), nn.Linear(48, 64))

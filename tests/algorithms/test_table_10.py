@@ -55,6 +55,7 @@ def test_parameters_are_the_tables_and_what_it_leaves_out(table: CostTable) -> N
         assert table.at[keep_ratio].parameters == rounded_up + outside
 
 
+@pytest.mark.slow
 def test_macs_follow_the_parameters_layer_by_layer_where_the_tables_do_not(table: CostTable) -> None:
     inside = sum(rows * columns * positions for rows, columns, positions in convolutions())
     more_than_printed = []

@@ -180,6 +180,7 @@ def test_draws_have_the_joint_probabilities_of_their_design(design, spectrum):
     assert pair_excess(draws, joint) <= 1
 
 
+@pytest.mark.slow
 def test_choice_and_samples_used_twice_are_detected():
     pi = SPECTRA["gap"]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)

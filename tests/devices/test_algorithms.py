@@ -64,7 +64,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_an_algorithm_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     lit = partial(seeded, LitSmall, momentum=0.0 if name == "Scaffold" else 0.9)
@@ -113,7 +113,7 @@ OF_NETS = {
 PAIRS = list(itertools.product(NETS, OF_NETS))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_a_model_is_the_same(name: str, algorithm: str, fit: Fit, there: Fit, agree: Any) -> None:
     options = {"algorithm": OF_NETS[algorithm], "clients_per_round": 2}

@@ -53,7 +53,7 @@ def options_of(name: str) -> dict[str, Any]:
     return {**by_default, **SETTINGS[name]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_is_the_same(name: str, data: Any, fit: Fit, there: Fit, agree: Any) -> None:
     models = [ls.FederatedModule(seeded(LitSmall), **options_of(name)) for _ in range(2)]
@@ -103,7 +103,7 @@ CALLBACKS: dict[str, tuple[ls.Algorithm, Callable[[], Sequence[pl.Callback]]]] =
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_report_the_same(name: str, toy: TensorDataset, fit: Fit, there: Fit, agree: Any) -> None:
     algorithm, make = CALLBACKS[name]
@@ -111,6 +111,7 @@ def test_callbacks_report_the_same(name: str, toy: TensorDataset, fit: Fit, ther
     agree(*(run(seeded(LitSmall), data, algorithm=algorithm, max_epochs=2, callbacks=make()) for run in (fit, there)))
 
 
+@pytest.mark.slow
 def test_a_dashboard_writes_the_same_records(data: Any, fit: Fit, there: Fit, tmp_path: Path) -> None:
     for name, run in (("here", fit), ("there", there)):
         trainer = {"logger": CSVLogger(tmp_path, name=name, version=""), "log_every_n_steps": 1}

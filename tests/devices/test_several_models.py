@@ -75,6 +75,7 @@ def test_two_models_are_the_same(pair: str, sampler: str, run: Run, device: Any,
     )
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_clients_of_every_model_is_on_the_cpu(run: Run, device: Any, tmp_path: Path) -> None:
     options = {"accelerator": "auto", **device.trainer(), "enable_checkpointing": True}
     run(PAIRS["stale and SCAFFOLD"], ls.Uniform(active=8), ModelCheckpoint(tmp_path, "last"), **options)

@@ -91,7 +91,7 @@ KEEPING = ("Scaffold", "FedDyn", "Ditto", "StaleUpdates", "largest changes", "ei
 FORGETFUL = [name for name in PER_ROUND if name not in (*KEEPING, "SpectralSharding")]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORGETFUL)
 def test_waits_grow_with_clients_by_a_fixed_number(name: str, data: Any, there: Fit) -> None:
     options, _ = PER_ROUND[name]

@@ -258,6 +258,7 @@ def test_dittos_shared_model_may_be_summed_in_secret(fit: Fit) -> None:
     assert same_state(plain.state, secret.state)
 
 
+@pytest.mark.slow
 def test_dittos_shared_model_may_be_summed_with_noise(fit: Fit) -> None:
     pytest.importorskip("dp_accounting")
     noise = ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, noise_seed=1)

@@ -106,7 +106,7 @@ def test_epsilon_is_just_below_the_published_one() -> None:
     assert 0.8 * 4.634 < epsilon(5000 / 763_430, 1.0, 5000, 1e-9) < 4.634
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "target", "num_rounds"), [(0.1, 2.0, 60), (1.0, 8.0, 10), (0.25, 50.0, 5)])
 def test_the_calibrated_noise_suffices_and_less_does_not(rate: float, target: float, num_rounds: int) -> None:
     noise = calibrated(rate, target, num_rounds, 1e-5)
@@ -375,6 +375,7 @@ def test_noise_is_as_large_as_it_says_in_every_number_that_is_summed(
         assert {len(noise)} == {3 * size for size in uploaded}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_noise_of_the_seed_and_otherwise_new_noise(data: Any, fit: Fit, tmp_path: Path) -> None:
     adaptive = replace(PRIVACY, noise_multiplier=0.2, clip_quantile=0.5)
     options: dict[str, Any] = {**PRIVATE, "filters": [adaptive], "algorithm": SHARDED}
@@ -444,6 +445,7 @@ def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit:
     assert "running averages of net.2 are still 0 and 1" in averages
 
 
+@pytest.mark.slow
 def test_a_fit_ends_before_it_exceeds_its_budget(data: Any, fit: Fit, tmp_path: Path) -> None:
     """Also if it is resumed; and with a number of rounds, the noise is such that these spend it."""
     rate = ACTIVE / NUM_CLIENTS

@@ -28,6 +28,7 @@ def said(fitted: Any) -> float:
     return float(fitted.history.rows[-1]["fl/epsilon"])
 
 
+@pytest.mark.slow
 def test_a_module_that_is_wrapped_anew_goes_on_counting(data: Any, fit: Fit) -> None:
     lit = seeded(LitMLP)
     assert said(fit(lit, data, max_epochs=2, filters=private(), **OPTIONS)) == epsilon(RATE, 1.0, 2, DELTA)

@@ -164,7 +164,7 @@ LIARS = [(4,), (1, 4, 9)]
 QUIET = pytest.mark.filterwarnings("ignore::lightning_spectral.errors.SpectralWarning")  # of updates that are too large
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @QUIET
 @pytest.mark.parametrize(
     ("system", "liars"),
@@ -302,7 +302,7 @@ def test_all_signs_flipped_undo_a_round_and_krum_does_not_see_one_liar(fit: Fit)
     assert moved(ls.Attack("scale", 1e3, [2])).norm() > 20 * one.norm()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("attack", "system"), [(each, system) for each in ATTACKS for system in SYSTEMS])
 def test_attacks_keep_the_contract_of_filters(attack: Any, system: str) -> None:
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3

@@ -123,6 +123,7 @@ def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, 
     assert ours.ledger.rows == theirs.ledger.rows
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_from_the_clients_that_it_finds(fit: Fit, tmp_path: Path) -> None:
     """Not from those that were numbered before the checkpoint was read; and epsilon counts both populations."""
     privacy_of = pytest.importorskip("lightning_spectral.filters.privacy")
@@ -159,7 +160,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
     def run(data: Any) -> tuple[Any, Any, Any]:
@@ -194,7 +195,7 @@ class LitAsksItsStage(LitMLP):
         self.log("validates", float(self.trainer.validating and self.trainer.state.fn == "fit"))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("name", ["FedAvg", "personal head"])
 def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(
@@ -247,7 +248,7 @@ def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fi
     assert same_state(resumed.tensors, whole.tensors)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["personal head", "Ditto"])
 def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SYSTEMS[name], **SETTINGS, "clients_per_round": 12}

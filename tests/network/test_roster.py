@@ -149,7 +149,7 @@ def test_devices_say_what_they_can_hold(fit: Fit) -> None:
     assert all(row.keep_ratio == said[row.client_id] for row in fitted.ledger.rows)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [MIXED, ls.LoRA({1: 0.5, 3: 0.5})], ids=["spectral", "LoRA"])
 def test_a_device_with_a_budget_gets_the_largest_sub_model_that_fits(algorithm: Any, fit: Fit) -> None:
     plain = fit(seeded(LitMLP), remote(toy_line(LitMLP)), algorithm=algorithm, **EVERYBODY)

@@ -147,7 +147,7 @@ EVERY_FUNCTION: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY_FUNCTION)
 def test_choices_and_the_plan_made_from_them_give_the_same(name: str) -> None:
     result = EVERY_FUNCTION[name]

@@ -161,7 +161,7 @@ def check_plan(net: nn.Module, example: Any, plan: WidthPlan) -> None:
         assert torch.equal(own[name], tensor.reshape(-1)[positions[name]] if name in positions else tensor)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_channels_of_a_group_are_interchangeable(name: str) -> None:
     make, example, sizes = NETS[name]

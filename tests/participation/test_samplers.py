@@ -348,7 +348,7 @@ def deviation(frequencies: Tensor, probs: Tensor, num_samples: int) -> float:
     return float(torch.where(distances < 1e-12, 0.0, distances / errors).max())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "design", [None, ConditionalPoisson(), Systematic(), Brewer()], ids=lambda design: type(design).__name__
 )

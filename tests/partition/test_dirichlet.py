@@ -320,6 +320,7 @@ def test_counts_have_the_moments_of_the_published_procedure(symmetric: bool) -> 
     assert deviation(moments(law(symmetric), IN_TWO, seed=1), moments(published(symmetric), IN_TWO, seed=2)) <= 5.0
 
 
+@pytest.mark.slow
 def test_other_laws_are_noticed() -> None:
     expected = moments(published(symmetric=False), IN_TWO, seed=2)
     for wrong in (renormalised_over_all_classes, flat, law(symmetric=True)):

@@ -148,6 +148,7 @@ class TestFinding:
         finally:
             torch.serialization.clear_safe_globals()
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:.*cannot be resumed from and is skipped")
     def test_no_damaged_bit_is_believed(self, tmp_path: Path) -> None:
         """A file with one flipped bit is found only if it still holds what was written."""

@@ -130,7 +130,7 @@ def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_other_arguments_than_the_checkpoints_are_refused_or_not_used(command: Command) -> None:
     given = command.config["model"]
     model = {**given, "local_epochs": 3}
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_is_not_there_is_named(command: Command) -> None:
         command.run("fit", ckpt_path="gone.ckpt")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_what_print_config_shows_loads(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(command.config))
     with pytest.raises(SystemExit):
@@ -284,7 +284,7 @@ def test_a_part_of_an_algorithm_may_be_nothing(nothing: str, monkeypatch: pytest
     assert algorithm.keep_ratio == {0.1: 0.6, 0.3: 0.4}  # as in the config
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

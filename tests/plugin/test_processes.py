@@ -129,6 +129,7 @@ def test_every_process_ends_as_a_single_one(name: str, num_processes: int, resul
         assert_same_run(one, alone)
 
 
+@pytest.mark.slow
 def test_runs_are_what_they_are_called(results: Results) -> None:
     """Otherwise equality would prove little: clients are left out, cohorts are cut, watchers log their values."""
     named = ("clients left out", "cut cohort", "coordinated, one client", "evaluation on clients")

@@ -165,6 +165,7 @@ def test_what_is_evaluated_after_a_fit_belongs_to_its_last_round(
     assert len(read_record(record_of(tmp_path)).lines) == 4
 
 
+@pytest.mark.slow
 def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(
     lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path
 ) -> None:

@@ -457,6 +457,7 @@ class Forgetting(Elsewhere):
     keeps = False
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*without an optimizer")  # what clients write is meant to be lost
 def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> None:
     ours, theirs = (fit_as(federated, SYSTEMS["spectral"], LitFrozen) for federated in (Forgetting, ls.FederatedModule))

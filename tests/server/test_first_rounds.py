@@ -218,6 +218,7 @@ def test_a_second_fit_is_watched_anew(data: Any, fit: Fit) -> None:
     assert [len(texts) for texts in told] == [1, 0]  # by then the weights are as large as the updates
 
 
+@pytest.mark.slow
 def test_a_default_fit_on_clients_that_differ_is_told_nothing(lit_mlp: Any, toy: TensorDataset, fit: Fit) -> None:
     data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(num_clients=8, alpha=0.5), batch_size=4)
     for algorithm in (None, ls.SpectralSharding(), ls.SpectralSharding(keep_ratio={0.2: 0.5, 0.4: 0.5})):

@@ -241,6 +241,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_seeds_reach_the_weights_and_all_draws_of_several_models(tmp_path: Path) -> None:
     first, second = planned_runs([], [0, 1])
     config = resolved(["--config", "two.yaml"], second)

@@ -108,6 +108,7 @@ def test_no_algorithm_of_the_package_is_left_out() -> None:
     assert algorithms - {ls.Algorithm} == {type(algorithm) for algorithm in (RESTING | DRAWING).values()}
 
 
+@pytest.mark.slow
 def test_running_averages_and_what_is_stored_of_clients_are_checked_too(batch: Any) -> None:
     check_algorithm(ls.FedAvg(), LitSmall(), batch)
 
@@ -590,6 +591,7 @@ def test_an_algorithm_for_one_process_need_not_share_its_sums(module: LitMLP, ba
     check_algorithm(variant(round=NoSums), module, batch)
 
 
+@pytest.mark.slow
 def test_it_needs_no_package_of_the_network(module: LitMLP, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("msgspec", "safetensors", "lightning_spectral.protocol.codec", "lightning_spectral.network.objects"):
         monkeypatch.setitem(sys.modules, name, None)

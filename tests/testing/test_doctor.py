@@ -56,6 +56,7 @@ class Breaks(ls.FedAvg):
         raise RuntimeError("no such kernel\non this device")
 
 
+@pytest.mark.slow
 def test_algorithms_that_fail_are_one_line_each_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
     algorithms = {"odd": (Drifts(), True), "broken": (Breaks(), True), "FedAvg": (ls.FedAvg(), True)}
     assert doctor.main(CPU, algorithms) == 1

@@ -120,6 +120,7 @@ def collective_by_bisection(lam: np.ndarray, n: int, C: float) -> np.ndarray:
     return pi
 
 
+@pytest.mark.slow
 def test_collective_finds_the_water_level_where_terms_and_break_points_coincide():
     """Ties, and values whose ratio is C: here an unguarded Newton's method would never leave two break points."""
     rng = np.random.default_rng(3)

@@ -247,6 +247,7 @@ def test_tensorboard_holds_histograms_pictures_and_curves(lit: Any, data: Any, f
     assert [event.step for event in events.Scalars("over_bytes/fl/loss")] == spent
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_an_offline_wandb_run_holds_config_tables_histograms_and_curves_over_bytes(
     lit: Any, data: Any, fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -357,7 +357,7 @@ def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrup
     resumes(interrupted(trainer={"logger": FailingLogger(error)}))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "settings", "when"),
     [
@@ -382,6 +382,7 @@ def test_a_plateau_schedule_misses_nothing(
         resumes(ckpt, make, **more)
 
 
+@pytest.mark.slow
 def test_max_steps_counts_rounds_of_a_resumed_run_too(run: Run, resumes: Any, tmp_path: Path) -> None:
     limits: dict[str, Any] = {"max_epochs": 3, "trainer": {"max_steps": 9}}
     run(Falling, ModelCheckpoint(tmp_path, "{step}", save_top_k=-1), **limits)

@@ -110,6 +110,7 @@ def test_a_run_stopped_within_a_round_begins_that_round_again(
     assert same_state(whole.state, resumed.state)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Be aware that when using `ckpt_path`, callbacks",
     "ignore:Using ModelCheckpoint with manual optimization",  # the state after the server's step is what we want
@@ -128,6 +129,7 @@ def test_a_checkpoint_at_the_end_of_the_last_batch_resumes_with_the_next_round(
         assert same_state(whole.state, resumed.state)
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_takes_effect_at_the_end_of_the_round(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     class StopEarly(ls.RoundCallback):
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:

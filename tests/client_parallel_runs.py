@@ -333,10 +333,7 @@ WITH_THREE = {
 }
 ONLY_WITH_TWO = RUNS.keys() - WITH_THREE  # three processes have to take turns on small machines
 RESUMED = "spectral, FedAdam"
-QUICK = (
-    *(RESUMED, "a step that gathers", "batch norm", "clients left out", "secure sums", "private", "SCAFFOLD"),
-    *("several models", "the start alone"),
-)
+QUICK = (RESUMED, "clients left out", "secure sums", "private", "several models", "the start alone")
 # which process leaves, for how long (0: for good), and how long the others wait
 LOST = {"the last ends": (-1, 0.0, 60.0), "the first ends": (0, 0.0, 60.0), "the last is away": (-1, 6.0, 4.0)}
 

@@ -68,7 +68,7 @@ def blocks(page: Path) -> Iterator[tuple[Any, str | None]]:
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # a resumed run writes beside the first
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks transformers for it
 @pytest.mark.filterwarnings("ignore:The PEFT config's `base_model_name_or_path`")  # of a model that was not downloaded
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_runs_and_prints_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(page.stem)

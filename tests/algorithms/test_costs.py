@@ -594,6 +594,7 @@ class TestWithoutValues:
             table.at[0.2].parameters > cost_table(LitMany(), ls.SpectralSharding(), [0.2], EXAMPLE).at[0.2].parameters
         )
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("no_values")
     def test_an_answer_for_memory_factorises_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(weight: Tensor) -> None:

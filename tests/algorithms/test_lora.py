@@ -361,6 +361,7 @@ def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
     assert changed["federation_lasting"]["models"][""]["algorithm"]["num_rounds"] == 2
 
 
+@pytest.mark.slow
 def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None:
     rows = fit(
         seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=2), clients_per_round=12, max_epochs=5
@@ -388,6 +389,7 @@ def test_a_restart_changes_no_weight_by_one_bit(merge_every: int, data: Any, fit
     assert not same_state(again.state, idle.state)
 
 
+@pytest.mark.slow
 def test_a_run_with_restarts_resumes_as_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, data, tmp_path, algorithm=ls.LoRA(MIXED, merge_every=2), clients_per_round=5)
 

@@ -106,7 +106,7 @@ def largest_tensor(module: nn.Module, example: Tensor) -> int:
     return max(sizes)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "name"),
     [

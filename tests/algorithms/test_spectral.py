@@ -73,6 +73,7 @@ def test_shards_of_all_terms_sum_to_the_weight() -> None:
         torch.testing.assert_close(layer.weight, server.get_submodule(name).weight.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_unbiased_shard_averages_to_the_weight() -> None:
     torch.manual_seed(0)
     algorithm, server = ls.SpectralSharding(ls.Unbiased()), net()

@@ -67,6 +67,7 @@ def test_macs_follow_the_parameters_layer_by_layer_where_the_tables_do_not(table
     assert more_than_printed == [9, 5, -2, 6]  # percent: what the table's own parameters take
 
 
+@pytest.mark.slow
 def test_values_kept_are_two_for_each_position_of_a_convolution_and_what_the_table_leaves_out(table: CostTable) -> None:
     behind_convolutions = 2 * sum(rows * positions for rows, _, positions in convolutions())
     assert behind_convolutions == 15 * UNIT

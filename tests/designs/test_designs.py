@@ -34,7 +34,7 @@ from lightning_spectral.testing.choices import check_rows
 DESIGNS = [ConditionalPoisson(), SuccessiveSampling(), Brewer(), MinimumSupport(), Systematic(), RandomSystematic()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 def test_design_keeps_the_contract(design):
     check_design(design)
@@ -211,6 +211,7 @@ def test_designs_with_few_samples_are_far_from_the_most_random_one(design):
     assert pair_excess(draws, ConditionalPoisson().joint_inclusion_probs(pi)) > 10
 
 
+@pytest.mark.slow
 def test_random_systematic_and_brewer_are_close_to_the_most_random_one():
     pi = SPECTRA["slow decay"]
     joint = ConditionalPoisson().joint_inclusion_probs(pi)

@@ -78,6 +78,7 @@ def test_a_change_is_shortened_over_all_tensors_together(scale: float) -> None:
     assert float((found - expected).abs().max()) <= 2.0**-19  # one step of the grid, of noise with deviation 1
 
 
+@pytest.mark.slow
 def test_noise_has_its_deviation_in_every_coordinate() -> None:
     """Five deviations of the estimates themselves."""
     noise, count, normals = LocalNoise(clip=0.5, noise_multiplier=3.0), 4000, SecretNormals(b"key")
@@ -238,7 +239,7 @@ def test_noise_is_added_before_masks(fit: Fit) -> None:
         assert (farthest < 1e-4) == is_near
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
 )

@@ -141,6 +141,7 @@ def test_ditto_trains_two_models_as_two_bare_loops(optimizer: Any, fit: Fit) -> 
             assert not torch.equal(tensor, shared[name])
 
 
+@pytest.mark.slow
 def test_dittos_own_model_has_its_own_running_averages_and_the_shared_one_does_not_see_it(fit: Fit) -> None:
     """Whatever pulls the clients' own models, the shared one is the same: neither weights nor averages leak."""
     weak, strong = (

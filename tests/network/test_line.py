@@ -132,7 +132,7 @@ def alive(references: Sequence[ref[Any]]) -> int:
     return sum(reference() is not None for reference in references)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("algorithm", "clients", "at_once"),
     [(ls.FedAvg(), 3, None), (ls.SpectralSharding(keep_ratio=0.5), 12, None), (ls.FedAvg(), 12, 3)],

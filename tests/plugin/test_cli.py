@@ -251,7 +251,7 @@ def test_an_optimizer_of_lightning_cli_is_refused(quiet: dict[str, Any]) -> None
         LightningCLI(ls.FederatedModule, ls.FederatedDataModule, args={"subcommand": "fit", "fit": config})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))
 def test_every_config_of_the_page_builds_a_federation(block: str, quiet: dict[str, Any]) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")

@@ -140,6 +140,7 @@ def test_a_plain_loop_gives_the_weights_of_a_trainer(algorithm: Any, lit_mlp: An
     assert not same_state(owner.module.state_dict(), other.state)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_trains_several_models_as_a_trainer_does(lit_mlp: Any, toy: Any, quiet: Any) -> None:
     def clients() -> dict[str, ls.FederatedDataModule]:
         return {name: ls.FederatedDataModule(toy, ls.IIDPartitioner(12), batch_size=4, seed=1) for name in ("a", "b")}

@@ -175,6 +175,7 @@ def test_tables_do_not_depend_on_the_order_within_a_round() -> None:
     assert same(one.state_dict(), two.state_dict())
 
 
+@pytest.mark.slow
 def test_a_small_entry_takes_little_more_than_its_values() -> None:
     store, count = ClientStore(), 20_000
     for client in range(count):

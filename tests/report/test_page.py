@@ -118,6 +118,7 @@ def test_figures_are_in_the_page_and_in_files(full: Path) -> None:
     assert "2 groups of 2 runs each, which differ in <code>federation/algorithm/strategy</code>." in page
 
 
+@pytest.mark.slow
 def test_the_same_runs_make_the_same_figure(full: Path) -> None:
     groups, _ = group_runs([read_run(full / "runs/TopN/version_0/rounds.jsonl")])
     one, two = (svg_of(pareto_section(Contents(groups, "val_acc", False))) for _ in range(2))

@@ -119,6 +119,7 @@ def test_a_resumed_run_continues_its_file_and_cuts_what_follows_the_checkpoint(
     assert read_record(record_of(tmp_path)).head["run"] == resumed.history._run == lost.history._run
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_another_folder_has_all_its_rounds_there_and_is_one_run(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
@@ -369,6 +370,7 @@ def write_damaged(folder: Path, seed: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
 )

@@ -93,7 +93,7 @@ def test_every_algorithm_passes(name: str, module: LitMLP, batch: Any) -> None:
     check_algorithm(RESTING[name], LitSmall() if "averages" in name else module, batch)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:SpectralSharding shards no layer")
 @pytest.mark.parametrize("name", DRAWING)
 def test_what_averages_draws_passes_but_for_resting(name: str, module: LitMLP, batch: Any) -> None:

@@ -54,6 +54,7 @@ class FailsInValidation(pl.Callback):
             raise RuntimeError("in user code")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # OnExceptionCheckpoint looks for a checkpoint to resume
 def test_a_round_that_was_interrupted_after_the_servers_step_is_neither_measured_nor_drawn_again(
     toy: TensorDataset, lit_mlp: Any, run: Any, tmp_path: Path

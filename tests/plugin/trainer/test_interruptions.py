@@ -162,7 +162,7 @@ def outcome(fitted: Fitted) -> list[Any]:
 BEFORE_TRAINING = ["setup", "on_load_checkpoint", "load_state_dict", "on_fit_start", "on_train_start"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("hook", "first"),
     [*((hook, "on_validation_batch_end") for hook in BEFORE_TRAINING), ("on_train_start", "on_client_end")],

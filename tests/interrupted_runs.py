@@ -1,9 +1,9 @@
-"""Runs that are interrupted, each time by a signal at a random moment, and resumed from what they left behind.
+"""A run that is interrupted, each time by a signal at a random moment, and resumed from what it left behind.
 
-``python interrupted_runs.py FOLDER 2,SIGKILL,SIGTERM ...`` does one of two processes that is interrupted twice, and
-others. It writes ``result.pt`` into a folder of the run's own, ``FOLDER/2,SIGKILL,SIGTERM``, and the outcome of the
-same run without any signal, in one process. The processes that are interrupted are forks of this one, so that
-everything is imported once. If there are several, all of them get a SIGKILL, but maybe only some a SIGTERM.
+``python interrupted_runs.py FOLDER 2,SIGKILL,SIGTERM`` does one of two processes that is interrupted twice. It writes
+``result.pt`` into a folder of the run's own, ``FOLDER/2,SIGKILL,SIGTERM``, and the outcome of the same run without any
+signal, in one process. The processes that are interrupted are forks of this one, so that everything is imported once.
+If there are several, all of them get a SIGKILL, but maybe only some a SIGTERM.
 """
 
 import os
@@ -129,19 +129,16 @@ def interrupt(folder: Path, num_rounds: int, num_processes: int, kind: signal.Si
             raise RuntimeError(f"the run ended with {ended}, not with {expected}")
 
 
-def main(folder: Path, plans: list[str]) -> None:
-    ends: list[tuple[Path, int]] = []
-    for plan in plans:
-        num_processes, *names = plan.split(",")
-        own, num_rounds, chance = folder / plan, ROUNDS_PER_SIGNAL * (len(names) + 1) + 2, random.Random(len(names))
-        ends += [(own, num_rounds), (own / "uninterrupted", num_rounds)]
-        for name in names:
-            interrupt(own, num_rounds, int(num_processes), signal.Signals[name], chance)
-    for own, num_rounds in ends:  # when all is forked
-        own.mkdir(exist_ok=True)
-        train(own, num_rounds)
+def main(folder: Path, plan: str) -> None:
+    num_processes, *names = plan.split(",")
+    own, num_rounds, chance = folder / plan, ROUNDS_PER_SIGNAL * (len(names) + 1) + 2, random.Random(len(names))
+    for name in names:
+        interrupt(own, num_rounds, int(num_processes), signal.Signals[name], chance)
+    for each in own, own / "uninterrupted":  # when all is forked
+        each.mkdir(exist_ok=True)
+        train(each, num_rounds)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2])

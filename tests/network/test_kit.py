@@ -206,3 +206,4 @@ def test_containers_run_what_the_services_of_a_kit_run(name: str) -> None:
     assert shlex.split(found["command"]) == [program, *rest]
     assert found["environment"] == {key: value for key, value in service.environment.items() if key != "PATH"}
     assert found["network_mode"] == "host"
+    assert found["working_dir"] == str(service.folder)

@@ -118,7 +118,7 @@ def check(run: Run, folder: Path, **failing: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "hook"),
     [
-        *[("first", hook) for hook in AFTER_THE_STEP],
+        *(("first", hook) for hook in AFTER_THE_STEP),
         *(("last", hook) for hook in (*BEFORE_IT, *AFTER_THE_STEP)),
     ],
 )

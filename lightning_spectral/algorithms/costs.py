@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, cast
@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -372,7 +373,28 @@ def round_bytes(
     return {r: cost.round_bytes for r, cost in counted.of_federation(counted.algorithm, keep_ratios, None).items()}
 
 
-RNN_KERNELS = (torch.ops.aten.mkldnn_rnn_layer.default, torch.ops.aten.mkldnn_rnn_layer_backward.default)
+aten = torch.ops.aten
+RNN_KERNELS = (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default)
+VIEWS = (
+    *(aten.view.default, aten.detach.default, aten.t.default, aten.transpose.int, aten.permute.default),
+    *(aten.slice.Tensor, aten.select.int, aten.as_strided.default, aten.expand.default, aten.unsqueeze.default),
+)
+
+
+@cache
+def makes_one(func: Any) -> bool:
+    """Whether an operation makes one new tensor, whose size follows from the sizes and numbers that it is given."""
+    arguments, results = func._schema.arguments, func._schema.returns
+    depends_on_values = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*func.tags}
+    kept = any(part.alias_info is not None for part in (*arguments, *results))
+    return [str(result.type) for result in results] == ["Tensor"] and not kept and not depends_on_values
+
+
+@cache
+def changes_values(func: Any) -> bool:
+    """Whether an operation only changes the values of its first argument, as steps of optimizers do."""
+    first = func._schema.arguments[0].alias_info
+    return torch.Tag.pointwise in func.tags and first is not None and first.is_write
 
 
 class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -392,6 +414,7 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._of: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the module's tensors, which are held
+        self._made: dict[Any, Any] = {}  # maps operations and what they were given to what describes the result
 
     @contextmanager
     def in_place_of(self, module: nn.Module, *others: Any) -> Iterator[None]:
@@ -437,7 +460,38 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func in RNN_KERNELS:  # only they know the size of their workspace
             args, kwargs = tree_map_only(Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs or {}))
             return tree_map_only(Tensor, self.from_tensor, func(*args, **kwargs))
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
+        if args and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            if func in VIEWS:
+                with in_kernel_invocation_manager(self):
+                    view = func(*args, **(kwargs or {}))
+                return FakeTensor(self, view, args[0].fake_device)
+            if changes_values(func):
+                return args[0]
+            if makes_one(func) and (given := _described((func, *parts, *(kwargs or {})))) is not None:
+                if given in self._made:
+                    (shape, stride, dtype), device = self._made[given]
+                    return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+                made: Any = super().__torch_dispatch__(func, types, args, kwargs)
+                if not _memory([made]) & _memory(parts):  # some that say they make one return a view
+                    self._made[given] = _described(made), made.fake_device
+                return made
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _memory(parts: Iterable[Any]) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in _tensors(parts)}
+
+
+def _described(part: Any) -> Any:
+    """What the size of a result depends on in an argument; ``None`` if its values may matter."""
+    if isinstance(part, FakeTensor):
+        return None if part.constant is not None else (part.shape, part.stride(), part.dtype)
+    if isinstance(part, (list, tuple)):
+        inner = [_described(entry) for entry in part]
+        return None if None in inner else tuple(inner)
+    return None if isinstance(part, Tensor) else (type(part), part)  # the type, because True equals 1
 
 
 class _Counted:

@@ -347,7 +347,8 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
+    leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage._cdata: storage for storage in storages if storage.nbytes()}
 

@@ -492,6 +492,40 @@ LARGER = [
 class TestWithoutValues:
     """Counted on fake tensors, an algorithm costs what it costs on the module's own."""
 
+    @pytest.mark.parametrize(
+        "operation",
+        [
+            lambda x: x.to(torch.uint8) >> torch.arange(2, dtype=torch.uint8).view(2, 1, 1),
+            lambda x: x.long() + 1,
+            lambda x: x.long() + 1.0,
+            lambda x: (x.bool() * 1, x.bool() * True)[1],
+            lambda x: x.sum(1, keepdim=True),
+            lambda x: x.T @ x,
+            lambda x: torch.where(x > 0, x, 0.0),
+            lambda x: x[:, 1:].T,
+            lambda x: x.T.reshape(-1),
+            lambda x: torch.ops.aten._unsafe_view(x, [-1]),
+            lambda x: x.expand(2, *x.shape)[1],
+            lambda x: torch.cat([x, x]),
+            lambda x: x.add_(1),
+            lambda x: x.sqrt_().unsqueeze(0),
+            lambda x: x.clone(memory_format=torch.preserve_format),
+            lambda x: torch.zeros_like(x, dtype=torch.float64),
+            lambda x: x.new_empty(5),
+        ],
+    )
+    def test_an_operation_gives_sizes_and_memory_of_the_real_one(self, operation: Any) -> None:
+        """The first time torch answers; the second time it may be looked up, or changed in place."""
+        fakes = costs.FakeTensors()
+        for size in [(3, 4), (3, 4), (4, 3)]:
+            given = [torch.rand(size), fakes.from_tensor(torch.rand(size))]
+            real, fake = (
+                (made.shape, made.stride(), made.dtype, made.untyped_storage()._cdata == x.untyped_storage()._cdata)
+                for x in given
+                for made in [operation(x)]
+            )
+            assert fake == real
+
     @pytest.fixture
     def with_values(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         """Count on the module's own tensors, as where fake ones will not do."""

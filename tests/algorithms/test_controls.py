@@ -1,5 +1,7 @@
 """SCAFFOLD and FedDyn against loops over all clients, and in runs."""
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -251,6 +253,39 @@ class TestInARun:
             own = {client: states.kept(WorkUnit(client))[f"control:{name}"].double() for client, _ in states}
             expected = sum(sizes[client] / sum(sizes) * control for client, control in own.items())
             torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("kind", [ls.Scaffold, ls.FedDyn])
+    def test_the_server_shortens_what_it_keeps_of_a_control(self, kind: Any, data: Any, fit: Fit) -> None:
+        """By hand, from what devices keep after each round; half of the median is less than most controls have."""
+        names, sizes = [*seeded(LitPlain).state_dict()], torch.tensor([len(part) for part in data.partition])
+        before, kept = torch.zeros(2, len(sizes), sum(p.numel() for p in seeded(LitPlain).parameters())).double()
+        norms, shortened = torch.zeros(2, len(sizes)).double()  # the norms that controls had before
+        for num_rounds in (1, 2, 3):
+            options = {"algorithm": kind(control_bound=0.5), "max_epochs": num_rounds, "seed": 3}
+            fitted = fit(seeded(LitPlain), data, **options)
+            own = before.clone()
+            for client, _ in fitted.model.client_states:
+                state = fitted.model.client_states[WorkUnit(client)]
+                own[client] = torch.cat([state[f"control:{name}"].flatten() for name in names])
+            trained = (own != before).any(1)
+            known = norms[trained & (norms > 0)]
+            longest = 0.5 * statistics.median(known.tolist()) if len(known) else math.inf
+            control = (kept + own - before)[trained]
+            norms[trained] = control.norm(dim=1)
+            shortened[trained] = (norms[trained] > longest).double()
+            kept[trained] = control * (longest / norms[trained]).clamp(max=1.0)[:, None]
+            before, shares = own, sizes.double() / sizes.sum()
+            expected = torch.cat([shares @ kept, (shares @ shortened)[None]])
+            torch.testing.assert_close(fitted.model.state.values, expected, rtol=1e-5, atol=1e-7)
+        assert 0.0 < fitted.logged["fl/controls_shortened"] < 1.0
+
+    def test_a_bound_that_nobody_reaches_changes_no_bit(self, data: Any, fit: Fit) -> None:
+        free, bounded = (
+            fit(seeded(LitPlain), data, max_epochs=3, seed=3, algorithm=ls.Scaffold(control_bound=bound))
+            for bound in (None, 1e6)
+        )
+        assert torch.equal(free.weights, bounded.weights)
+        assert (bounded.logged["fl/controls_shortened"], "fl/store_bytes" in free.logged) == (0.0, False)
 
     def test_controls_are_means_of_gradients(self, data: Any, fit: Fit) -> None:
         fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.client.GradientClip(1.0)])

@@ -47,6 +47,7 @@ RESTING = {
     "stale updates of unseen clients": ls.StaleUpdates(beta=0.7, unseen="mean", num_terms=1),
     "MIFA": ls.StaleUpdates.mifa(),
     "SCAFFOLD": ls.Scaffold(),
+    "SCAFFOLD, bounded controls": ls.Scaffold(control_bound=0.5),
     "Ditto": ls.Ditto(pull=0.5),
     "q-FedAvg": ls.QFedAvg(q=2.0),
     "LoRA with restarts": ls.LoRA(2, merge_every=2),

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import inf
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -20,12 +22,14 @@ from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import wide
-from lightning_spectral.protocol.records import Download, Options, Receipt, Tensors, Upload
+from lightning_spectral.protocol.records import Download, Options, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
 
 # before the name of a parameter: the server's control in downloads, the client's own on its device
 CONTROL = "control:"
+# in what the server keeps of a client: the norm of its control before it was shortened, and whether it was
+NORM, SHORTENED = "norm", "share:shortened"
 
 
 def adding(addends: Mapping[nn.Parameter, Callable[[], Tensor]]) -> Callable[[Optimizer], None]:
@@ -125,33 +129,57 @@ class ControlRound(DenseRound):
         side: The device half.
         total: The sum of all clients' controls, weighted by their shares of the data, as the round opened.
         change: Running sum of its change.
+        entries: What the server kept of the round's clients when it opened, if their controls are bounded.
     """
 
     def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
         assert isinstance(half.state, ClientSum), "made by `new_state`"
         assert isinstance(half.client_side, ControlSide)
-        self.side, self.total = half.client_side, half.state
-        self.change = self.total.change(self.side.trained, cohort)
+        assert isinstance(half.algorithm, WithControls)
+        self.side, self.total, self.times = half.client_side, half.state, half.algorithm.control_bound
+        self.change = self.total.change([*self.side.trained, *([SHORTENED] if self.times else [])], cohort)
+        units = [unit for units in cohort.groups.values() for unit in units]
+        self.entries = {unit.key: cohort.store[unit] for unit in units if unit in cohort.store} if self.times else {}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         scale = self.side.scale(self.cohort.options, upload)
         changes = self.side.changes(self.tensors, upload, scale)
         before, after = self.largest, upload.largest
-        bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.change.names]
+        bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.side.trained]
         if scale:
             bound = max(bounds, default=0.0)
             check_summable(largest_within(bound, lambda: nn.utils.parameters_to_vector(changes.values())))
         super().add(receipt, upload)
         if changes:
-            self.change.add(changes, self.cohort.shares[receipt.unit.key])
+            added = self.bounded(receipt.unit, changes) if self.times else changes
+            self.change.add(added, self.cohort.shares[receipt.unit.key])
 
     @cached_property
     def largest(self) -> Mapping[str, float]:
         """Largest magnitude of each tensor of the download that enters a change."""
         return largest_magnitudes(
-            {n: t for n, t in self.tensors.items() if n.removeprefix(CONTROL) in self.change.names}
+            {n: t for n, t in self.tensors.items() if n.removeprefix(CONTROL) in self.side.trained}
         )
+
+    @cached_property
+    def longest(self) -> float:
+        """The largest norm of a client's control, from those that the round's clients had when it opened."""
+        norms = [float(entry[NORM]) for entry in self.entries.values()]
+        return self.times * median(norms) if norms and self.times else inf
+
+    @torch.no_grad()
+    def bounded(self, unit: WorkUnit, changes: Tensors) -> Tensors:
+        """The change of a client's control at the server, where it is no longer than others', and is kept."""
+        old = self.entries.get(unit.key, {})
+        control = {name: change + old[name] if old else change for name, change in changes.items()}
+        norm = torch.stack([tensor.double().norm() for tensor in control.values()]).norm()
+        if is_shortened := bool(norm > self.longest):
+            control = {name: tensor * (self.longest / norm).to(tensor) for name, tensor in control.items()}
+            changes = {name: tensor - old[name] if old else tensor for name, tensor in control.items()}
+        shortened = torch.full_like(norm, float(is_shortened))
+        self.cohort.store[unit] = {**control, NORM: norm, SHORTENED: shortened}
+        return {**changes, SHORTENED: shortened - old[SHORTENED] if old else shortened}
 
     @property
     def sums(self) -> Sequence[RunningMean]:
@@ -162,17 +190,29 @@ class ControlRound(DenseRound):
         self.total.add(self.change)
 
     def observed(self) -> Observed:
-        return Observed({"control_norm": float(self.total.values.norm())})
+        pieces = self.total.pieces()
+        shortened = {"controls_shortened": float(pieces.pop(SHORTENED))} if self.times else {}
+        return Observed({"control_norm": float(nn.utils.parameters_to_vector(pieces.values()).norm()), **shortened})
 
 
 @dataclass(frozen=True)
 class WithControls(FedAvg):
-    """Federated averaging whose clients have controls."""
+    """Federated averaging whose clients have controls.
+
+    Attributes:
+        control_bound: The longest control of a client at the server, in medians; ``None`` for no bound.
+    """
 
     half: ClassVar[type[FedAvgHalf]] = ControlHalf
 
+    control_bound: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_fields(self, control_bound=Number(above=0, optional=True))
+
     def new_state(self, server: nn.Module, seed: int) -> ClientSum:
-        return ClientSum({name: p.shape for name, p in server.named_parameters()})
+        shapes: dict[str, Sequence[int]] = {name: p.shape for name, p in server.named_parameters()}
+        return ClientSum({**shapes, SHORTENED: ()} if self.control_bound else shapes)
 
 
 UNLIKE = ("momentum", "dampening", "nesterov", "maximize")  # options that make a step something else
@@ -210,7 +250,7 @@ class ScaffoldRound(ControlRound):
 
     def __init__(self, half: FedAvgHalf, cohort: Cohort) -> None:
         super().__init__(half, cohort)
-        controls = {n: t.to(self.tensors[n].dtype) for n, t in self.total.pieces().items() if n in self.change.names}
+        controls = {n: t.to(self.tensors[n].dtype) for n, t in self.total.pieces().items() if n in self.side.trained}
         self.tensors = {**self.tensors, **{f"{CONTROL}{name}": control for name, control in controls.items()}}
         one_rate(group for groups in cohort.options for group in groups)
 
@@ -233,6 +273,17 @@ class Scaffold(WithControls):
 
     A download holds the model and the server's control, which doubles its size if all parameters are trained. An upload
     is that of `FedAvg`. A device keeps as much as the trainable parameters take.
+
+    What a device that lies adds to c stays there, and grows round after round. With ``control_bound`` b, the server
+    keeps every client's control v itself, and shortens it to b times m, the median norm of those that the round's
+    clients had before:
+
+    .. math:: v_i \leftarrow (v_i + \delta c_i) \min\left(1, \frac{b\, m}{\|v_i + \delta c_i\|}\right), \qquad
+        c = \sum_i d_i v_i .
+
+    Args:
+        control_bound: The bound b, for which the server needs the memory of the trainable parameters for each client;
+            ``None`` for none. In the first round nothing is shortened.
 
     Note:
         c is the sum of the clients' controls as long as no device loses one. A device that does begins again at zero,
@@ -330,7 +381,7 @@ class FedDynRound(ControlRound):
     def close(self) -> None:
         super().close()
         for name, control in self.total.pieces().items():
-            if (gradient := self.half.server.get_parameter(name).grad) is not None and name in self.change.names:
+            if name in self.side.trained and (gradient := self.half.server.get_parameter(name).grad) is not None:
                 gradient.add_(control, alpha=1.0 / self.half.algorithm.alpha)
 
 
@@ -358,6 +409,7 @@ class FedDyn(WithControls):
 
     Args:
         alpha: Strength of both terms, in units of loss per squared parameter, positive. The paper uses 0.001 to 0.1.
+        control_bound: As for `Scaffold`: how long :math:`h_i` may be at the server.
 
     Note:
         The paper gives all clients the same share. Here shares follow numbers of examples, as in `Scaffold`. What a
@@ -381,4 +433,5 @@ class FedDyn(WithControls):
     alpha: float = 0.01
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fields(self, alpha=Number(above=0))

@@ -402,17 +402,7 @@ def service_of(
     accelerator: str,
     share_errors: bool,
 ) -> DeviceService:
-    """What answers for a device whose module and data are made by names.
-
-    Args:
-        modules: For each model, the name of what makes the user's module, as ``"app:LitNet"``.
-        client: Likewise, of the function that returns the data.
-        config: The configuration of run and node.
-        node: The client's name if the configuration has none.
-        trusted: Packages whose classes the server may send, besides those of module and data.
-        accelerator: Where to train.
-        share_errors: Whether the server is sent the texts of exceptions.
-    """
+    """What answers for a device whose module and data are made by names; the arguments are those of a `Job`."""
     made_by, make_data = {model: _maker(name) for model, name in modules.items()}, _named(client)
     homes = [*modules.values(), client, *(getattr(make, "__module__", "") for make in (make_data, *made_by.values()))]
     who = next((str(config[name]) for name in CLIENT_NAMES if name in config), node)

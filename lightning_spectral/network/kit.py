@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,70 +28,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 VALID = timedelta(days=730)
 SERVER = "server"  # folder of the server's machine, and the name of its SuperLink for `flwr run`
 PORT, LINK_PORT, NODE_PORT = 8443, 8000, 9094  # of the door, and on loopback of the SuperLink and the first SuperNode
+READY = "ExecStartPost=/bin/bash -c 'until (exec 3<>/dev/tcp/127.0.0.1/{}) 2>/dev/null; do sleep 0.2; done'\n"
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-
-UNIT = """\
-[Unit]
-Description={what}
-Wants=network-online.target
-After=network-online.target
-StartLimitIntervalSec=0
-
-[Service]
-User={user}
-NoNewPrivileges=yes
-UMask=0077
-WorkingDirectory={folder}
-{environment}
-ExecStart={command}
-{ready}Restart=always
-RestartSec={restart}
-
-[Install]
-WantedBy=multi-user.target
-"""
-
-READY = """\
-ExecStartPost=/bin/bash -c 'until (exec 3<>/dev/tcp/127.0.0.1/{port}) 2>/dev/null; do sleep 0.2; done'
-"""
-
-CONFIG = """\
-[superlink]
-default = "{name}"
-
-[superlink.{name}]
-address = "127.0.0.1:{port}"
-root-certificates = "{authority}"
-"""
-
-README = """\
-# How to go on
-
-The folder and Python are at the same paths on all machines: {folder}, and {python} with this
-package, Flower and the dependencies of your module. The services run as {user}, and so does the code of every app,
-so this should be an account without privileges. If `ssh` does not reach a device, do by hand there what the loop does.
-
-    cd {folder}
-    sudo systemctl enable --now $PWD/server/superlink.service $PWD/server/door.service
-    export {exports}
-    for name in {names}; do
-        flwr supernode register $name/node.pub | tee $name/registered
-        ssh $name mkdir -p $PWD && scp -pr $name $name:$PWD && rm $name/node
-        ssh -t $name sudo systemctl enable --now $PWD/$name/supernode.service
-    done
-    flwr run FOLDER --stream
-
-`python -m lightning_spectral network init FOLDER` writes an app to begin with; its relative paths start from `server`.
-To add devices later, run `network kit` with their names in the same place as before, and the loop for them.
-
-Devices reach port {port} of {host}, and nothing else. Anyone with an account on the server can start runs
-there, or from elsewhere through `ssh -L {link_port}:127.0.0.1:{link_port} {host}`, with a copy of
-`server/flwr` and `server/ca.crt`. `journalctl -u supernode` says what a device does.
-"""
 
 
 @dataclass(frozen=True)
@@ -124,9 +67,8 @@ class Service:
         environment = "\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in self.environment.items())
         command = " ".join(_quoted(word, in_command=True) for word in self.command)
         where = {"user": getpass.getuser(), "folder": str(self.folder).replace("%", "%%")}
-        ready = READY.format(port=self.port) if self.port else ""
-        when = {"ready": ready, "restart": self.restart}
-        return UNIT.format(what=self.what, environment=environment, command=command, **when, **where)
+        when = {"ready": READY.format(self.port) if self.port else "", "restart": self.restart}
+        return filled("unit.service", what=self.what, environment=environment, command=command, **when, **where)
 
 
 def _quoted(word: str, *, in_command: bool = False) -> str:
@@ -193,7 +135,7 @@ class Kit:
         if not server.exists():
             write_certificates(server, self.host)
             self.home.mkdir()
-            config = CONFIG.format(name=SERVER, port=self.link_port, authority=server / "ca.crt")
+            config = filled("config.toml", name=SERVER, port=self.link_port, authority=server / "ca.crt")
             write(self.home / "config.toml", config.encode())
             for file, service in (("superlink", self.superlink()), ("door", self.door())):
                 write(server / f"{file}.service", service.unit().encode(), mode=0o644)
@@ -210,7 +152,7 @@ class Kit:
         exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
         who = {"names": " ".join(names), "python": sys.executable, "host": self.host, "user": getpass.getuser()}
         ports = {"port": self.port, "link_port": self.link_port}
-        text = README.format(folder=self.folder, exports=exports, **who, **ports)
+        text = filled("README.md", folder=self.folder, exports=exports, **who, **ports)
         write(self.folder / "README.md", text.encode(), mode=0o644)
 
     def _is_of(self, server: Path) -> bool:
@@ -261,6 +203,11 @@ class Kit:
     def _environment(self, home: Path) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
         return {**QUIET, "FLWR_HOME": str(home), "PATH": path, "OMP_NUM_THREADS": str(self.threads)}
+
+
+def filled(template: str, **values: object) -> str:
+    """A file of the folder `templates`, with values in place of the names in braces."""
+    return (files("lightning_spectral.network") / "templates" / template).read_text(encoding="utf-8").format(**values)
 
 
 def write_certificates(folder: Path, host: str) -> None:

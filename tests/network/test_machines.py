@@ -253,7 +253,7 @@ def test_another_authority_and_a_strangers_key_are_refused(machines: Machines) -
 
 def test_from_a_device_nobody_can_run_code_or_register_a_key(machines: Machines, tmp_path: Path) -> None:
     mark, own = tmp_path / "was here", machines.machines / "0"
-    from lightning_spectral.network.kit import CONFIG
+    from lightning_spectral.network.kit import filled
 
     write_app(own, "loopback_app")
     (own / "loopback_app" / "loopback_app.py").write_text(EVIL.format(mark=str(mark)))
@@ -264,7 +264,7 @@ def test_from_a_device_nobody_can_run_code_or_register_a_key(machines: Machines,
 
     def at(port: int) -> None:
         (own / "evil" / "config.toml").write_text(
-            CONFIG.format(name="server", port=port, authority=authority).replace("127.0.0.1", ADDRESS)
+            filled("config.toml", name="server", port=port, authority=authority).replace("127.0.0.1", ADDRESS)
         )
 
     for port, why in ((8443, "404"), (8000, "Connection to the SuperLink is unavailable")):

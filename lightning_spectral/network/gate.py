@@ -32,6 +32,7 @@ NAME = 200  # characters of the name of a client or of a logged value
 MOST_STEPS, MOST_SECONDS = 2**40, 1e9
 FAILING = "loading", "local training", "collecting"
 CLIENTS = "clients/"  # begins the names of what devices log, so that none passes for a metric of the server
+NOT_NEGATIVE = {"running_var": "variance", "num_batches_tracked": "count"}  # buffers, by the ends of their names
 
 
 def read_parts(answer: Answer) -> Parts:
@@ -102,7 +103,9 @@ class UploadGate:
         self._told, self._forms = told, Forms(module, told.side.take_form)
         self._usual: dict[float, Form] = {}
         self._own = set[str]()  # names of what the algorithm's device half logs, which the server reads
-        self._variances = [name for name, _ in module.named_buffers() if name.endswith("running_var")]
+        is_masked = any(end.hides_values for end in told.ends.values())
+        buffers = [name for name, buffer in module.named_buffers() if not (is_masked or buffer.is_complex())]
+        self._kinds = {name: kind for name in buffers for end, kind in NOT_NEGATIVE.items() if name.endswith(end)}
         self._most_bytes = SMALL + sum(PER_TENSOR + 8 * len(name) for name in module.state_dict())
 
     def most_bytes(self, download: Download) -> int:
@@ -155,10 +158,11 @@ class UploadGate:
             values = self._told.unpack(download, upload).tensors
         except ValueError as error:
             raise RecordError(_text(str(error))) from error
-        for name in self._variances:
-            sent = upload.tensors.get(name)
-            if sent is not None and sent.is_floating_point() and bool((sent < 0).any()):  # masked values are integers
-                raise RecordError(f"{name} holds a negative variance")
+        for name, kind in self._kinds.items():
+            if name in values and bool((values[name] < 0).any()):
+                raise RecordError(f"{name} holds a negative {kind}")
+            if name in values and kind == "count" and bool((values[name] % 1 > 0).any()):
+                raise RecordError(f"{name} holds a count that is not whole")
         for name, rows in upload.untrained_rows.items():
             is_list = name in values and values[name].dim() > 0 and rows.dtype is torch.int64 and rows.dim() == 1
             if not (is_list and bool(((rows >= 0) & (rows < len(values[name]))).all())):

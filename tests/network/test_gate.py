@@ -24,6 +24,7 @@ from toy_models import LitMLP, LitSmall
 import lightning_spectral as ls
 from lightning_spectral.client.device import Instructions
 from lightning_spectral.errors import RecordError
+from lightning_spectral.filters.packing import ErrorFeedback
 from lightning_spectral.network.gate import UploadGate, read_identity
 from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind, Part, identity_parts, record_of, record_parts
@@ -200,9 +201,19 @@ def test_devices_end_no_run_by_what_they_say_and_are_left_out(
 
 
 class LitNormed(LitMLP):
+    """Its second count, which a filter might pack, is no whole number by its type."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+        self.register_buffer("num_batches_tracked", torch.zeros(2))
+
+
+class PacksAll(ls.Int8):
+    """A filter of somebody's own, which packs buffers as well."""
+
+    def device(self, half: Any) -> ErrorFeedback:
+        return ErrorFeedback(ls.Int8())
 
 
 def with_value(name: str, value: float) -> Callable[[Parts], Parts]:
@@ -216,19 +227,25 @@ def with_value(name: str, value: float) -> Callable[[Parts], Parts]:
     return changed(tensors=change)
 
 
-OF_ALGORITHMS: dict[str, tuple[type[LitMLP], Any, Callable[[Parts], Parts], str]] = {
-    "a negative loss": (LitMLP, ls.QFedAvg(), changed(loss_before=-1.0), r"q-FedAvg takes powers of losses.*got -1;"),
-    "its own rate": (LitMLP, ls.Scaffold(), with_value("learning_rate:", 1e-6), "learning_rate:, which was not asked"),
-    "a variance": (LitNormed, ls.FedAvg(), with_value("net.1.running_var", -3.0), "net.1.running_var holds a negative"),
+VARIANCE, COUNTED = "net.1.running_var", {"buffers": {"net.1.num_batches_tracked": "min"}}
+NO_COUNT, NO_VARIANCE = "num_batches_tracked holds a count that is not whole", f"{VARIANCE} holds a negative variance"
+REFUSED: dict[str, tuple[type[LitMLP], dict[str, Any], Callable[[Parts], Parts], str]] = {
+    "a loss": (LitMLP, {"algorithm": ls.QFedAvg()}, changed(loss_before=-1.0), r"takes powers of losses.*got -1;"),
+    "its own rate": (LitMLP, {"algorithm": ls.Scaffold()}, with_value("learning_rate:", 1e-6), "was not asked"),
+    "a variance": (LitNormed, {}, with_value(VARIANCE, -3.0), NO_VARIANCE),
+    "beside packed values": (LitNormed, {"filters": [ls.TopK(0.1)]}, with_value(VARIANCE, -3.0), NO_VARIANCE),
+    "packed": (LitNormed, {"filters": [PacksAll()]}, with_value(f"{VARIANCE}:scales", 1e3), NO_VARIANCE),
+    "a count": (LitNormed, COUNTED, with_value("net.1.num_batches_tracked", -1), "holds a negative count"),
+    "half a count": (LitNormed, {}, with_value("num_batches_tracked", 0.5), NO_COUNT),
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", OF_ALGORITHMS)
-def test_what_an_algorithm_cannot_use_is_the_failure_of_its_sender(name: str, fit: Fit) -> None:
-    make, algorithm, spoil, message = OF_ALGORITHMS[name]
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_round_cannot_use_is_the_failure_of_its_sender(name: str, fit: Fit) -> None:
+    make, federation, spoil, message = REFUSED[name]
     line = toy_line(make, spoil=lambda question, parts: spoil(parts) if question.node == FIRST else parts)
-    options: dict[str, Any] = {"clients_per_round": 12, "algorithm": algorithm, "faults": TOLERANT, "max_epochs": 2}
+    options: dict[str, Any] = {"clients_per_round": 12, "faults": TOLERANT, "max_epochs": 2, **federation}
     with pytest.warns(ls.SpectralWarning, match=message):
         fitted = fit(seeded(make, momentum=0.0), remote(line), **options)
     assert Counter(row.left_out for row in fitted.ledger.rows) == {None: 22, "error": 2}
@@ -371,7 +388,10 @@ UNUSABLE: list[tuple[Callable[[Parts], Any], str]] = [
 
 
 def test_evaluations_that_cannot_be_used_are_named_and_left_out(fit: Fit) -> None:
-    line, evaluation = Lying(held_out_line().there, lies=[lie for lie, _ in UNUSABLE]), ls.ClientEvaluation()
+    line, evaluation = (
+        Lying(held_out_line().there, lies=[lie for lie, _ in UNUSABLE]),
+        ls.ClientEvaluation(),
+    )
     data = remote(line, deadline=2.0)
     said = said_during(lambda: fit(seeded(LitMLP), data, max_epochs=1, callbacks=[evaluation]))
     for _, message in UNUSABLE:

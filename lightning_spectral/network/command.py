@@ -8,6 +8,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,111 +26,6 @@ Federated learning over a network, by Flower.
 NEXT = """\
 wrote app.py, device.py and pyproject.toml in {folder}
 `python -m lightning_spectral network demo {folder}` runs it on this machine, and `network kit` sets up yours."""
-
-PYPROJECT = """\
-# What `flwr run` reads. Dependencies are installed on each machine beforehand, so none are listed here.
-[project]
-name = "{name}"
-version = "0.1.0"
-description = "Federated learning of a sharded model"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "me"
-
-[tool.flwr.app.components]
-serverapp = "app:server"
-clientapp = "device:device"
-
-# Settings of a run; change them with `flwr run --run-config 'rounds=100'`. `resume` names a checkpoint to resume. The
-# last three are arguments of RemoteClients: with how many clients a run begins, and how many seconds the server waits
-# for clients that are away, and for an update.
-[tool.flwr.app.config]
-rounds = 3
-clients = 3
-folder = "results"
-resume = ""
-wait_for = 3
-patience = 60.0
-deadline = 600.0
-"""
-
-APP = '''\
-"""A federation over Flower: what the server trains, and what a device has."""
-
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import lightning_spectral as ls
-import lightning_spectral.network as net
-
-KEEP_RATIO = 0.5
-
-
-class LitMLP(pl.LightningModule):
-    """Your module, as any Trainer would fit it."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
-        self.example_input_array = torch.zeros(2, 20)
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return nn.functional.cross_entropy(self(x), y)
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val_acc", (self(x).argmax(1) == y).float().mean())
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def examples(seed, number=400):
-    """Made-up data, in place of a device's own."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(number, 20, generator=generator)
-    return TensorDataset(x, (x @ torch.randn(20, 4, generator=torch.Generator().manual_seed(0))).argmax(1))
-
-
-def federation(config):
-    """What the server trains, as in a simulation."""
-    torch.manual_seed(0)  # of the initial weights
-    algorithm = ls.SpectralSharding(keep_ratio=KEEP_RATIO)
-    return ls.FederatedModule(LitMLP(), algorithm=algorithm, clients_per_round=config["clients"], local_epochs=2)
-
-
-def trainer(config):
-    """The server's Trainer; it writes a checkpoint after every round, from which `resume` continues."""
-    callbacks = [
-        pl.callbacks.ModelCheckpoint(config["folder"], save_last=True),
-        ls.plugin.callbacks.RoundLines(every_n_seconds=0),
-    ]
-    options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    return pl.Trainer(max_epochs=config["rounds"], accelerator="cpu", callbacks=callbacks, **options)
-
-
-def client(config):
-    """A device's own data; `client` is an entry of its node's configuration."""
-    return net.ClientData(examples(seed=1 + int(config["client"])), batch_size=20, keep_ratio=KEEP_RATIO)
-
-
-server = net.server_app(federation, trainer, val=examples(seed=1000))
-'''
-
-DEVICE = '''\
-"""What Flower imports on a device for every message; app.py is imported once a run."""
-
-from lightning_spectral.network import client_app
-
-device = client_app("app:LitMLP", "app:client")
-'''
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,9 +90,9 @@ def write_app(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "app.py").write_text(APP)
-    (folder / "device.py").write_text(DEVICE)
-    (folder / "pyproject.toml").write_text(PYPROJECT.format(name=folder.resolve().name.lower()))
+    for file in (files("lightning_spectral.network") / "templates" / "app").iterdir():
+        text = file.read_text(encoding="utf-8").replace("{name}", folder.resolve().name.lower())
+        (folder / file.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
 
 
 def _kit(server: str, names: list[str], threads: int, node_config: str) -> None:

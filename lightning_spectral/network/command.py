@@ -6,22 +6,13 @@ import getpass
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import from_extra
-
-DESCRIPTION = """\
-Federated learning over a network, by Flower.
-
-  init FOLDER          write a small app that trains as it is, for you to change
-  demo [FOLDER]        run an app on this machine, with TLS and node keys made on the spot
-  kit SERVER NAME ...  write what a server and devices need: certificates, keys, services, and a README
-  door FOLDER          let devices reach the SuperLink of this machine; the kit's service runs it
-"""
 
 NEXT = """\
 wrote app.py, device.py and pyproject.toml in {folder}
@@ -38,27 +29,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 1 if something failed; the reason is then on standard error.
     """
     program = "python -m lightning_spectral network"
-    parser = ArgumentParser(program, description=DESCRIPTION, formatter_class=RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="init|demo|kit|door")
-    init = commands.add_parser("init", help="write an app into a new folder")
+    parser = ArgumentParser(program, description="Federated learning over a network, by Flower.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    init = commands.add_parser("init", help="write a small app into a new folder, for you to change")
     init.add_argument("folder", type=Path)
-    demo = commands.add_parser("demo", help="run an app on this machine")
+    demo = commands.add_parser("demo", help="run an app here, with certificates and keys that are made on the spot")
     demo.add_argument("folder", type=Path, nargs="?", help="the app's; by default, what `init` writes")
     demo.add_argument("--clients", type=_positive, default=3, help="number of SuperNodes")
     demo.add_argument("--run-config", default="", help="as of `flwr run`, such as 'rounds=5'")
-    kit = commands.add_parser("kit", help="write what a server and devices need into the folder `kit`")
+    kit = commands.add_parser("kit", help="write what a server and devices need: certificates, services, a README")
     kit.add_argument("server", help="the server's host name or IPv4 address, and perhaps :PORT")
     kit.add_argument("names", nargs="+", metavar="NAME", help="names of the devices, which are those of their clients")
     kit.add_argument("--threads", type=_positive, default=1, help="that each machine computes with")
     for of_devices in (demo, kit):
         of_devices.add_argument("--node-config", default="", help="further entries of each device's configuration")
-    door = commands.add_parser("door", help="let devices reach the SuperLink of this machine")
+    key = commands.add_parser("key", help="on a device: make its key, and print its public half")
+    key.add_argument("folder", type=Path, help="the device's, in the kit")
+    enrol = commands.add_parser("enrol", help="on the server: let the SuperLink accept a device's key")
+    enrol.add_argument("name", help="of the device")
+    enrol.add_argument("key", type=Path, nargs="?", help="file with its public half; by default, standard input")
+    enrol.add_argument("--kit", type=Path, default=Path("kit"), help="the kit's folder (default: %(default)s)")
+    door = commands.add_parser("door", help="let devices reach the SuperLink; a service of the kit runs it")
     door.add_argument("folder", type=Path, help="with ca.crt, server.pem and server.key")
     door.add_argument("--host", required=True, help="address to listen at")
     door.add_argument("--port", type=_positive, required=True)
     door.add_argument("--link-port", type=_positive, required=True, help="the SuperLink's, on loopback")
     arguments = vars(parser.parse_args(argv))
     run: dict[str, Callable[..., None]] = {"init": _init, "demo": _demo, "kit": _kit, "door": _door}
+    run |= {"key": _key, "enrol": _enrol}
     try:
         run[arguments.pop("command")](**arguments)
         return 0
@@ -103,6 +101,18 @@ def _kit(server: str, names: list[str], threads: int, node_config: str) -> None:
     if getpass.getuser() == "root":
         print("warning: the services will run as root, and every app's code with them; write the kit as another user.")
     print(f"wrote {kit.folder}; {kit.folder}/README.md says how to go on")
+
+
+def _key(folder: Path) -> None:
+    from lightning_spectral.network.kit import write_key
+
+    print(write_key(folder))
+
+
+def _enrol(name: str, key: Path | None, kit: Path) -> None:
+    from lightning_spectral.network.kit import enrol
+
+    print(f"{name} is node {enrol(kit, name, sys.stdin.read() if key is None else key.read_text())}")
 
 
 def _door(folder: Path, host: str, port: int, link_port: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import getpass
 import ipaddress
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.resources import files
@@ -20,6 +23,7 @@ from lightning_spectral.errors import from_extra
 
 with from_extra("network"):
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
@@ -139,13 +143,9 @@ class Kit:
             write(self.home / "config.toml", config.encode())
             for file, service in (("superlink", self.superlink()), ("door", self.door())):
                 write(server / f"{file}.service", service.unit().encode(), mode=0o644)
-        devices = sum((path / "node.pub").exists() for path in self.folder.iterdir())
+        devices = sum((path / "supernode.service").exists() for path in self.folder.iterdir())
         for index, name in enumerate(names):
             (folder := self.folder / name).mkdir()
-            key = ec.generate_private_key(ec.SECP384R1())
-            public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-            write(folder / "node", _private(key, serialization.PrivateFormat.OpenSSH))
-            write(folder / "node.pub", public, mode=0o644)
             write(folder / "ca.crt", (server / "ca.crt").read_bytes(), mode=0o644)
             unit = self.supernode(name, NODE_PORT + devices + index, node_config).unit()
             write(folder / "supernode.service", unit.encode(), mode=0o644)
@@ -208,6 +208,61 @@ class Kit:
 def filled(template: str, **values: object) -> str:
     """A file of the folder `templates`, with values in place of the names in braces."""
     return (files("lightning_spectral.network") / "templates" / template).read_text(encoding="utf-8").format(**values)
+
+
+def write_key(folder: Path) -> str:
+    """Make a device's key in its folder, on the device, which it never leaves; a key that is there stays.
+
+    Returns:
+        The public half, which is in ``node.pub`` too.
+    """
+    if not (folder / "node").exists():
+        write(folder / "node", _private(ec.generate_private_key(ec.SECP384R1()), serialization.PrivateFormat.OpenSSH))
+    key = serialization.load_ssh_private_key((folder / "node").read_bytes(), password=None)
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    write(folder / "node.pub", public, mode=0o644)
+    return public.decode()
+
+
+def enrol(folder: Path, name: str, public: str) -> int:
+    """Let the SuperLink of this machine accept a device's key, and keep the node's number in the device's folder.
+
+    Args:
+        folder: The kit's.
+        name: The device's name.
+        public: What `write_key` returned on the device.
+
+    Raises:
+        OSError, RuntimeError, ValueError: If the kit lacks this device, or has its key; Flower refuses; it is no key.
+    """
+    own, noted = folder / name, folder / name / "registered"
+    if not (own / "supernode.service").is_file():
+        raise FileNotFoundError(f"{own} is no folder of a device; `network kit SERVER {name}` writes it.")
+    if noted.exists():
+        raise FileExistsError(
+            f"{name} is enrolled as node {noted.read_text()}; to give it another key, run `flwr supernode unregister` "
+            f"with this number, and remove {noted}."
+        )
+    curve = None
+    with suppress(ValueError, UnsupportedAlgorithm):
+        curve = getattr(serialization.load_ssh_public_key(public.encode()), "curve", None)
+    if not isinstance(curve, ec.SECP384R1):
+        raise ValueError(f"A device's key is what `network key` prints on the device, got {public[:30]!r}.")
+    write(own / "node.pub", public.encode(), mode=0o644)
+    node: int = asked_flower(folder, "supernode", "register", str(own / "node.pub"))["node-id"]
+    write(noted, str(node).encode(), mode=0o644)
+    return node
+
+
+def asked_flower(folder: Path, *command: str) -> dict[str, Any]:
+    """What a command of Flower says of the SuperLink of this machine; `RuntimeError` if it fails."""
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder.resolve() / SERVER / "flwr")}
+    program = [str(Path(sys.executable).with_name("flwr")), *command, SERVER, "--format=json"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    with suppress(ValueError):
+        if (said := json.loads(done.stdout)).get("success"):
+            return dict(said)
+    raise RuntimeError(f"`flwr {' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
 
 
 def write_certificates(folder: Path, host: str) -> None:

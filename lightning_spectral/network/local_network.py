@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lightning_spectral.network.kit import SERVER, Kit, Service
+from lightning_spectral.network.kit import Kit, Service, enrol, write_key
 
 START_SECONDS = 60.0
 END_SECONDS = 5.0  # that a process has to end by itself
@@ -67,8 +67,9 @@ class LocalNetwork:
     def add_node(self, name: str, node_config: str = "", *, register: bool = True) -> None:
         """Start a SuperNode of a client, with a key of its own that the SuperLink knows if it is registered."""
         self.kit.write([name])
+        public = write_key(self.kit.folder / name)
         if register:
-            self.run(["flwr", "supernode", "register", str(self.kit.folder / name / "node.pub"), SERVER])
+            enrol(self.kit.folder, name, public)
         self.start_node(name, node_config)
 
     def start_node(self, name: str, node_config: str = "", authority: Path | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_spectral.network import kit as kit_module
 from lightning_spectral.network.command import main
 from lightning_spectral.network.kit import NODE_PORT, Kit, write, write_certificates
 
@@ -35,12 +36,12 @@ def test_each_machine_has_what_its_services_name(kit: Kit) -> None:
         "README.md",
         *(f"server/{name}" for name in ("ca.crt", "door.service", "flwr/config.toml", "server.key", "server.pem")),
         "server/superlink.service",
-        *(f"ward-{i}/{name}" for i in (1, 2) for name in ("ca.crt", "node", "node.pub", "supernode.service")),
+        *(f"ward-{i}/{name}" for i in (1, 2) for name in ("ca.crt", "supernode.service")),
     ]
     for unit in kit.folder.rglob("*.service"):
         named = [word.rpartition("=")[2] for word in command(unit) if str(kit.folder) in word]
         assert {Path(path).parent for path in named} <= {unit.parent, kit.folder}
-        assert all(Path(path).exists() or path.endswith("link.db") for path in named)
+        assert all(Path(path).exists() or path.endswith(("link.db", "/node")) for path in named)  # made there
 
 
 def command(unit: Path) -> list[str]:
@@ -104,10 +105,8 @@ def test_a_configuration_that_would_be_lines_of_a_service_is_refused(kit: Kit) -
 
 
 def test_what_exists_is_not_overwritten(kit: Kit, tmp_path: Path) -> None:
-    key = (kit.folder / "ward-1" / "node").read_bytes()
     with pytest.raises(FileExistsError, match=r"ward-1 exists; remove it, or give the device another name"):
         kit.write(["ward-1"])
-    assert (kit.folder / "ward-1" / "node").read_bytes() == key
     for server in ("other.example:9443", "server.example:9444"):
         with pytest.raises(
             FileExistsError, match=f"server was made for another server than {server}; name that server, or"
@@ -118,9 +117,35 @@ def test_what_exists_is_not_overwritten(kit: Kit, tmp_path: Path) -> None:
         Kit(tmp_path, "server.example").write(["ward-3"])
 
 
-def test_private_keys_are_readable_by_their_owner_alone(kit: Kit) -> None:
-    assert {mode(path) for path in kit.folder.rglob("node")} == {0o600}
-    assert mode(kit.folder / "server" / "server.key") == 0o600
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What is asked of Flower, which says that the node is 7."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(kit_module, "asked_flower", lambda folder, *words: asked.append(words) or {"node-id": 7})
+    return asked
+
+
+def test_a_device_makes_its_key_and_the_server_gets_its_public_half_alone(
+    kit: Kit, tmp_path: Path, registered: list[tuple[str, ...]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(kit.folder / "ward-1", device := tmp_path / "ward-1")
+    printed = [(main(["key", str(device)]), capsys.readouterr().out) for _ in range(2)]
+    assert printed == 2 * [(0, (device / "node.pub").read_text() + "\n")]  # a key that is there stays
+    assert {mode(path) for path in (device / "node", kit.folder / "server" / "server.key")} == {0o600}
+    assert main(["enrol", "ward-1", str(device / "node.pub"), "--kit", str(kit.folder)]) == 0
+    assert capsys.readouterr().out == "ward-1 is node 7\n"
+    assert registered == [("supernode", "register", str(kit.folder / "ward-1" / "node.pub"))]
+    assert (kit.folder / "ward-1" / "node.pub").read_text() in printed[0][1]
+    assert not [*kit.folder.rglob("node")]
+    for name, key, why in (
+        ("ward-1", "node.pub", "ward-1 is enrolled as node 7; to give it another key, run `flwr supernode unregister`"),
+        ("ward-2", "node", "is what `network key` prints on the device, got '-----BEGIN OPENSSH PRIVATE KEY"),
+        ("ward-2", "ca.crt", "is what `network key` prints on the device, got '-----BEGIN CERTIFICATE-----"),
+        ("ward-3", "node.pub", "ward-3 is no folder of a device; `network kit SERVER ward-3` writes it"),
+    ):
+        assert main(["enrol", name, str(device / key), "--kit", str(kit.folder)]) == 1
+        assert why in capsys.readouterr().err
+    assert len(registered) == 1
 
 
 def test_a_file_is_replaced_as_a_whole_and_never_readable_by_others(

@@ -154,28 +154,12 @@ def _counted(number: int, what: str) -> str:
 
 def page(title: str, summary: str, warnings: Sequence[str], sections: Sequence[Section]) -> str:
     """Make a complete HTML document; the summary and the warnings are paragraphs below its title."""
-    style = (files("lightning_spectral.report") / "style.css").read_text(encoding="utf-8")
+    folder = files("lightning_spectral.report")
+    style = (folder / "style.css").read_text(encoding="utf-8")
     told = [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings)]
     body = "\n".join([*told, *map(_section, sections)])
-    text = f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title>
-<style>
-{style}</style>
-</head>
-<body>
-<main>
-<h1>{escape(title)}</h1>
-{body}
-<footer>Made by <code>python -m lightning_spectral report</code>. This page loads nothing and has no script.</footer>
-</main>
-</body>
-</html>
-"""
+    values = {"policy": POLICY, "title": escape(title), "style": style, "body": body}
+    text = (folder / "page.html").read_text(encoding="utf-8").format(**values)
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -6,6 +6,7 @@ NumPy numbers become Python numbers, because the ``repr`` of a choice is its ide
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -226,3 +227,10 @@ def check_fields(choice: object, **rules: Rule) -> None:
     """Check fields of a frozen dataclass by their rules, in ``__post_init__``, and put plain numbers in their place."""
     for name, rule in rules.items():
         object.__setattr__(choice, name, rule(name, getattr(choice, name)))
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1 on a command line; a ``type`` for `argparse`."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"it must be a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 
+from lightning_spectral.arguments import at_least_one
 from lightning_spectral.errors import ReportError
 from lightning_spectral.report.compared import group_runs, groups_table, in_order, on_repetitions
 from lightning_spectral.report.measures import choose_metric, lower_is_better
@@ -164,12 +165,6 @@ def _seeds(text: str) -> list[int]:
     return list(map(int, parts))
 
 
-def _jobs(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
-
-
 def _parser() -> ArgumentParser:
     name, layout = "python -m lightning_spectral sweep", RawDescriptionHelpFormatter
     parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout, allow_abbrev=False)
@@ -178,7 +173,7 @@ def _parser() -> ArgumentParser:
     varied = "a setting and its values; commas within brackets or quotes belong to a value"
     add("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE", help=varied)
     add("--seeds", type=_seeds, default=[], metavar="0,1,2", help="repeat each combination with these seeds")
-    add("--jobs", type=_jobs, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
+    add("--jobs", type=at_least_one, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
     add("-o", "--output", type=Path, metavar="FOLDER", help="where runs are kept (default: sweeps/NAME_OF_THE_CONFIG)")
     add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
     return parser

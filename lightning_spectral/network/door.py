@@ -80,14 +80,7 @@ def _passed(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
 
 
 def server_of(folder: Path, host: str, port: int, link_port: int) -> uvicorn.Server:
-    """What listens for devices, when it is run.
-
-    Args:
-        folder: The server's, with ``ca.crt``, ``server.pem`` and ``server.key``.
-        host: Address to listen at.
-        port: Port for devices.
-        link_port: The SuperLink's port, on loopback.
-    """
+    """What listens for devices when it is run, given the server's folder and the SuperLink's port on loopback."""
     door = Door(f"https://127.0.0.1:{link_port}", ssl.create_default_context(cafile=folder / "ca.crt"))
     # h11 reads requests strictly; no WebSockets, and no addresses from headers that proxies would add
     strict: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "on", "proxy_headers": False}

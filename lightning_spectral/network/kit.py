@@ -183,14 +183,7 @@ class Kit:
         return Service("Flower's Fleet API for devices", folder, command, self._environment(self.home), port=self.port)
 
     def supernode(self, name: str, port: int, node_config: str = "", authority: Path | None = None) -> Service:
-        """A device's SuperNode.
-
-        Args:
-            name: The device's name.
-            port: Port on the device's loopback.
-            node_config: Further entries of its configuration.
-            authority: Certificate of who must have signed the server's; the kit's by default.
-        """
+        """A device's SuperNode; ``port`` is on its loopback, and the authority must have signed the server's key."""
         folder = self.folder / name
         options = [f"--superlink={self.host}:{self.port}", f"--root-certificates={authority or folder / 'ca.crt'}"]
         options += [f"--auth-supernode-private-key={folder / 'node'}", f"--port={port}"]

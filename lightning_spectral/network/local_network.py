@@ -46,11 +46,7 @@ class LocalNetwork:
         self.close()
 
     def start_link(self) -> None:
-        """Start the SuperLink, and wait until it listens.
-
-        Raises:
-            RuntimeError: If it does not.
-        """
+        """Start the SuperLink, and wait until it listens; ``RuntimeError`` if it does not."""
         self._start_listening("superlink", self.kit.superlink(), self.kit.link_port)
 
     def _start_listening(self, name: str, service: Service, port: int) -> None:
@@ -78,11 +74,7 @@ class LocalNetwork:
         self.start(f"node-{name}", service.command, service.environment)
 
     def run(self, command: list[str]) -> str:
-        """Run a command of Flower to its end, and return what it printed.
-
-        Raises:
-            RuntimeError: If it fails.
-        """
+        """Run a command of Flower to its end, and return what it printed; ``RuntimeError`` if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
@@ -121,14 +113,9 @@ def free_port() -> int:
 
 
 def end(process: subprocess.Popen[bytes], *, without_warning: bool = False) -> None:
-    """End a process and what it has started: by SIGTERM, and after some seconds by SIGKILL.
+    """End the leader of a session and what it has started: by SIGTERM, if not without warning, and then by SIGKILL.
 
-    Flower's processes start others in sessions of their own, which they end when they are asked to end, if there is
-    time.
-
-    Args:
-        process: The leader of a session.
-        without_warning: Whether to begin with SIGKILL.
+    Flower's processes start others in sessions of their own, which they end when they are asked to, if there is time.
     """
     parents, family = processes(), {process.pid}
     while grown := {child for child, parent in parents if parent in family} - family:

@@ -292,15 +292,7 @@ class RemoteClients(ServerData):
 def clients_of_models(
     model: FederatedModule | MultiModelModule, line: Line, val: Any, test: Any, options: Mapping[str, Any]
 ) -> RemoteClients | MultiModelDataModule:
-    """The clients of a line, as the data module of one model or several.
-
-    Args:
-        model: The federation.
-        line: The network.
-        val: Validation data; with several models, by name.
-        test: Test data, likewise.
-        options: Further arguments of `RemoteClients`.
-    """
+    """The clients of a line, as the data module of one model, or of several, whose evaluation data are by name."""
     if isinstance(model, FederatedModule):
         return RemoteClients(line, val=val, test=test, **options)
     modules, vals, tests = dict[str, RemoteClients](), val or {}, test or {}

@@ -62,13 +62,7 @@ class Workplace:
         return replace(download, tensors={n: tensor.to(self.torch_device) for n, tensor in download.tensors.items()})
 
     def make_device(self, module: Any, start: Start, data: Callable[[Download], ClientData]) -> Device:
-        """Make what trains the clients of one run.
-
-        Args:
-            module: The user's module, which is the clients' alone.
-            start: What the server has said once.
-            data: The client's data.
-        """
+        """Make what trains the clients of one run; the user's module is theirs alone."""
         self.place(module)
         module.trainer = self.trainer
         several = not getattr(module, "automatic_optimization", True)
@@ -87,13 +81,7 @@ class Workplace:
 
     @torch.no_grad()
     def evaluate(self, module: Any, batches: Iterator[Any], download: Download) -> Mapping[str, LoggedValue]:
-        """What ``validation_step`` logs on a client's held-out examples, as means over them.
-
-        Args:
-            module: The user's module, which gets the weights of the download.
-            batches: The examples.
-            download: The server's weights, the round and the run's seed.
-        """
+        """What ``validation_step`` logs on held-out examples, as means, with the download's weights in the module."""
         self.place(module)
         module.trainer = self.trainer
         download = self.arrive(download)

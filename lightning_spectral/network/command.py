@@ -6,12 +6,14 @@ import getpass
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
+from lightning_spectral.arguments import at_least_one, first_of
 from lightning_spectral.errors import from_extra
 
 NEXT = """\
@@ -35,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     init.add_argument("folder", type=Path)
     demo = commands.add_parser("demo", help="run an app here, with certificates and keys that are made on the spot")
     demo.add_argument("folder", type=Path, nargs="?", help="the app's; by default, what `init` writes")
-    demo.add_argument("--clients", type=_positive, default=3, help="number of SuperNodes")
+    demo.add_argument("--clients", type=at_least_one, default=3, help="number of SuperNodes")
     demo.add_argument("--run-config", default="", help="as of `flwr run`, such as 'rounds=5'")
     kit = commands.add_parser("kit", help="write what a server and devices need: certificates, services, a README")
     kit.add_argument("server", help="the server's host name or IPv4 address, and perhaps :PORT")
     kit.add_argument("names", nargs="+", metavar="NAME", help="names of the devices, which are those of their clients")
-    kit.add_argument("--threads", type=_positive, default=1, help="that each machine computes with")
+    kit.add_argument("--threads", type=at_least_one, default=1, help="that each machine computes with")
     for of_devices in (demo, kit):
         of_devices.add_argument("--node-config", default="", help="further entries of each device's configuration")
     key = commands.add_parser("key", help="on a device: make its key, and print its public half")
@@ -49,26 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     enrol.add_argument("name", help="of the device")
     enrol.add_argument("key", type=Path, nargs="?", help="file with its public half; by default, standard input")
     enrol.add_argument("--kit", type=Path, default=Path("kit"), help="the kit's folder (default: %(default)s)")
+    own = commands.add_parser("own", help="on a device: write its client's own model, a state dict")
+    own.add_argument("state_folder", type=Path, help="that of ClientData")
+    own.add_argument("module", help="what makes the module, such as app:LitNet")
+    own.add_argument("-o", "--output", type=Path, default=Path("own.pt"), help="file to write (default: %(default)s)")
+    own.add_argument("--weights", type=Path, help="the server's, a checkpoint or a state dict, for what clients share")
+    own.add_argument("--seed", type=int, help="of the run; by default that of the client's last turn")
     door = commands.add_parser("door", help="let devices reach the SuperLink; a service of the kit runs it")
     door.add_argument("folder", type=Path, help="with ca.crt, server.pem and server.key")
     door.add_argument("--host", required=True, help="address to listen at")
-    door.add_argument("--port", type=_positive, required=True)
-    door.add_argument("--link-port", type=_positive, required=True, help="the SuperLink's, on loopback")
+    door.add_argument("--port", type=at_least_one, required=True)
+    door.add_argument("--link-port", type=at_least_one, required=True, help="the SuperLink's, on loopback")
     arguments = vars(parser.parse_args(argv))
     run: dict[str, Callable[..., None]] = {"init": _init, "demo": _demo, "kit": _kit, "door": _door}
-    run |= {"key": _key, "enrol": _enrol}
+    run |= {"key": _key, "enrol": _enrol, "own": _own}
     try:
         run[arguments.pop("command")](**arguments)
         return 0
-    except (ModuleNotFoundError, OSError, RuntimeError, ValueError) as error:
+    except (ModuleNotFoundError, OSError, RuntimeError, UnpicklingError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"it must be a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _init(folder: Path) -> None:
@@ -77,14 +79,7 @@ def _init(folder: Path) -> None:
 
 
 def write_app(folder: Path) -> None:
-    """Write an app into a new folder.
-
-    Args:
-        folder: Must not exist, or be empty.
-
-    Raises:
-        FileExistsError: If there is something in it.
-    """
+    """Write an app into a folder; ``FileExistsError`` if there is something in it."""
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,6 +108,25 @@ def _enrol(name: str, key: Path | None, kit: Path) -> None:
     from lightning_spectral.network.kit import enrol
 
     print(f"{name} is node {enrol(kit, name, sys.stdin.read() if key is None else key.read_text())}")
+
+
+def _own(state_folder: Path, module: str, weights: Path | None, output: Path, seed: int | None) -> None:
+    """Write a client's own model; refuse to write one of which a part has only the values of a new module."""
+    import torch
+
+    from lightning_spectral.network.device import maker, own_model
+
+    made = maker(module)()
+    if weights is not None:
+        found = torch.load(weights, map_location="cpu", weights_only=True)
+        made.load_state_dict(found.get("state_dict", found))
+    own = own_model(state_folder, made, seed)
+    if weights is None and own.shared:
+        raise ValueError(
+            f"The client shares {first_of(own.shared, 3)} with others; give the server's, `--weights last.ckpt`."
+        )
+    torch.save(own.module.state_dict(), output)
+    print(f"wrote {output}, of the run with seed {own.seed}, after the client's turn in round {own.round_idx}")
 
 
 def _door(folder: Path, host: str, port: int, link_port: int) -> None:

@@ -221,11 +221,16 @@ def _part(named: Tensors, part: str) -> Tensors:
 
 
 class OwnModel(NamedTuple):
-    """A module with a client's own values, the seed of the run that they are from, and the round of its last turn."""
+    """A module with a client's own values, the seed of the run that they are from, and the round of its last turn.
+
+    Attributes:
+        shared: Names of its floating-point tensors that are not the client's own, and are as they were.
+    """
 
     module: nn.Module
     seed: int
     round_idx: int
+    shared: tuple[str, ...]
 
 
 def own_model(state_folder: str | Path, module: nn.Module, seed: int | None = None) -> OwnModel:
@@ -244,11 +249,13 @@ def own_model(state_folder: str | Path, module: nn.Module, seed: int | None = No
     if not (found := sorted(paths, key=lambda path: path.stat().st_mtime_ns)):
         raise FileNotFoundError(f"{state_folder} has no state of such a run; name the `state_folder` of ClientData.")
     values = _part(read_tensors(found[-1].read_bytes()), OWN)
-    if not values or (unknown := values.keys() - named_state(module).keys()):
+    named = named_state(module)
+    if not values or (unknown := values.keys() - named.keys()):
         why = f"is of another module: this one lacks {', '.join(sorted(unknown))}" if values else "is the server's"
         raise ValueError(f"The client's model in {found[-1]} {why}.")
     load_tensors(module, values)
-    return OwnModel(module, *_run_and_round(found[-1]))
+    shared = tuple(name for name, tensor in named.items() if name not in values and tensor.is_floating_point())
+    return OwnModel(module, *_run_and_round(found[-1]), shared)
 
 
 def answered(answer: Callable[[], dict[str, bytes]], share_errors: bool = False) -> dict[str, bytes]:
@@ -403,18 +410,18 @@ def service_of(
     share_errors: bool,
 ) -> DeviceService:
     """What answers for a device whose module and data are made by names; the arguments are those of a `Job`."""
-    made_by, make_data = {model: _maker(name) for model, name in modules.items()}, _named(client)
+    made_by, make_data = {model: maker(name) for model, name in modules.items()}, _named(client)
     homes = [*modules.values(), client, *(getattr(make, "__module__", "") for make in (make_data, *made_by.values()))]
     who = next((str(config[name]) for name in CLIENT_NAMES if name in config), node)
     trusted = {*trusted, *(home.partition(":")[0].partition(".")[0] for home in homes)}
     return DeviceService(made_by, _data_by_model(make_data, config), who, trusted, accelerator, share_errors)
 
 
-def _maker(name: str) -> Callable[[], nn.Module]:
+def maker(name: str) -> Callable[[], nn.Module]:
     """What has a name, which must make a module when it is called without arguments.
 
     Example:
-        >>> _maker("torch.nn:Linear")
+        >>> maker("torch.nn:Linear")
         Traceback (most recent call last):
         lightning_spectral.errors.DeviceError: torch.nn:Linear is called without arguments, and needs in_features, ...
     """

@@ -16,6 +16,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.network import own_model
+from lightning_spectral.network.command import main
 from lightning_spectral.network.device import KeptStates
 from lightning_spectral.network.roster import Roster
 from lightning_spectral.protocol.codec import read_tensors
@@ -250,7 +251,7 @@ def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["personal head", "Ditto"])
-def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path) -> None:
+def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {**SYSTEMS[name], **SETTINGS, "clients_per_round": 12}
     fit(seeded(LitMLP), remote(toy_line(LitMLP, folder=tmp_path)), max_epochs=2, **options)
     simulated = fit(seeded(LitMLP), toy_data(), max_epochs=2, **options).model.own_model(3)
@@ -261,6 +262,12 @@ def test_a_device_gives_its_own_model(name: str, fit: Fit, tmp_path: Path) -> No
     assert len(simulated) == (len(shared) if name == "Ditto" else 2)
     assert (own.seed, own.round_idx) == (options["seed"], 1)
     assert own_model(str(tmp_path / "3"), LitMLP(), seed=3)[1:] == own[1:]
+    torch.save(shared, tmp_path / "shared.pt")
+    command = ["own", str(tmp_path / "3"), "toy_models:LitMLP", "-o", str(tmp_path / "own.pt")]
+    assert main(command) == bool(own.shared) == (name != "Ditto")
+    assert main([*command, "--weights", str(tmp_path / "shared.pt")]) == 0
+    assert "own.pt, of the run with seed 3, after the client's turn in round 1" in capsys.readouterr().out
+    assert same_state(torch.load(tmp_path / "own.pt"), own.module.state_dict())
     with pytest.raises(FileNotFoundError, match="3 has no state of such a run; name the `state_folder`"):
         own_model(tmp_path / "3", module, seed=7)
     with pytest.raises(ValueError, match=r"own model|is of another module: this one lacks net\."):

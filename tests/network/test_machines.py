@@ -242,6 +242,7 @@ def test_a_run_goes_on_after_everything_on_the_server_was_killed(machines: Machi
 
 def test_another_authority_and_a_strangers_key_are_refused(machines: Machines) -> None:
     machines.run("stranger", sys.executable, "-m", "lightning_spectral", "network", "kit", ADDRESS, "stranger")
+    machines.run("stranger", sys.executable, "-m", "lightning_spectral", "network", "key", "kit/stranger")
     own = machines.machines / "stranger" / "kit" / "stranger"
     (line,) = re.findall("^ExecStart=(.*)$", (own / "supernode.service").read_text(), re.MULTILINE)
     for why in ("certificate verify failed", "Failed to activate SuperNode"):

@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     enrol = commands.add_parser("enrol", help="on the server: let the SuperLink accept a device's key")
     enrol.add_argument("name", help="of the device")
     enrol.add_argument("key", type=Path, nargs="?", help="file with its public half; by default, standard input")
-    enrol.add_argument("--kit", type=Path, default=Path("kit"), help="the kit's folder (default: %(default)s)")
+    status = commands.add_parser("status", help="on the server: each client by name, and what the last run saw of it")
+    status.add_argument("--prometheus", action="store_true", help="numbers in Prometheus' text format, for a monitor")
+    for on_server in (enrol, status):
+        on_server.add_argument("--kit", type=Path, default=Path("kit"), help="the kit's folder (default: %(default)s)")
     own = commands.add_parser("own", help="on a device: write its client's own model, a state dict")
     own.add_argument("state_folder", type=Path, help="that of ClientData")
     own.add_argument("module", help="what makes the module, such as app:LitNet")
@@ -64,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     door.add_argument("--link-port", type=at_least_one, required=True, help="the SuperLink's, on loopback")
     arguments = vars(parser.parse_args(argv))
     run: dict[str, Callable[..., None]] = {"init": _init, "demo": _demo, "kit": _kit, "door": _door}
-    run |= {"key": _key, "enrol": _enrol, "own": _own}
+    run |= {"key": _key, "enrol": _enrol, "status": _status, "own": _own}
     try:
         run[arguments.pop("command")](**arguments)
         return 0
@@ -127,6 +130,12 @@ def _own(state_folder: Path, module: str, weights: Path | None, output: Path, se
         )
     torch.save(own.module.state_dict(), output)
     print(f"wrote {output}, of the run with seed {own.seed}, after the client's turn in round {own.round_idx}")
+
+
+def _status(kit: Path, prometheus: bool) -> None:
+    from lightning_spectral.network.status import as_prometheus, as_table, status_of
+
+    print((as_prometheus if prometheus else as_table)(status_of(kit)))
 
 
 def _door(folder: Path, host: str, port: int, link_port: int) -> None:

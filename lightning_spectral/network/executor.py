@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -17,6 +18,7 @@ from lightning_spectral.protocol.records import Download, ExclusionReason, Failu
 from lightning_spectral.server.executor import Executor
 
 T = TypeVar("T")
+ABSENT = "late", "dropped_out"  # reasons for which there is no answer, and which are no failure
 
 
 class RemoteExecutor(Executor):
@@ -69,6 +71,7 @@ class RemoteExecutor(Executor):
             if len(sent) == self.at_once:
                 yield from islice(self._uploads(asking, sent, wait=True), 1)
         yield from self._uploads(asking, sent, wait=True)
+        self.roster.report(now=True)
 
     def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
         """Yield answers as they arrive."""
@@ -79,10 +82,11 @@ class RemoteExecutor(Executor):
                 continue
             asked[node] = question
             parts, most_bytes = handshake_parts(question), SMALL + PER_CLIENT * len(question.said)
-            asking.ask(Question(node, Kind.AGREE, parts, question.round_idx, self.deadline, most_bytes))
+            sent = Question(node, Kind.AGREE, parts, question.round_idx, self.deadline, most_bytes)
+            self._ask(asking, question.unit.client_id, sent)
         for sent, answer in asking.arrived(wait=True):
             question = asked[sent.node]
-            yield _read(question.unit, answer, partial(read_handshake, question))
+            yield self._read(question.unit, sent.round_idx, answer, partial(read_handshake, question))
 
     @property
     def _has_enough(self) -> bool:
@@ -93,7 +97,8 @@ class RemoteExecutor(Executor):
         if node not in self._started:
             parts[Part.START] = self._start
         most_bytes = self.gate.most_bytes(download)
-        asking.ask(Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline, most_bytes))
+        question = Question(node, Kind.TRAIN, parts, download.round_idx, self.deadline, most_bytes)
+        self._ask(asking, download.unit.client_id, question)
 
     def _uploads(self, asking: Asking, sent: dict[int, Download], *, wait: bool) -> Iterator[Upload]:
         for question, answer in () if self._has_enough else asking.arrived(wait=wait):
@@ -105,7 +110,7 @@ class RemoteExecutor(Executor):
             if answer.reason is None and answer.parts.keys().isdisjoint((Part.LACKS, Part.REFUSED)):
                 self._started.add(node)
             download = sent.pop(node)
-            upload = _read(download.unit, answer, partial(self.gate.read, download))
+            upload = self._read(download.unit, question.round_idx, answer, partial(self.gate.read, download))
             self._num_kept += upload.left_out is None and not upload.missing
             yield upload
             if self._has_enough:
@@ -113,13 +118,23 @@ class RemoteExecutor(Executor):
         while self._has_enough and sent:
             yield Upload(sent.popitem()[1].unit, {}, left_out="surplus")
 
+    def _ask(self, asking: Asking, client_id: int, question: Question) -> None:
+        self.roster.seen_of(client_id).sent_bytes += sum(map(len, question.parts.values()))
+        asking.ask(question)
 
-def _read(unit: WorkUnit, answer: Answer, read: Callable[[Answer], T]) -> T | Upload:
-    """What a device answers; or an upload that says why there is none that can be used."""
-    if answer.reason in ("late", "dropped_out"):
-        return Upload(unit, {}, left_out=answer.reason)
-    try:
-        return read(answer)
-    except RecordError as error:
-        failure = Failure("network", f"The device's answer cannot be used: {error}")
-        return Upload(unit, {}, left_out="error", failure=failure)
+    def _read(self, unit: WorkUnit, round_idx: int, answer: Answer, read: Callable[[Answer], T]) -> T | Upload:
+        """What a device answers; or an upload that says why there is none that can be used. Either is noted."""
+        found: T | Upload
+        why, seen = answer.message, self.roster.seen_of(unit.client_id)
+        try:
+            found = Upload(unit, {}, left_out=answer.reason) if answer.reason in ABSENT else read(answer)
+        except RecordError as error:
+            failure = Failure("network", f"The device's answer cannot be used: {error}")
+            found = Upload(unit, {}, left_out="error", failure=failure)
+        if isinstance(found, Upload) and found.failure is not None:
+            why = found.failure.message
+            found = replace(found, failure=replace(found.failure, message=f"device {seen.client!r}: {why}"))
+        reason = found.left_out if isinstance(found, Upload) else None
+        seen.note(round_idx, sum(map(len, answer.parts.values())), reason, why)
+        self.roster.report(now=reason == "error")  # which may end the run
+        return found

@@ -6,15 +6,18 @@ A device imports this file for every message, so it imports neither torch nor Li
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.errors import check_is, from_extra
 from lightning_spectral.network.line import Answer, Line, Question
+from lightning_spectral.network.status import FILE
 from lightning_spectral.network.worker import Job, ask
 
 with from_extra("network"):
@@ -148,7 +151,8 @@ def server_app(
         if not isinstance(model, FederatedModule | MultiModelModule):
             check_is("federation(config)", model, FederatedModule)
         given = {**options, **{name: config[name] for name in FROM_RUN if name in config}}
-        data = clients_of_models(model, FlowerLine(grid), _made(val, config), _made(test, config), given)
+        line = FlowerLine(grid, Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / FILE)
+        data = clients_of_models(model, line, _made(val, config), _made(test, config), given)
         runner = trainer(config)
         check_is("trainer(config)", runner, Trainer)
         runner.fit(model, datamodule=data, ckpt_path=config.get("resume") or None)
@@ -218,9 +222,11 @@ class FlowerLine(Line):
 
     Args:
         grid: The grid that Flower gives to a server's main function.
+        status: File for what a run has seen of its clients.
     """
 
     grid: Grid
+    status: Path | None = None
     _awaited: dict[str, Awaited] = field(default_factory=dict, init=False)
 
     def nodes(self) -> Collection[int]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning_spectral.network.messages import Parts
     from lightning_spectral.protocol.records import ExclusionReason
 
@@ -56,6 +58,8 @@ class Answer:
 
 class Line(ABC):
     """A network that may lose messages, and deliver them late, twice or in any order."""
+
+    status: Path | None = None  # file for what a run has seen of its clients
 
     @abstractmethod
     def nodes(self) -> Collection[int]:

@@ -17,10 +17,12 @@ from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import SMALL, read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind
+from lightning_spectral.network.status import Seen, write_status
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.per_client import Assigned
 
 ANSWER_SECONDS = 120.0  # at least, for saying who one is, which includes the import of torch on the device
+REPORT_SECONDS = 2.0  # between two writings of the status
 LOOK_SECONDS = 0.5  # between two looks at who is there
 SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was refused is asked again
 
@@ -55,11 +57,28 @@ class Roster:
         self._known: frozenset[int] = frozenset()  # nodes that are there and have said who they are
         self._missed: set[str] = set()  # clients that it has waited for in vain since they were last there
         self._asking, self._heard = Asking(line), dict[int, Identity]()
+        self._seen: dict[str, Seen] = {}
+        self._reported = -math.inf  # when the status was last written
 
     def node_of(self, client_id: int) -> int | None:
         """The node of a client; ``None`` if it is not there."""
         node = self._node_of.get(self.names[client_id])
         return node if node in self._known else None
+
+    def seen_of(self, client_id: int) -> Seen:
+        """What this run has seen of a client."""
+        name = self.names[client_id]
+        return self._seen.setdefault(name, Seen(name, self._node_of.get(name, 0)))
+
+    def report(self, *, now: bool = False) -> None:
+        """Write what the run has seen of its clients where the line says, not more often than every few seconds."""
+        if self.line.status is None or not (now or time.monotonic() > self._reported + REPORT_SECONDS):
+            return
+        self._reported = time.monotonic()
+        try:
+            write_status(self.line.status, map(self.seen_of, range(len(self.names))))
+        except OSError as error:
+            rank_zero_warn(f"{self.line.status} cannot be written: {error.strerror}; `network status` knows less.")
 
     def present(self) -> list[int]:
         """The clients that were there at the last look."""
@@ -108,6 +127,7 @@ class Roster:
             if (count >= wanted or is_over) and not (everybody and self._asking.waiting):
                 if count < wanted:
                     self._missed.update(name for name in self.names if self._node_of.get(name) not in self._known)
+                self.report(now=True)
                 return count
             if not announced and count < wanted:
                 rank_zero_info(f"{what}: {count} of {wanted} clients are there; waiting at most {self.patience:g} s.")
@@ -173,6 +193,7 @@ class Roster:
         if name not in self.names:
             self.names.append(name)
         self._node_of[name], self._holdings[name] = node, identity.holdings
+        self.seen_of(self.names.index(name)).node = node
         self._known |= {node}
         self._missed.discard(name)
         self._refused.pop(node, None)

@@ -223,8 +223,9 @@ def test_a_body_that_is_too_large_has_no_ticket() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages read from here in which run their process is."""
+def _within_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Messages read from here in which run their process is, and servers where they keep what they see."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     for name in ("_run_id", "_node_id", "_task_id"):
         monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
 

@@ -89,8 +89,8 @@ def test_by_default_such_an_upload_ends_the_run(fit: Fit) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (LitFails, r"local training: Unpicklable, with the text that is in the device's log"),
-        (LitSmall, r"network: The device failed in loading: KeyError, with"),
+        (LitFails, r"local training: device '\d+': Unpicklable, with the text that is in the device's log"),
+        (LitSmall, r"network: device '\d+': The device failed in loading: KeyError, with"),
     ],
     ids=["a module that fails", "not the server's module"],
 )

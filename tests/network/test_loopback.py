@@ -128,6 +128,15 @@ def test_a_node_that_is_killed_has_dropped_out(network: Any, tmp_path: Path) -> 
     network.kill("node-2", without_warning=True)
     wait_for(lambda: "`Trainer.fit` stopped" in network.log("run"))
     assert re.search("round 2: dropped_out, in, in", network.log("run"))
+    from lightning_spectral.network.status import status_of
+
+    rows = {row["client"]: row for row in status_of(network.kit.folder)}
+    assert rows["2"]["left_out"].keys() <= {"dropped_out"}
+    for client, row in rows.items():
+        assert (row["connected"], row["round_idx"]) == (
+            (True, 2) if client in ("0", "1") else (False, row["round_idx"])
+        )
+        assert min(row["answered"], row["sent_bytes"], row["received_bytes"]) > 0
     network.kill("run")
     network.start_node("2")
 

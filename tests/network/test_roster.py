@@ -1,8 +1,10 @@
 """Who is there: names and numbers, who comes and goes, who is rejected, and what the server waits for."""
 
+import re
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
@@ -16,12 +18,14 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.errors import DeviceError, RoundError
-from lightning_spectral.network import ClientData
+from lightning_spectral.network import ClientData, kit
 from lightning_spectral.network import roster as roster_module
+from lightning_spectral.network.command import main
 from lightning_spectral.network.device import answered
 from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind, identity_parts
 from lightning_spectral.network.roster import Roster
+from lightning_spectral.network.status import FILE
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
 FIRST = 100  # a node
@@ -389,6 +393,41 @@ def test_enough_is_at_most_all_and_with_a_sampler_all(options: dict[str, Any], f
     chosen = {"participation": sampler, "clients_per_round": None} if sampler else EVERYBODY
     with pytest.raises(ValueError, match=r"`keep_first=\d+` needs at least as many `clients_per_round`, and no"):
         fit(seeded(LitMLP), remote(toy_line(LitMLP), **options), **chosen)
+
+
+def test_the_status_tells_each_client_by_name(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One fails, one is late, and one that is enrolled was never there."""
+    spoilt = {FIRST: {"refused": b"the disk is full"}, FIRST + 1: Answer("lost")}
+    line = toy_line(LitMLP, spoil=lambda question, answer: spoilt.get(question.node, answer))
+    (tmp_path / "server" / "flwr").mkdir(parents=True)
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "registered").write_text("900")
+    line.status = tmp_path / "server" / "flwr" / FILE
+    listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
+    monkeypatch.setattr(kit, "asked_flower", lambda folder, *words: {"nodes": listed})
+    faults = ls.server.Faults(on_error=ls.server.LeaveOut())
+    with pytest.warns(
+        ls.SpectralWarning, match=r"Round \d: client \d+ is left out .*device '\d+': .* the disk is full"
+    ):
+        fit(seeded(LitMLP), remote(line, deadline=0.3), faults=faults, max_epochs=2, **EVERYBODY)
+    name_of = {node: device.make().client for node, device in line.there.items()} | {900: "away"}
+    assert main(["status", "--kit", str(tmp_path)]) == 0
+    rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
+    assert main(["status", "--kit", str(tmp_path), "--prometheus"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [one.partition("{")[0] for one in lines] == sorted(one.partition("{")[0] for one in lines)
+    figures = {said: float(value) for said, value in (one.rsplit(" ", 1) for one in lines)}
+    for node, why in ((FIRST, "error 2 .* the disk is full"), (FIRST + 1, "late 2 .* no answer in time"), (900, "0$")):
+        assert re.search(rf"{node}.*{why}", rows[name_of[node]])
+    for node, name in name_of.items():
+        assert figures[f'federation_connected{{client="{name}"}}'] == (node not in (FIRST + 2, 900))
+        sent = [question.parts for question in line.asked if question.node == node and question.kind == Kind.TRAIN]
+        told = sum(len(part) for parts in sent for part in parts.values())
+        assert figures[f'federation_sent_bytes{{client="{name}"}}'] == told
+        assert (figures[f'federation_answered{{client="{name}"}}'] > 0.0) == (node not in (FIRST + 1, 900))
+    assert figures[f'federation_left_out{{client="{name_of[FIRST]}",reason="error"}}'] == 2.0
 
 
 def test_a_late_answer_is_not_used(fit: Fit) -> None:

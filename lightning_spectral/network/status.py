@@ -1,0 +1,90 @@
+"""What is known of each client by its name: what the server of a run has seen, and what `network status` shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_spectral.tables import as_text
+
+FILE = "status.jsonl"  # in Flower's folder on the server: a line of JSON for each client of the last run
+COLUMNS = ("client", "node", "connected", "last answer", "round", "MB sent", "MB received", "left out", "why")
+FIGURES = ("connected", "answered", "round_idx", "sent_bytes", "received_bytes")
+
+
+@dataclass
+class Seen:
+    """What a run has seen of one client."""
+
+    client: str  # its name
+    node: int
+    answered: float = 0.0  # in seconds since 1970; 0 before its first answer
+    round_idx: int = 0  # of its last answer, from 0
+    sent_bytes: int = 0  # of all messages to it, before the network repeats anything
+    received_bytes: int = 0
+    left_out: dict[str, int] = field(default_factory=dict)  # how often, by reason
+    why: str = ""  # the last reason in words
+
+    def note(self, round_idx: int, num_bytes: int, reason: str | None, why: str) -> None:
+        """Note an answer in a round, or why there is none that can be used."""
+        if num_bytes:
+            self.answered, self.round_idx = time.time(), round_idx
+            self.received_bytes += num_bytes
+        if reason is not None:
+            self.left_out[reason] = self.left_out.get(reason, 0) + 1
+            self.why = why or reason
+
+
+def write_status(path: Path, clients: Iterable[Seen]) -> None:
+    """Replace the file of a run by one that is whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(asdict(seen)) + "\n" for seen in clients), encoding="utf-8")
+    part.replace(path)
+
+
+def status_of(kit: Path) -> list[dict[str, Any]]:
+    """What is known of each client: the fields of `Seen`, and whether it is connected to the SuperLink now."""
+    from lightning_spectral.network.kit import SERVER, asked_flower
+
+    listed, path = asked_flower(kit, "supernode", "list")["nodes"], kit / SERVER / "flwr" / FILE
+    connected = {int(node["node-id"]) for node in listed if node["status"] == "online"}
+    enrolled = {noted.parent.name: int(noted.read_text()) for noted in kit.glob("*/registered")}
+    rows = {name: asdict(Seen(name, node)) for name, node in enrolled.items()}
+    for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
+        rows[row["client"]] = {**row, "node": enrolled.get(row["client"], row["node"])}
+    return [{**row, "connected": row["node"] in connected} for row in rows.values()]
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The status as a table for people; rounds are counted from 0."""
+    cells = [COLUMNS]
+    for row in rows:
+        known = row["answered"] > 0
+        ago = f"{time.time() - row['answered']:,.0f} s ago" if known else ""
+        sizes = (f"{row[name] / 1e6:.3g}" for name in ("sent_bytes", "received_bytes"))
+        reasons = ", ".join(f"{reason} {times}" for reason, times in row["left_out"].items())
+        is_there, round_idx = "yes" if row["connected"] else "no", str(row["round_idx"]) if known else ""
+        cells.append((row["client"], str(row["node"]), is_there, ago, round_idx, *sizes, reasons, row["why"]))
+    return as_text([cells])
+
+
+def as_prometheus(rows: Sequence[Mapping[str, Any]]) -> str:
+    r"""The status as numbers in Prometheus' text format.
+
+    Example:
+        >>> as_prometheus([{**asdict(Seen("ward 7", 1)), "connected": True}]).splitlines()[:2]
+        ['federation_answered{client="ward 7"} 0.0', 'federation_connected{client="ward 7"} 1.0']
+    """
+    found = [(name, {"client": row["client"]}, row[name]) for row in rows for name in FIGURES]
+    for row in rows:
+        reasons = row["left_out"].items()
+        found += [("left_out", {"client": row["client"], "reason": reason}, times) for reason, times in reasons]
+    lines = []
+    for name, labels, value in sorted(found, key=lambda one: one[0]):  # those of one name must be together
+        said = ",".join(f"{label}={json.dumps(text, ensure_ascii=False)}" for label, text in labels.items())
+        lines.append(f"federation_{name}{{{said}}} {float(value)}")
+    return "\n".join(lines)

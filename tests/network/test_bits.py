@@ -24,10 +24,7 @@ from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     **EVERY_SYSTEM,
-    "packed factors": {
-        "algorithm": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors()),
-        "filters": [ls.TopK(0.1)],
-    },
+    "packed": {"algorithm": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors()), "filters": [ls.TopK(0.1)]},
     "limits of buffers": {"buffers": {"has_begun": "max", "num_steps": "max"}},
 }
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}
@@ -100,9 +97,7 @@ def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> No
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=["all", "terms"]
-)
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), keep_ratio=0.4)], ids=repr)
 def test_a_private_round_is_that_of_the_simulation(algorithm: Any, fit: Fit) -> None:
     """Clipped and noised at the server, which shortens nothing else and says nothing of clients."""
     pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
@@ -199,9 +194,7 @@ class LitAsksItsStage(LitMLP):
 @pytest.mark.slow
 @pytest.mark.parametrize("forgets", [False, True])
 @pytest.mark.parametrize("name", ["FedAvg", "personal head"])
-def test_clients_are_evaluated_on_their_devices_as_in_a_simulation(
-    name: str, forgets: bool, fit: Fit, tmp_path: Path
-) -> None:
+def test_clients_are_evaluated_on_devices_as_simulated(name: str, forgets: bool, fit: Fit, tmp_path: Path) -> None:
     """Also by a process that has just been started, which finds the client's own model on disk."""
     tables = []
     line = held_out_line(LitAsksItsStage, tmp_path if forgets else None, forgets=forgets)
@@ -226,11 +219,8 @@ def test_a_device_that_lost_its_clients_state_says_so_and_begins_anew(fit: Fit, 
     expected = []
     for row in rows:
         if row.client_id in last:
-            begun = last[row.client_id]
-            expected.append(
-                f"Round {row.round_idx}: the device of client {row.client_id} no longer has what it kept in round "
-                f"{begun},"
-            )
+            what = f"the device of client {row.client_id} no longer has what it kept in round {last[row.client_id]},"
+            expected.append(f"Round {row.round_idx}: {what}")
         last[row.client_id] = row.round_idx
     assert expected
     assert sorted(message.partition(" so it")[0] for message in said) == sorted(expected)

@@ -99,9 +99,8 @@ class FakeGrid(Grid):
 
     def PullObject(self, request: Any) -> PullObjectResponse:
         content = self.objects.get(request.object_id)
-        return PullObjectResponse(
-            object_found=content is not None, object_available=bool(content), object_content=content
-        )
+        found = {"object_found": content is not None, "object_available": bool(content)}
+        return PullObjectResponse(object_content=content, **found)
 
     def ConfirmMessageReceived(self, request: Any) -> None:
         del self.objects[request.message_object_id]
@@ -150,10 +149,7 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a chunk that it does not have": (with_chunks("[7]"), "IndexError"),
     "no chunk": (with_chunks("[]"), "ValueError: Unexpected set"),
     "no list of chunks": (with_chunks("[0"), "JSONDecodeError"),
-    "a chunk named often": (
-        with_chunks(str([0] * 100)),
-        "its objects count as 6,553,600 bytes; at most 5,000 are",
-    ),
+    "a chunk named often": (with_chunks(str([0] * 100)), "its objects count as 6,553,600 bytes; at most 5,000"),
     "of no known kind": (lambda content: b"X" + content, "KeyError: 'X"),
     "without a head": (lambda content: content[:20], "ValueError"),
     "no message": (lambda content: content.replace(b"Message ", b"ConfigRecord ", 1), "Error"),
@@ -163,9 +159,7 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 def two_answers() -> tuple[FakeGrid, FlowerLine, list[Any], list[Message]]:
     """A line with two nodes that have been asked and have answered, their tickets, and their answers."""
-    grid = FakeGrid(
-        lambda message, context: Message(as_records(parts_of(message.content)), reply_to=message), {7: {}, 8: {}}
-    )
+    grid = FakeGrid(lambda one, context: Message(as_records(parts_of(one.content)), reply_to=one), {7: {}, 8: {}})
     line = FlowerLine(grid)
     questions = [Question(node, "train", {"values": bytes([node]) * LARGE}, most_bytes=5000) for node in (7, 8)]
     tickets = [line.ask(question) for question in questions]
@@ -334,9 +328,7 @@ class Killing(FakeGrid):
         return super()._push(message)
 
 
-def test_a_device_that_is_killed_says_what_it_has_lost(
-    tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_is_killed_says_what_is_lost(tmp_path: Path, quiet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Module, frozen base and all stay in its process; with another one the bits are the same."""
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (pids := tmp_path / "pids").mkdir()
@@ -369,11 +361,7 @@ assert not heavy, heavy
     ("federation", "trainer", "message"),
     [
         (lambda config: LitMLP(), None, r"`federation\(config\)` must be an instance of FederatedModule, got"),
-        (
-            lambda config: ls.FederatedModule(LitMLP(), clients_per_round=1),
-            dict,
-            r"`trainer\(config\)` must be an inst",
-        ),
+        (lambda config: ls.FederatedModule(LitMLP(), clients_per_round=1), dict, r"`trainer\(config\)` must be an"),
     ],
 )
 def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message: str) -> None:
@@ -386,9 +374,7 @@ def test_what_the_server_gets_is_checked(federation: Any, trainer: Any, message:
 @pytest.mark.usefixtures("without_workers")
 @pytest.mark.parametrize("name", ["wait_for", "patience", "deadline", "at_once"])
 def test_what_the_run_says_comes_before_what_the_app_says(name: str, quiet: Any) -> None:
-    server = net.server_app(
-        lambda config: ls.FederatedModule(LitMLP()), lambda config: pl.Trainer(**quiet), **{name: 1}
-    )
+    server = net.server_app(lambda run: ls.FederatedModule(LitMLP()), lambda run: pl.Trainer(**quiet), **{name: 1})
     grid = FakeGrid(net.client_app("toy_models:LitMLP", DATA), {7: {"client": "0"}})
     with pytest.raises(ValueError, match=f"`{name}` must be .*, got -1"):
         server(grid, Context(run_id=1, node_id=0, node_config={}, state=RecordDict(), run_config={name: -1}))

@@ -81,9 +81,7 @@ def test_names_stay_with_their_nodes_when_a_run_is_resumed() -> None:
         assert (roster.names[:3], sorted(roster.names[3:])) == (["a", "b", "c"], ["new", "other b"])
         assert roster.present() == present
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", r".*(client 'a' was node 100|it was client '[ab]') when it first appeared"
-            )
+            warnings.filterwarnings("ignore", r".*(client 'a' was node 100|it was client '[ab]') when it first")
             roster.look()
         assert roster.present() == present
 
@@ -186,16 +184,8 @@ IMPOSSIBLE: dict[str, tuple[FakeLine, type[Exception], str]] = {
         ValueError,
         r"Client '0' says a keep ratio of 0.2, and the algorithm has 0.3, 0.6; write",
     ),
-    "a model": (
-        toy_line({"words": LitMLP}),
-        RoundError,
-        "Only 0 of 12 clients were there after 0.2 s; start more devices, see to those that were rejected",
-    ),
-    "few": (
-        without(toy_line(LitMLP), 3),
-        RoundError,
-        r"Only 3 of 12 clients were there after 0.2 s; start more devices",
-    ),
+    "a model": (toy_line({"words": LitMLP}), RoundError, "Only 0 of 12 .* devices, see to those that were rejected"),
+    "few": (without(toy_line(LitMLP), 3), RoundError, "Only 3 of 12 clients were there after 0.2 s; start more"),
 }
 REJECTED: dict[str, tuple[Callable[[], FakeLine], str]] = {
     "a keep ratio": (lambda: toy_line(LitMLP, keep_ratios={11: 0.2}), r"Client '11' says a keep ratio of 0.2, and"),
@@ -408,9 +398,7 @@ def test_the_status_tells_each_client_by_name(
     listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
     monkeypatch.setattr(kit, "asked_flower", lambda folder, *words: {"nodes": listed})
     faults = ls.server.Faults(on_error=ls.server.LeaveOut())
-    with pytest.warns(
-        ls.SpectralWarning, match=r"Round \d: client \d+ is left out .*device '\d+': .* the disk is full"
-    ):
+    with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .*device '\d+': .* the disk is full"):
         fit(seeded(LitMLP), remote(line, deadline=0.3), faults=faults, max_epochs=2, **EVERYBODY)
     name_of = {node: device.make().client for node, device in line.there.items()} | {900: "away"}
     assert main(["status", "--kit", str(tmp_path)]) == 0

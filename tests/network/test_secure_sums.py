@@ -59,10 +59,8 @@ class Meddling(FakeLine):
         parts = dict(self._ready[ticket].parts)
         self.heard.append((step_of(asked), parts))
         if is_meant:
-            changed = self.after(parts)
-            self._ready[ticket] = (
-                replace(changed, ticket=ticket) if isinstance(changed, Answer) else Answer(ticket, changed)
-            )
+            told = self.after(parts)
+            self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else replace(told, ticket=ticket)
         return ticket
 
 
@@ -99,9 +97,7 @@ def unread(parts: Parts) -> Parts:
 @pytest.mark.parametrize("after", [lost, late, unread])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.filterwarnings("ignore:.*is left out of the average", "ignore:.*is in the sum, although")
-def test_a_client_that_is_lost_at_any_step_is_left_out_and_the_others_are_summed(
-    step: str, after: Any, fit: Fit
-) -> None:
+def test_a_client_that_is_lost_at_any_step_is_left_out_and_others_are_summed(step: str, after: Any, fit: Fit) -> None:
     """One that is lost only as masks are removed has reported: its update is in the sum."""
     secure = secure_fit(fit, meddling(at=step, after=after), faults=TOLERANT)
     spoilt = meddling(at="" if step == "reveal" else "train", after=after)
@@ -175,25 +171,17 @@ def said(said: Any) -> Callable[[Parts], Parts]:
     return changed(lambda handshake: replace(handshake, said=said(handshake.said)))
 
 
+def first(number: int) -> Callable[[Parts], Parts]:
+    return said(lambda by_client: dict(list(by_client.items())[:number]))
+
+
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "strangers": ("train", {"before": other_members}, "needs 12 parties, this one among them"),
     "another round": ("train", {"before": earlier_round}, "11 of 12 clients have reported, .*1 dropped out"),
-    "keys of others only": (
-        "shares",
-        {"before": said(lambda keys: dict(list(keys.items())[:2]))},
-        "must be those of different parties|not above all of them, got 12 of 2",
-    ),
-    "too few arrived": ("reveal", {"before": said(lambda arrived: dict(list(arrived.items())[:11]))}, "of 12 of the"),
-    "keys without end": (
-        "keys",
-        {"after": said(lambda keys: {n: k + k for n, k in keys.items()})},
-        "not sent keys",
-    ),
-    "keys of others": (
-        "keys",
-        {"after": said(lambda keys: {n + 1: k for n, k in keys.items()})},
-        "not sent keys",
-    ),
+    "keys of others only": ("shares", {"before": first(2)}, "of different parties|above all of them, got 12 of 2"),
+    "too few arrived": ("reveal", {"before": first(11)}, "of 12 of the"),
+    "keys without end": ("keys", {"after": said(lambda keys: {n: k + k for n, k in keys.items()})}, "not sent keys"),
+    "keys of others": ("keys", {"after": said(lambda keys: {n + 1: k for n, k in keys.items()})}, "not sent keys"),
     "a share less": ("shares", {"after": said(lambda boxes: dict(list(boxes.items())[1:]))}, "not sent shares as the"),
     "a long answer": ("shares", {"after": said(lambda boxes: {n: bytes(10**5) for n in boxes})}, "handshake takes"),
 }
@@ -287,13 +275,8 @@ LIES: dict[str, tuple[str, Callable[[Parts], Parts], bool, str]] = {
     "one such digest": ("shares", on_client(5, lambda box: flipped(box, 90)), False, "has not shown the shares"),
     "one such box": ("shares", on_client(5, lambda box: flipped(box, 5)), True, ""),  # it shows what is in it
     "a complaint about an honest one": ("open", nothing_from[3], True, ""),
-    "complaints about all": ("open", said(lambda opened: dict(list(opened.items())[:1])), True, ""),
-    "wrong shares": (
-        "reveal",
-        on_all(lambda share: flipped(share, 32)),
-        True,
-        "in the sum, although it has not revealed",
-    ),
+    "complaints about all": ("open", first(1), True, ""),
+    "wrong shares": ("reveal", on_all(lambda share: flipped(share, 32)), True, "although it has not revealed"),
     "one wrong share": ("reveal", on_client(5, lambda share: flipped(share, 32)), True, "although it has not revealed"),
 }
 

@@ -143,9 +143,7 @@ def test_a_process_that_cannot_start_is_named(job: Job, monkeypatch: pytest.Monk
 @contextmanager
 def sleeping(job: Job, file: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A process that waits for an answer, and the worker that is to find it."""
-    script = (
-        f"import sys; from lightning_spectral.network.worker import Job, ask; sys.executable = {sys.executable!r}; "
-    )
+    script = f"import sys; from lightning_spectral.network.worker import Job, ask; sys.executable = {sys.executable!r};"
     script += f"ask(Job(**{vars(job)}), 'sleep', {{'file': {str(file).encode()}}}, 0.0)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([PYTHON, "-c", script], env=environment, stderr=subprocess.DEVNULL) as asker:

@@ -22,15 +22,7 @@ from lightning_spectral.report.measures import HIGH, LOW, MIDDLE
 from lightning_spectral.report.page import POLICY, write_report
 from lightning_spectral.report.printed import draw_line, legend_above, look, printed
 from lightning_spectral.report.runs import Histogram, LoggedRun, Table, printable, read_run
-from lightning_spectral.report.sections import (
-    BITS,
-    SWITCH_ON,
-    Contents,
-    Section,
-    all_sections,
-    heat_map_title,
-    pareto_section,
-)
+from lightning_spectral.report.sections import BITS, SWITCH_ON, Contents, all_sections, heat_map_title, pareto_section
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 CLIENTS = {f"fl/clients/val_acc/{name}": x for name, x in ((LOW, 0.3), (MIDDLE, 0.5), (HIGH, 0.7))}
@@ -63,12 +55,12 @@ def made_up(folder: Path, logged: dict[str, float], media: Any = None, **config:
     return LoggedRun("run", folder, config, ({"fl/round": 0.0, "val_acc": 0.5, **logged},), media or {})
 
 
-def sections_of(*runs: LoggedRun, metric: str = "val_acc") -> dict[str, Section]:
+def sections_of(*runs: LoggedRun, metric: str = "val_acc") -> dict[str, Any]:
     contents = Contents(group_runs(runs)[0], metric, minimise=False)
     return {section.title: section for section in all_sections(contents)}
 
 
-def svg_of(section: Section) -> str:
+def svg_of(section: Any) -> str:
     assert section.picture is not None
     return section.picture.svg()
 
@@ -265,9 +257,7 @@ def test_a_mistake_in_the_arguments_is_one_line_on_standard_error(
 
 
 @pytest.mark.parametrize("arguments", [[], [""], ["--group-by", "lr", "run"], ["run", "--mode", "most"], ["run", "-x"]])
-def test_arguments_that_cannot_be_parsed_end_with_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_arguments_that_cannot_be_parsed_end_with_status_2(capsys: Any, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2

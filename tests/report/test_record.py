@@ -83,10 +83,7 @@ def test_without_a_logger_or_in_a_quick_try_nothing_is_written(
     assert not list(tmp_path.rglob(NAME))
 
 
-def test_a_history_writes_where_it_is_told_and_says_more_settings(
-    lit: Any, data: Any, quiet: Any, tmp_path: Path
-) -> None:
-
+def test_a_history_writes_where_it_is_told_and_says_settings(lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
     history = ls.RoundHistory(tmp_path / "new/mine.jsonl", config={"variant": "b"})
     trainer = pl.Trainer(max_epochs=1, callbacks=[history], **quiet)
     trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
@@ -167,9 +164,7 @@ def test_what_is_evaluated_after_a_fit_belongs_to_its_last_round(
 
 
 @pytest.mark.slow
-def test_a_report_has_what_a_dashboard_and_an_evaluation_of_clients_found(
-    lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_a_report_has_what_dashboard_and_evaluation_found(lit_mlp: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(8), val=toy, batch_size=4, client_val_fraction=0.4)
     watching = [ls.RoundDashboard(1), ls.ClientEvaluation(clients="participants")]
     options = {"callbacks": watching, "trainer": {"logger": logging(tmp_path)}}
@@ -301,9 +296,7 @@ HEAD = json.dumps({"run": "a", "begun": 0.0, "config": {}}) + "\n"
         ("", "its first line does not say which run it is"),
     ],
 )
-def test_what_is_no_record_is_refused_in_one_line_and_left_out_of_a_folder(
-    tmp_path: Path, text: str, says: str
-) -> None:
+def test_what_is_no_record_is_refused_in_one_line_and_left_out_of_folders(tmp_path: Path, text: str, says: str) -> None:
     write_run(tmp_path / "runs/good", rounds([0.5]))
     bad = tmp_path / "runs/bad" / NAME
     bad.parent.mkdir()
@@ -371,9 +364,7 @@ def write_damaged(folder: Path, seed: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seeds", [range(20), pytest.param(range(1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
-)
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(1000), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_a_damaged_record_spoils_no_page(tmp_path: Path, seeds: range) -> None:
     refusals: dict[Path, str] = {}
     for seed in seeds:

@@ -160,9 +160,7 @@ def test_a_wrong_key_is_told_once(sweep: Callable[..., Told]) -> None:
         (["--seeds", "0", "-o", "run.yaml/there"], "error: run.yaml/there cannot be written: Not a directory"),
     ],
 )
-def test_a_sweep_that_cannot_begin_says_so_in_one_line(
-    sweep: Callable[..., Told], arguments: list[str], message: str
-) -> None:
+def test_a_sweep_that_cannot_begin_says_so_in_one_line(sweep: Any, arguments: list[str], message: str) -> None:
     told = sweep("--config", "run.yaml", *arguments)
     assert (told.status, len(told.err)) == (2, 1)
     assert told.err[0].startswith(message)
@@ -179,9 +177,7 @@ SLOW = ("--config", "run.yaml", "--vary", "model.module.seconds=0.1", "--seeds",
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_sweep_ends_its_processes_and_goes_on_bit_for_bit(
-    folder: Path, sweep: Callable[..., Told]
-) -> None:
+def test_an_interrupted_sweep_ends_its_processes_and_keeps_its_bits(folder: Path, sweep: Callable[..., Told]) -> None:
     """Once by Ctrl-C and once by a kill, each after another round."""
     run = folder / "slow/seconds=0.1/seed=1"
 

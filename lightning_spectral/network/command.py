@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,10 +16,6 @@ from typing import Any
 
 from lightning_spectral.arguments import at_least_one, first_of
 from lightning_spectral.errors import from_extra
-
-NEXT = """\
-wrote app.py, device.py and pyproject.toml in {folder}
-`python -m lightning_spectral network demo {folder}` runs it on this machine, and `network kit` sets up yours."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _init(folder: Path) -> None:
     write_app(folder)
-    print(NEXT.format(folder=folder))
+    print(f"wrote app.py, device.py and pyproject.toml in {folder}")
+    print(
+        f"`python -m lightning_spectral network demo {folder}` runs it here, and `network kit` sets up your machines."
+    )
 
 
 def write_app(folder: Path) -> None:
@@ -86,8 +86,9 @@ def write_app(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub("[^a-z0-9]+", "-", f"app-{folder.resolve().name.lower()}")[:32]  # as Flower allows it
     for file in (files("lightning_spectral.network") / "templates" / "app").iterdir():
-        text = file.read_text(encoding="utf-8").replace("{name}", folder.resolve().name.lower())
+        text = file.read_text(encoding="utf-8").replace("{name}", name)
         (folder / file.name.removesuffix(".txt")).write_text(text, encoding="utf-8")
 
 
@@ -125,9 +126,7 @@ def _own(state_folder: Path, module: str, weights: Path | None, output: Path, se
         made.load_state_dict(found.get("state_dict", found))
     own = own_model(state_folder, made, seed)
     if weights is None and own.shared:
-        raise ValueError(
-            f"The client shares {first_of(own.shared, 3)} with others; give the server's, `--weights last.ckpt`."
-        )
+        raise ValueError(f"Clients share {first_of(own.shared, 3)}; give the server's values, `--weights last.ckpt`.")
     torch.save(own.module.state_dict(), output)
     print(f"wrote {output}, of the run with seed {own.seed}, after the client's turn in round {own.round_idx}")
 

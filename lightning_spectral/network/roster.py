@@ -76,7 +76,8 @@ class Roster:
             return
         self._reported = time.monotonic()
         try:
-            write_status(self.line.status, map(self.seen_of, range(len(self.names))))
+            rejected = {node: why for node, (why, _, _) in self._refused.items()}
+            write_status(self.line.status, map(self.seen_of, range(len(self.names))), rejected)
         except OSError as error:
             rank_zero_warn(f"{self.line.status} cannot be written: {error.strerror}; `network status` knows less.")
 

@@ -39,10 +39,11 @@ class Seen:
             self.why = why or reason
 
 
-def write_status(path: Path, clients: Iterable[Seen]) -> None:
-    """Replace the file of a run by one that is whole."""
+def write_status(path: Path, clients: Iterable[Seen], rejected: Mapping[int, str]) -> None:
+    """Replace the file of a run by one that is whole, with clients, and the nodes that were rejected and why."""
+    rows = [*map(asdict, clients), *({"node": node, "why": f"rejected: {why}"} for node, why in rejected.items())]
     part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(asdict(seen)) + "\n" for seen in clients), encoding="utf-8")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     part.replace(path)
 
 
@@ -54,8 +55,11 @@ def status_of(kit: Path) -> list[dict[str, Any]]:
     connected = {int(node["node-id"]) for node in listed if node["status"] == "online"}
     enrolled = {noted.parent.name: int(noted.read_text()) for noted in kit.glob("*/registered")}
     rows = {name: asdict(Seen(name, node)) for name, node in enrolled.items()}
+    names = {node: name for name, node in enrolled.items()}
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
-        rows[row["client"]] = {**row, "node": enrolled.get(row["client"], row["node"])}
+        name = row.get("client") or names.get(row["node"], f"node {row['node']}")
+        known = rows.get(name, asdict(Seen(name, row["node"])))
+        rows[name] = {**known, **row, "node": enrolled.get(name, row["node"])}
     return [{**row, "connected": row["node"] in connected} for row in rows.values()]
 
 

@@ -385,32 +385,38 @@ def test_enough_is_at_most_all_and_with_a_sampler_all(options: dict[str, Any], f
         fit(seeded(LitMLP), remote(toy_line(LitMLP), **options), **chosen)
 
 
+@pytest.mark.filterwarnings("ignore:Node 900 was rejected")
 def test_the_status_tells_each_client_by_name(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One fails, one is late, and one that is enrolled was never there."""
+    """One fails, one is late, one leaves after the run, and one that is enrolled takes the name of another."""
     spoilt = {FIRST: {"refused": b"the disk is full"}, FIRST + 1: Answer("lost")}
     line = toy_line(LitMLP, spoil=lambda question, answer: spoilt.get(question.node, answer))
     (tmp_path / "server" / "flwr").mkdir(parents=True)
-    (tmp_path / "away").mkdir()
-    (tmp_path / "away" / "registered").write_text("900")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "registered").write_text("900")
+    line.there[900] = line.there[FIRST]
     line.status = tmp_path / "server" / "flwr" / FILE
     listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
     monkeypatch.setattr(kit, "asked_flower", lambda folder, *words: {"nodes": listed})
     faults = ls.server.Faults(on_error=ls.server.LeaveOut())
     with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .*device '\d+': .* the disk is full"):
         fit(seeded(LitMLP), remote(line, deadline=0.3), faults=faults, max_epochs=2, **EVERYBODY)
-    name_of = {node: device.make().client for node, device in line.there.items()} | {900: "away"}
+    name_of = {node: device.make().client for node, device in line.there.items()} | {900: "odd"}
     assert main(["status", "--kit", str(tmp_path)]) == 0
     rows = {row.split()[0]: row for row in capsys.readouterr().out.splitlines()}
     assert main(["status", "--kit", str(tmp_path), "--prometheus"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [one.partition("{")[0] for one in lines] == sorted(one.partition("{")[0] for one in lines)
     figures = {said: float(value) for said, value in (one.rsplit(" ", 1) for one in lines)}
-    for node, why in ((FIRST, "error 2 .* the disk is full"), (FIRST + 1, "late 2 .* no answer in time"), (900, "0$")):
+    for node, why in (
+        (FIRST, "error 2 .* the disk is full"),
+        (FIRST + 1, "late 2 .* no answer in time"),
+        (900, "rejected: another"),
+    ):
         assert re.search(rf"{node}.*{why}", rows[name_of[node]])
     for node, name in name_of.items():
-        assert figures[f'federation_connected{{client="{name}"}}'] == (node not in (FIRST + 2, 900))
+        assert figures[f'federation_connected{{client="{name}"}}'] == (node != FIRST + 2)
         sent = [question.parts for question in line.asked if question.node == node and question.kind == Kind.TRAIN]
         told = sum(len(part) for parts in sent for part in parts.values())
         assert figures[f'federation_sent_bytes{{client="{name}"}}'] == told

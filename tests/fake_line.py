@@ -55,13 +55,14 @@ class FakeLine(Line):
         there: The devices, by number.
         hazards: Seed of what goes wrong; ``None`` for a line on which nothing does.
         asked: Every question, in order.
-        spoil: Changes answers to `Kind.TRAIN`; called with the question and the answer.
+        spoil: Changes answers to questions of the kinds ``spoilt``; called with the question and the answer.
     """
 
     there: dict[int, Node]
     hazards: int | None = None
     asked: list[Question] = field(default_factory=list)
     spoil: Callable[[Question, dict[str, bytes]], Answer | dict[str, bytes]] = lambda question, answer: answer
+    spoilt: Collection[str] = (Kind.TRAIN,)
 
     def __post_init__(self) -> None:
         self._chance = random.Random(self.hazards)
@@ -81,15 +82,14 @@ class FakeLine(Line):
         ticket = f"ticket {len(self.asked)}"
         answer: Any = self.there[question.node].answer(question)
         assert sum(map(len, answer.values())) <= question.most_bytes < float("inf"), "an honest answer is small enough"
-        if question.kind == Kind.TRAIN:
+        if question.kind in self.spoilt:
             answer = self.spoil(question, answer)
         self._ready[ticket] = Answer(ticket, answer) if isinstance(answer, dict) else answer
         return ticket
 
     def answers(self, tickets: Collection[str]) -> Iterable[Answer]:
-        arrived = [
-            self._ready.pop(ticket) for ticket in list(tickets) if ticket in self._ready and not self._happens(0.3)
-        ]
+        here = [ticket for ticket in list(tickets) if ticket in self._ready and not self._happens(0.3)]
+        arrived = [self._ready.pop(ticket) for ticket in here]
         self._chance.shuffle(arrived) if self.hazards is not None else None
         again = [answer for answer in self._answered if self._happens(0.2)]
         self._answered += arrived
@@ -100,10 +100,8 @@ def toy_client_data() -> list[TensorDataset]:
     """Twelve clients' own examples: those of `toy_data`."""
     data = toy_data()
     whole: Any = data.train
-    return [
-        TensorDataset(*(tensor[indices] for tensor in whole.tensors))
-        for indices in map(data.partition.__getitem__, range(12))
-    ]
+    parts = map(data.partition.__getitem__, range(12))
+    return [TensorDataset(*(tensor[indices] for tensor in whole.tensors)) for indices in parts]
 
 
 def data_of_node(config: Mapping[str, Any]) -> ClientData:
@@ -181,8 +179,6 @@ def held_out_line(lit: Callable[[], Any] = LitMLP, folder: Path | None = None, *
         for client in range(12)
     ]
     folders = [None if folder is None else str(folder / str(client)) for client in range(12)]
-    datas = [
-        ClientData(train, batch_size=4, val=val, state_folder=kept)
-        for (train, val), kept in zip(parts, folders, strict=True)
-    ]
-    return line_of([{"": lit}] * 12, [{"": data} for data in datas], **options)
+    both = zip(parts, folders, strict=True)
+    datas = [{"": ClientData(train, batch_size=4, val=val, state_folder=kept)} for (train, val), kept in both]
+    return line_of([{"": lit}] * 12, datas, **options)

@@ -6,8 +6,8 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,14 +53,19 @@ def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]
     return lambda tensors: {name: change(tensor) for name, tensor in tensors.items()}
 
 
-def fit_with(fit: Fit, *spoils: Callable[[Parts], Any], faults: Faults = TOLERANT) -> Fitted:
-    """A fit of twelve clients, of which the first ones misbehave, each in its own way."""
+def each_in_its_way(*spoils: Callable[[Parts], Any]) -> Callable[[Question, Parts], Any]:
+    """What the first devices do to their answers."""
 
     def act(question: Question, answer: Parts) -> Any:
         client = question.node - FIRST
         return spoils[client](answer) if client < len(spoils) else answer
 
-    line = toy_line(LitMLP, spoil=act)
+    return act
+
+
+def fit_with(fit: Fit, *spoils: Callable[[Parts], Any], faults: Faults = TOLERANT) -> Fitted:
+    """A fit of twelve clients, of which the first ones misbehave, each in its own way."""
+    line = toy_line(LitMLP, spoil=each_in_its_way(*spoils))
     options: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "max_epochs": 2, "faults": faults}
     return fit(seeded(LitMLP), remote(line, wait_for=12), **options)
 
@@ -94,9 +99,7 @@ def test_by_default_such_an_upload_ends_the_run(fit: Fit) -> None:
     ],
     ids=["a module that fails", "not the server's module"],
 )
-def test_a_failure_on_a_device_has_its_address(
-    make: Any, message: str, fit: Fit, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_on_a_device_has_its_address(make: Any, message: str, fit: Fit, caplog: Any) -> None:
     with pytest.raises(ls.ClientError, match=rf"Round 0, client \d+, {message}"):
         fit(seeded(LitMLP), remote(toy_line(make)))
     assert ("the sensor is broken" in caplog.text) == (make is LitFails)
@@ -276,6 +279,19 @@ CHANGES: dict[str, Callable[[random.Random], Callable[[Parts], Parts]]] = {
 }
 
 
+AGREED: dict[str, Callable[[random.Random], Callable[[Parts], Parts]]] = {
+    "a handshake": lambda rng: partial(agreed_at_random, rng),
+    **{name: CHANGES[name] for name in ("bytes", "nothing of a part")},
+}
+
+
+def agreed_at_random(rng: random.Random, parts: Parts) -> Parts:
+    if Part.HANDSHAKE not in parts:  # what it is asked follows from its lies: it refuses
+        return parts
+    said = msgpack.decode(parts[Part.HANDSHAKE])
+    return {Part.HANDSHAKE: msgpack.encode({**said, rng.choice(sorted(said)): rng.choice(WRONG)})}
+
+
 def respoken_at_random(rng: random.Random, parts: Parts) -> Parts:
     field, value = rng.choice(FIELDS), rng.choice(WRONG)
     return respoken(parts, "Upload", lambda fields: fields.update({field: value}))
@@ -295,12 +311,14 @@ def with_bits_flipped(rng: random.Random, data: bytes) -> bytes:
     return bytes(flipped)
 
 
-LIED_TO: dict[str, Any] = {
-    "FedAvg": ls.FedAvg(),
-    "SCAFFOLD": ls.Scaffold(),
-    "q-FedAvg": ls.QFedAvg(),
-    "FedDyn": ls.FedDyn(alpha=0.1),
-    "sharding": ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False)),
+SHARDING = ls.SpectralSharding(keep_ratio=0.5, layers=ls.LayerChoices(keep_first_and_last_dense=False))
+LIED_TO: dict[str, dict[str, Any]] = {
+    "FedAvg": {"algorithm": ls.FedAvg()},
+    "SCAFFOLD": {"algorithm": ls.Scaffold()},
+    "q-FedAvg": {"algorithm": ls.QFedAvg()},
+    "FedDyn": {"algorithm": ls.FedDyn(alpha=0.1)},
+    "sharding": {"algorithm": SHARDING},
+    "secure sums": {"filters": [ls.SecureSums(0.6)]},  # in whose steps it lies alone: nothing bounds what is masked
 }
 
 
@@ -315,14 +333,17 @@ def test_a_device_that_lies_at_random_ends_no_run_of_twelve(name: str, num_round
     def act(question: Question, parts: Parts) -> Parts:
         if question.node != FIRST:
             return parts
-        kind = rng.choice(list(CHANGES))
+        kind = rng.choice(list(changes))
         spoilt[kind] += 1
-        return CHANGES[kind](rng)(parts)
+        return changes[kind](rng)(parts)
 
-    options: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "faults": TOLERANT, "algorithm": LIED_TO[name]}
-    fitted = fit(seeded(LitMLP, momentum=0.0), remote(toy_line(LitMLP, spoil=act)), max_epochs=num_rounds, **options)
-    assert sum(spoilt.values()) == num_rounds
-    assert len(spoilt) >= 6
+    changes, kinds = (AGREED, [Kind.AGREE]) if name == "secure sums" else (CHANGES, [Kind.TRAIN, Kind.EVALUATE])
+    callbacks = [ls.ClientEvaluation(5)] if Kind.EVALUATE in kinds else []
+    options: dict[str, Any] = {"clients_per_round": 12, "seed": 3, "faults": TOLERANT, **LIED_TO[name]}
+    data = remote(held_out_line(spoil=act, spoilt=kinds))
+    fitted = fit(seeded(LitMLP, momentum=0.0), data, max_epochs=num_rounds, callbacks=callbacks, **options)
+    assert sum(spoilt.values()) >= num_rounds + len(callbacks)
+    assert len(spoilt) >= 0.75 * len(changes)
     assert torch.isfinite(fitted.weights).all()
     assert (fitted.logged["val_loss"] < 1.1) != (num_rounds == 400 and name in ("SCAFFOLD", "FedDyn"))  # untrained: 1.1
 
@@ -373,6 +394,9 @@ def test_no_client_has_more_than_its_share_of_a_round(fit: Fit) -> None:
     assert weight_of_first(max_share=1.0) > 0.999
 
 
+EVALUATIONS = (Kind.EVALUATE,)
+
+
 def evaluated(value: float, **changes: Any) -> Callable[[Parts], Parts]:
     return changed(logged={"val_acc": LoggedValue(value, False, True)}, **changes)
 
@@ -388,10 +412,8 @@ UNUSABLE: list[tuple[Callable[[Parts], Any], str]] = [
 
 
 def test_evaluations_that_cannot_be_used_are_named_and_left_out(fit: Fit) -> None:
-    line, evaluation = (
-        Lying(held_out_line().there, lies=[lie for lie, _ in UNUSABLE]),
-        ls.ClientEvaluation(),
-    )
+    line = held_out_line(spoil=each_in_its_way(*(lie for lie, _ in UNUSABLE)), spoilt=EVALUATIONS)
+    evaluation = ls.ClientEvaluation()
     data = remote(line, deadline=2.0)
     said = said_during(lambda: fit(seeded(LitMLP), data, max_epochs=1, callbacks=[evaluation]))
     for _, message in UNUSABLE:
@@ -402,25 +424,11 @@ def test_evaluations_that_cannot_be_used_are_named_and_left_out(fit: Fit) -> Non
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_an_evaluation_that_is_not_finite_is_counted_and_in_no_mean(value: float, fit: Fit) -> None:
-    line, evaluation = Lying(held_out_line().there, lies=[evaluated(value)]), ls.ClientEvaluation()
+    line, evaluation = held_out_line(spoil=each_in_its_way(evaluated(value)), spoilt=EVALUATIONS), ls.ClientEvaluation()
     fitted = fit(seeded(LitMLP), remote(line), max_epochs=1, callbacks=[evaluation])
     assert fitted.logged["fl/clients/val_acc/not_finite"] == 1.0
     assert 0.0 <= fitted.logged["fl/clients/val_acc/mean"] <= 1.0
     assert "fl/clients/val_loss/not_finite" not in fitted.logged
-
-
-@dataclass
-class Lying(FakeLine):
-    """A line whose first nodes lie about their evaluations, each in its own way."""
-
-    lies: Sequence[Callable[[Parts], Any]] = ()
-
-    def ask(self, question: Question) -> str | None:
-        ticket, device = super().ask(question), question.node - FIRST
-        if question.kind == Kind.EVALUATE and device < len(self.lies) and ticket is not None:
-            told = self.lies[device](dict(self._ready[ticket].parts))
-            self._ready[ticket] = Answer(ticket, told) if isinstance(told, dict) else told
-        return ticket
 
 
 class Boasting(Node):
@@ -463,16 +471,8 @@ def test_mutations_of_an_identity_are_refused_or_make_one_within_bounds() -> Non
 @pytest.mark.parametrize(
     ("identity", "message"),
     [
-        (Identity("ward", {"": Holding(-1, 0)}), "identity cannot be read: Expected"),
         (Identity("ward", {"": Holding(2**40, 0)}), "identity cannot be read: Expected"),
-        (Identity("ward", {"": Holding(1, 1, keep_ratio=float("nan"))}), "identity cannot be read: Expected"),
-        (Identity("ward", {"": Holding(1, 1, budget_bytes=-1.0)}), "identity cannot be read: Expected"),
-        (Identity(1001 * "w", {}), "identity cannot be read: Expected"),
-        (Identity(7, {}), "identity cannot be read: Expected"),  # type: ignore[arg-type]
-        (
-            Identity("ward", {}, VERSION + 1),
-            rf"version {VERSION + 1} of the format, and those of the server {VERSION}; install the same version",
-        ),
+        (Identity("ward", {}, VERSION + 1), rf"version {VERSION + 1} of .* the server {VERSION}; install the same"),
     ],
 )
 def test_an_identity_out_of_bounds_is_refused(identity: Identity, message: str) -> None:

@@ -63,6 +63,8 @@ class RemoteExecutor(Executor):
         for download in downloads:
             node = self.roster.node_of(download.unit.client_id)
             if node is None or self._has_enough:
+                if node is None:
+                    self.roster.seen_of(download.unit.client_id).note(0, 0, "dropped_out", "it is not connected")
                 yield Upload(download.unit, {}, left_out="dropped_out" if node is None else "surplus")
                 continue
             sent[node] = download

@@ -12,7 +12,6 @@ from typing import Any
 from lightning_spectral.tables import as_text
 
 FILE = "status.jsonl"  # in Flower's folder on the server: a line of JSON for each client of the last run
-COLUMNS = ("client", "node", "connected", "last answer", "round", "MB sent", "MB received", "left out", "why")
 FIGURES = ("connected", "answered", "round_idx", "sent_bytes", "received_bytes")
 
 
@@ -65,7 +64,7 @@ def status_of(kit: Path) -> list[dict[str, Any]]:
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The status as a table for people; rounds are counted from 0."""
-    cells = [COLUMNS]
+    cells = [("client", "node", "connected", "last answer", "round", "MB sent", "MB received", "left out", "why")]
     for row in rows:
         known = row["answered"] > 0
         ago = f"{time.time() - row['answered']:,.0f} s ago" if known else ""

@@ -317,6 +317,8 @@ LIED_TO: dict[str, dict[str, Any]] = {
     "SCAFFOLD": {"algorithm": ls.Scaffold()},
     "q-FedAvg": {"algorithm": ls.QFedAvg()},
     "FedDyn": {"algorithm": ls.FedDyn(alpha=0.1)},
+    "SCAFFOLD, bounded": {"algorithm": ls.Scaffold(control_bound=2.0)},
+    "FedDyn, bounded": {"algorithm": ls.FedDyn(alpha=0.1, control_bound=1.0)},
     "sharding": {"algorithm": SHARDING},
     "secure sums": {"filters": [ls.SecureSums(0.6)]},  # in whose steps it lies alone: nothing bounds what is masked
 }
@@ -327,7 +329,7 @@ LIED_TO: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("num_rounds", [20, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LIED_TO)
 def test_a_device_that_lies_at_random_ends_no_run_of_twelve(name: str, num_rounds: int, fit: Fit) -> None:
-    """In 400 rounds it spoils what `Scaffold` and `FedDyn` add up over rounds, which has no bound."""
+    """In 400 rounds it spoils what `Scaffold` and `FedDyn` add up over rounds, unless they bound it."""
     rng, spoilt = random.Random(name), Counter[str]()
 
     def act(question: Question, parts: Parts) -> Parts:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.functional.spectra import balanced_factors
+from lightning_spectral.algorithms.lora.aggregation import balanced_factors
 from lightning_spectral.models import CharTransformer, LitNextToken
 
 RANKS, CLIENTS, STEPS, BATCH, LENGTH = (4, 8), 4, (2, 10), 4, 64

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _WeightNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from lightning_spectral.algorithms.base import UNKNOWN, Algorithm, Known, Promises, Round, Setting
@@ -19,7 +22,7 @@ from lightning_spectral.client.device import StepActions
 from lightning_spectral.functional.checks import has_values, named_by_any
 from lightning_spectral.functional.spectra import num_terms_for
 from lightning_spectral.functional.zampling import pack_bits, unpack_bits
-from lightning_spectral.nn.torch_modules import normalised_weights
+from lightning_spectral.nn.torch_modules import weight_hooks
 from lightning_spectral.protocol.buffer_rules import BufferRules
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change, load_tensors, select_tensors, travelling_tensors
@@ -276,3 +279,18 @@ def held_entries(client: nn.Module, tensors: Tensors) -> dict[str, Tensor]:
     packed = {n.removeprefix(HELD): bits for n, bits in tensors.items() if n.startswith(HELD)}
     shapes = {name: client.get_parameter(name).shape for name in packed}
     return {name: unpack_bits(bits, shapes[name].numel()).view(shapes[name]) for name, bits in packed.items()}
+
+
+def normalised_weights(module: nn.Module) -> Iterator[str]:
+    """Names of the parameters of torch's weight norms: directions, which cannot be zero, and their lengths.
+
+    Example:
+        >>> sorted(normalised_weights(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))))
+        ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+    """
+    for path, part in module.named_modules():
+        hooked = [hook.name for hook in weight_hooks(part) if isinstance(hook, WeightNorm)]
+        own = {f"{name}{end}" for name in hooked for end in ("_g", "_v")}
+        if isinstance(part, ParametrizationList) and any(isinstance(step, _WeightNorm) for step in part):
+            own = {name for name, _ in part.named_parameters()}
+        yield from (f"{path}.{name}" if path else name for name in own)

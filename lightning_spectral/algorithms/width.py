@@ -27,7 +27,7 @@ from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.nn.torch_modules import layers_with_averages, names_of_averages
+from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.nn.width.plan import NarrowSteps, WidthPlan, cut_for_steps, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
@@ -574,3 +574,9 @@ def arrange(
 
 def _key(name: str, width: float) -> str:
     return at_width(name, width).replace(".", ":")
+
+
+def names_of_averages(module: nn.Module) -> list[str]:
+    """Names of the running means and variances of a module's normalisation layers."""
+    parts = ("running_mean", "running_var")
+    return [f"{layer}.{part}" if layer else part for layer in layers_with_averages(module) for part in parts]

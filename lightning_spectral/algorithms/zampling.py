@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import count
 from typing import ClassVar
 
 import torch
@@ -28,13 +29,10 @@ from lightning_spectral.functional.zampling import (
     Link,
     Sigmoid,
     Values,
-    bit_entropy,
-    coordinated_uniforms,
     draw_bits,
     pack_bits,
-    pack_levels,
+    uniforms,
     unpack_bits,
-    unpack_levels,
 )
 from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.nn.torch_modules import keeping_type
@@ -54,9 +52,10 @@ from lightning_spectral.protocol.cohort import Cohort, Workers
 from lightning_spectral.protocol.exchange import load_tensors, select_tensors
 from lightning_spectral.protocol.records import Download, LoggedValue, Receipt, RoundSummary, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
-from lightning_spectral.sums import MeanBits, RunningMean
+from lightning_spectral.sums import RunningMean
 
 LEAST_MOVE = 0.3  # below it, accuracy is far below that of a larger learning rate: studies/zampling/rates.py
+BELOW_ONE = 1.0 - 2.0**-53
 GRID = 2.0**24  # probabilities are multiples of 1 / GRID, so that float32 adds and subtracts them exactly
 PROBS, PLACE, BITS = "zampling.probs", "zampling.place", "zampling.bits"  # what travels: two names down, one up
 MOVED = "fl/probs_moved"  # what every client logs
@@ -474,3 +473,97 @@ def sampled_weights(client: nn.Module) -> SampledWeights:
     found = getattr(client, NAME)
     assert isinstance(found, SampledWeights)
     return found
+
+
+def coordinated_uniforms(
+    num_entries: int, place: int, num_places: int, shared: torch.Generator, own: torch.Generator
+) -> Tensor:
+    r"""Draw numbers in [0, 1) for one of K clients, such that no two clients' numbers for an entry share a stratum.
+
+    There are P strata, where P is the least prime that is at least K. The k-th client's stratum for an entry is
+    a + s k modulo P, where a and s > 0 are random and the same for all clients. So each number is uniform on its own,
+    and the strata of two clients are uniform over all pairs of distinct strata. This takes two random integers per
+    entry, whatever K is. ``place`` is the client's number k from 0 to K - 1; the generator ``shared`` has the same
+    state for all clients of a round, ``own`` is the client's. The numbers are float64, on the CPU.
+
+    Let the bit of client k be 1 if its number is below :math:`p_k`. The bits of two clients then have covariance
+    :math:`-\mathrm{cov}(m_k, m_l) / (P - 1)`, where :math:`m_k` is the mean of the bit in a stratum drawn at random.
+    For every client these means fall from stratum to stratum, so no covariance of bits is positive: the variance of the
+    mean of the bits is never larger than with independent draws. With equal p and K = P it is
+    :math:`f(1 - f)/K^2`, where f is the fractional part of K p, as opposed to :math:`p(1 - p)/K` for independent draws.
+
+    Reference:
+        McKay, Beckman & Conover (1979), Latin hypercube sampling, whose strata are drawn by a random permutation.
+    """
+    strata = next(n for n in count(max(num_places, 2)) if all(n % divisor for divisor in range(2, math.isqrt(n) + 1)))
+    first = torch.randint(strata, (num_entries,), generator=shared)
+    step = torch.randint(1, strata, (num_entries,), generator=shared)
+    within = torch.rand(num_entries, generator=own, dtype=torch.float64)
+    numbers = (((first + step * place) % strata) + within) / strata
+    return numbers.clamp(max=BELOW_ONE)  # the last stratum may round up
+
+
+def pack_levels(probs: Tensor, num_bits: int, generator: torch.Generator | None = None) -> Tensor:
+    """Round probabilities to 2**k levels, at random and without bias, and pack the k bits of each.
+
+    0 and 1 are levels. The result has one row of `pack_bits` for each of the k <= 16 binary digits, highest first.
+    """
+    top = 2**num_bits - 1
+    scaled = probs.double() * top + uniforms(probs, torch.float64, generator)
+    levels = scaled.floor().clamp(max=top).long()  # the sum may round up to the next whole
+    return torch.stack([pack_bits((levels >> k) & 1) for k in reversed(range(num_bits))])
+
+
+def unpack_levels(packed: Tensor, num_probs: int, num_bits: int) -> Tensor:
+    """Undo `pack_levels`, up to its rounding."""
+    if len(packed) != num_bits:
+        raise ValueError(f"{num_bits} digits travel as {num_bits} rows of bytes, got {len(packed)}.")
+    digits = torch.stack([unpack_bits(row, num_probs) for row in packed])
+    values = 2 ** torch.arange(num_bits - 1, -1, -1, dtype=torch.float64, device=packed.device)
+    levels: Tensor = (digits * values[:, None]).sum(0) / (2**num_bits - 1)
+    return levels
+
+
+def bit_entropy(probs: Tensor) -> Tensor:
+    """Entropy of a bit that is 1 with probability p, in bits, float64: the least that it costs to send."""
+    p = probs.double()
+    nats: Tensor = torch.special.entr(p) + torch.special.entr(1 - p)
+    return nats / math.log(2)
+
+
+class MeanBits(RunningMean):
+    """Weighted mean over clients of vectors of n bits, of the shape and on the device of ``like``.
+
+    Weights are whole numbers of steps (`Weights`), so sums of them are exact.
+
+    Example:
+        >>> mean = MeanBits(torch.zeros(2), total_weight=4)
+        >>> mean.add(torch.tensor([True, False]), weight=1)
+        >>> mean.add(torch.tensor([True, True]), weight=3)
+        >>> mean.finish().tolist()
+        [1.0, 0.75]
+    """
+
+    def __init__(self, like: Tensor, total_weight: float) -> None:
+        super().__init__(total_weight)
+        self.ones = torch.zeros_like(like, dtype=torch.int64)
+
+    def totals(self, coarse: Collection[str]) -> list[Tensor]:
+        """For each bit, the weight of the clients in which it is 1, in steps."""
+        return [self.ones]
+
+    def add(self, bits: Tensor, weight: float) -> None:
+        """Add one client's bits, booleans of shape ``(n,)``, with its weight; errors as for `Weights.add`."""
+        if bits.shape != self.ones.shape:
+            raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
+        self.ones.add_(bits, alpha=self.weights.add(weight))
+
+    def finish(self, prior: float = 0.0) -> Tensor:
+        r"""The mean of the bits, shape ``(n,)``, float64, or its posterior mean.
+
+        ``prior`` is the pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
+        :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
+        """
+        mean = self.ones.double() / max(self.weights.sum, 1)
+        clients = self.weights.num_terms
+        return mean if prior == 0.0 else (clients * mean + prior) / (clients + 2 * prior)

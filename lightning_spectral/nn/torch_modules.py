@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _WeightNorm
-from torch.nn.utils.parametrize import ParametrizationList
-from torch.nn.utils.weight_norm import WeightNorm
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Move = Callable[[Tensor], Tensor]
@@ -27,12 +24,6 @@ def layers_with_averages(module: nn.Module) -> dict[str, _NormBase]:
     """
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _NormBase)}
     return {name: layer for name, layer in layers.items() if layer.running_mean is not None}
-
-
-def names_of_averages(module: nn.Module) -> list[str]:
-    """Names of the running means and variances of a module's normalisation layers."""
-    parts = ("running_mean", "running_var")
-    return [f"{layer}.{part}" if layer else part for layer in layers_with_averages(module) for part in parts]
 
 
 def use_batch_statistics(module: ModuleT) -> ModuleT:
@@ -61,21 +52,6 @@ def weight_hooks(layer: nn.Module) -> list[Any]:
     """The hooks of ``torch.nn.utils``, such as that of its `weight_norm`, that compute a weight before every pass."""
     hooks = layer._forward_pre_hooks.values()
     return [hook for hook in hooks if type(hook).__module__.startswith("torch.nn.utils.")]
-
-
-def normalised_weights(module: nn.Module) -> Iterator[str]:
-    """Names of the parameters of torch's weight norms: directions, which cannot be zero, and their lengths.
-
-    Example:
-        >>> sorted(normalised_weights(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))))
-        ['parametrizations.weight.original0', 'parametrizations.weight.original1']
-    """
-    for path, part in module.named_modules():
-        hooked = [hook.name for hook in weight_hooks(part) if isinstance(hook, WeightNorm)]
-        own = {f"{name}{end}" for name in hooked for end in ("_g", "_v")}
-        if isinstance(part, ParametrizationList) and any(isinstance(step, _WeightNorm) for step in part):
-            own = {name for name, _ in part.named_parameters()}
-        yield from (f"{path}.{name}" if path else name for name in own)
 
 
 def keeping_type(move: Move, at_least: torch.dtype | None = None) -> Move:

@@ -204,44 +204,6 @@ def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
     processes.add_up([message for total in totals for message in torch.split(total.view(-1), MESSAGE)])
 
 
-class MeanBits(RunningMean):
-    """Weighted mean over clients of vectors of n bits, of the shape and on the device of ``like``.
-
-    Weights are whole numbers of steps (`Weights`), so sums of them are exact.
-
-    Example:
-        >>> mean = MeanBits(torch.zeros(2), total_weight=4)
-        >>> mean.add(torch.tensor([True, False]), weight=1)
-        >>> mean.add(torch.tensor([True, True]), weight=3)
-        >>> mean.finish().tolist()
-        [1.0, 0.75]
-    """
-
-    def __init__(self, like: Tensor, total_weight: float) -> None:
-        super().__init__(total_weight)
-        self.ones = torch.zeros_like(like, dtype=torch.int64)
-
-    def totals(self, coarse: Collection[str]) -> list[Tensor]:
-        """For each bit, the weight of the clients in which it is 1, in steps."""
-        return [self.ones]
-
-    def add(self, bits: Tensor, weight: float) -> None:
-        """Add one client's bits, booleans of shape ``(n,)``, with its weight; errors as for `Weights.add`."""
-        if bits.shape != self.ones.shape:
-            raise ValueError(f"Bits of shape {tuple(self.ones.shape)} are averaged, got {tuple(bits.shape)}.")
-        self.ones.add_(bits, alpha=self.weights.add(weight))
-
-    def finish(self, prior: float = 0.0) -> Tensor:
-        r"""The mean of the bits, shape ``(n,)``, float64, or its posterior mean.
-
-        ``prior`` is the pseudo-count :math:`\lambda` of a symmetric Beta prior: with K clients the mean is
-        :math:`(K \bar z + \lambda) / (K + 2 \lambda)`, which is never 0 or 1.
-        """
-        mean = self.ones.double() / max(self.weights.sum, 1)
-        clients = self.weights.num_terms
-        return mean if prior == 0.0 else (clients * mean + prior) / (clients + 2 * prior)
-
-
 class MeanChange(RunningMean):
     r"""Weighted mean over clients of the change of tensors during training, held whole or in parts.
 

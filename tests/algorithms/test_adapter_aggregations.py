@@ -15,9 +15,14 @@ from torch import Tensor
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.lora.aggregation import Adapter, AdapterRound, OpenAdapter
+from lightning_spectral.algorithms.lora.aggregation import (
+    Adapter,
+    AdapterRound,
+    OpenAdapter,
+    balanced_factors,
+    compact_svd,
+)
 from lightning_spectral.algorithms.lora.algorithm import LoRAHalf
-from lightning_spectral.functional.spectra import balanced_factors, compact_svd
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.records import WorkUnit

@@ -18,6 +18,7 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
+from lightning_spectral.algorithms.zampling import bit_entropy, coordinated_uniforms, pack_levels, unpack_levels
 from lightning_spectral.functional import zampling as matrix
 from lightning_spectral.functional.zampling import (
     BLOCK_ROWS,
@@ -26,13 +27,9 @@ from lightning_spectral.functional.zampling import (
     LayerRows,
     Link,
     Sigmoid,
-    bit_entropy,
-    coordinated_uniforms,
     draw_rows,
     pack_bits,
-    pack_levels,
     unpack_bits,
-    unpack_levels,
 )
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from peers import in_processes, merge
 from torch import Tensor
 
+from lightning_spectral.algorithms.zampling import MeanBits
 from lightning_spectral.protocol.records import Upload, WorkUnit
-from lightning_spectral.sums import MeanBits
 from lightning_spectral.sums.exact_mean import (
     COARSE_BITS,
     FINE,

@@ -16,7 +16,7 @@ from lightning_spectral.algorithms.fed_avg import sum_of
 from lightning_spectral.algorithms.term_draws import TermDraws, plan_draws
 from lightning_spectral.designs import Design
 from lightning_spectral.errors import check_is
-from lightning_spectral.functional.spectra import balanced_factors, compact_svd, stacked
+from lightning_spectral.functional.spectra import Factors, stacked
 from lightning_spectral.nn.adapters import AdaptedLayer
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
@@ -574,3 +574,28 @@ def term_sizes(B: Tensor, A: Tensor) -> Tensor:
     sizes = B.double().norm(dim=0) * A.double().norm(dim=1)
     smallest = torch.where(sizes > 0, sizes, torch.inf).min()
     return torch.where(sizes > 0, sizes, torch.where(smallest < torch.inf, smallest, 1.0))
+
+
+def balanced_factors(left: Tensor, right: Tensor, rank: int, spare: float, eps: float) -> tuple[Tensor, Tensor]:
+    """The best approximation of a product by ``rank`` terms, each singular value split evenly between its vectors.
+
+    A term whose singular value is at most ``eps`` times the largest counts as zero: it gets a left vector of zeros and
+    a right vector of norm ``spare``. It adds nothing but can still be trained, which it could not with two zero
+    vectors. The factors have shapes ``(c_out, rank)`` and ``(rank, c_in)``, float64.
+    """
+    U, s, Vh = compact_svd(left, right)
+    U, s, Vh = U[:, :rank], s[:rank], Vh[:rank]
+    is_live, root = s > eps * s[0], s.sqrt()
+    return U * (root * is_live), Vh * torch.where(is_live, root, spare)[:, None]
+
+
+def compact_svd(left: Tensor, right: Tensor) -> Factors:
+    """Singular value decomposition of a product of two thin factors, with ``min(c_out, c_in, K)`` terms, in float64.
+
+    Both factors, ``(c_out, K)`` and ``(K, c_in)``, are reduced by QR first, so that the time grows with
+    ``(c_out + c_in) K^2`` rather than with ``c_out c_in``.
+    """
+    q_left, r_left = torch.linalg.qr(left.double())
+    q_right, r_right = torch.linalg.qr(right.double().T)
+    U, s, Vh = torch.linalg.svd(r_left @ r_right.T, full_matrices=False)
+    return Factors(q_left @ U, s, Vh @ q_right.T)

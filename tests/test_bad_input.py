@@ -300,18 +300,12 @@ class TestConstructor:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
             ({"num_workers": "2"}, "`num_workers` must be a whole number, got '2'; write 2"),
-            ({"batch_size": 2.5}, r"`batch_size` must be a whole number, got 2\.5"),
             ({"batch_size": "8"}, "`batch_size` must be a whole number, got '8'; write 8"),
             ({"batch_size": True}, "`batch_size` must be a whole number, got True; write 1"),
-            ({"batch_size": None}, "`batch_size` must be a whole number, got None"),
-            ({"eval_batch_size": 0}, "`eval_batch_size` must be at least 1, or None, got 0"),
             ({"eval_batch_size": 8.0}, r"`eval_batch_size` must be a whole number, or None, got 8\.0; write 8"),
             ({"train": {"train": [1], "test": [2]}}, r"dict of 'train', 'test'; pass one.*splits\['train'\], part"),
             ({"labels": [0, 1]}, r"one class per example, shape \(120,\), got shape \(2,\)"),
-            ({"drop_last": 1}, "`drop_last` must be True or False, got 1"),
-            ({"seed": 1.5}, r"`seed` must be a whole number, got 1\.5"),
             ({"partitioner": ls.IIDPartitioner}, r"got the class IIDPartitioner; write IIDPartitioner\(\.\.\.\)"),
             ({"train": ls.IIDPartitioner(2), "partitioner": []}, "the data set comes first: FederatedDataModule"),
             ({"train": Measured()}, "`train` must be a map-style data set, .*, got Measured, which cannot be dealt"),
@@ -402,14 +396,8 @@ class TestLabels:
                 lambda x, y: (x, y.float()),
                 r"batch of float32 \(4, 6\), float32 \(4,\)\. Cross-entropy takes classes as i",
             ),
-            (
-                lambda x, y: (x, y.int()),
-                r"batch of float32 \(4, 6\), int32 \(4,\)\. Cross-entropy takes classes as i",
-            ),
-            (
-                lambda x, y: (x, y[:, None]),
-                r"int64 \(4, 1\)\. Cross-entropy takes one class per example",
-            ),
+            (lambda x, y: (x, y.int()), r"batch of float32 \(4, 6\), int32 \(4,\)\. Cross-entropy takes classes as i"),
+            (lambda x, y: (x, y[:, None]), r"int64 \(4, 1\)\. Cross-entropy takes one class per example"),
             (lambda x, y: (x.double(), y), r"float64 \(4, 6\), int64 \(4,\)\. Inputs need the type of the weights"),
             (lambda x, y: (x[:, :5], y), r"float32 \(4, 5\), int64 \(4,\)\. The first layer that fails takes another"),
         ],
@@ -444,26 +432,10 @@ class TestTrainer:
     @pytest.mark.parametrize(
         ("callback", "error", "message"),
         [
-            (
-                Reading(on_train_batch_start=lambda _, batch, i: [*batch]),
-                TypeError,
-                r"`batch\[0\]`\. A round",
-            ),
-            (
-                Reading(on_train_batch_end=lambda _, out, batch, i: batch["x"]),
-                TypeError,
-                r"`batch\['x'\]`\. A",
-            ),
-            (
-                Reading(on_train_batch_start=lambda _, batch, i: batch.shape),
-                AttributeError,
-                r"`batch\.shape`\. A",
-            ),
-            (
-                Reading(on_train_batch_end=lambda _, out, batch, i: out["loss"]),
-                KeyError,
-                r"`outputs\['loss'\]`\.",
-            ),
+            (Reading(on_train_batch_start=lambda _, batch, i: [*batch]), TypeError, r"`batch\[0\]`\. A round"),
+            (Reading(on_train_batch_end=lambda _, out, batch, i: batch["x"]), TypeError, r"`batch\['x'\]`\. A"),
+            (Reading(on_train_batch_start=lambda _, batch, i: batch.shape), AttributeError, r"`batch\.shape`\. A"),
+            (Reading(on_train_batch_end=lambda _, out, batch, i: out["loss"]), KeyError, r"`outputs\['loss'\]`\."),
             (
                 Reading(on_train_epoch_start=lambda module: module.hparams.lr),
                 AttributeError,

@@ -549,13 +549,7 @@ class TestWithoutValues:
         monkeypatch.setattr(costs._Counted, "_of_rounds", on_fakes)
 
     @pytest.mark.sampled(1)
-    @pytest.mark.parametrize(
-        ("network", "name"),
-        [
-            *(("mlp", name) for name in EVERY_KIND),
-            *LARGER,
-        ],
-    )
+    @pytest.mark.parametrize(("network", "name"), [*(("mlp", name) for name in EVERY_KIND), *LARGER])
     def test_sizes_cost_what_values_cost(self, network: str, name: str, with_values: Any, request: Any) -> None:
         """The weights are large, so that spectral sharding bounds the learning rates of their terms."""
         (make, example), (algorithm, capacities) = NETWORKS[network], choice_of(name)

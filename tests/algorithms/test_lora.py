@@ -339,11 +339,7 @@ def merge_by_hand(folder: Path, num_rounds: int) -> Path:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "aggregation",
-    [ls.SampledTerms(), ls.FrozenA(), ls.TruncatedProducts()],
-    ids=repr,
-)
+@pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA(), ls.TruncatedProducts()], ids=repr)
 def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
     aggregation: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:

@@ -22,13 +22,7 @@ import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.client.local_loop import (
-    LocalLoop,
-    LocalSettings,
-    LocalTask,
-    Placement,
-    Recorder,
-)
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTask, Placement, Recorder
 from lightning_spectral.plugin.user_hooks import defines
 from lightning_spectral.protocol.records import Download, LoggedValue, WorkUnit
 
@@ -228,9 +222,7 @@ def test_a_device_half_acts_in_every_step(data: Any, fit: Fit) -> None:
         return -1 if batch_idx == 2 else None
 
     lit = variant(
-        LitNet,
-        before_step=lambda lit, batch: events.append("training_step"),
-        on_train_batch_start=on_train_batch_start,
+        LitNet, before_step=lambda lit, batch: events.append("training_step"), on_train_batch_start=on_train_batch_start
     )(nn.Linear(6, 3))
     data.val = None
     ledger = fit(lit, data, algorithm=Algorithm(), clients_per_round=3).ledger

@@ -166,10 +166,7 @@ QUIET = pytest.mark.filterwarnings("ignore::lightning_spectral.errors.SpectralWa
 
 @pytest.mark.slow
 @QUIET
-@pytest.mark.parametrize(
-    ("system", "liars"),
-    [(system, liars) for system in SYSTEMS for liars in LIARS],
-)
+@pytest.mark.parametrize(("system", "liars"), [(system, liars) for system in SYSTEMS for liars in LIARS])
 def test_rules_survive_clients_that_lie_and_the_mean_does_not(system: str, liars: tuple[int, ...], fit: Fit) -> None:
     honest = trained(fit, system, [])
     start = loss_of(seeded(deep), hospital())
@@ -184,10 +181,7 @@ def test_rules_survive_clients_that_lie_and_the_mean_does_not(system: str, liars
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("system", "rule"),
-    [
-        *[("FedAvg", rule) for rule in (*RULES[:3], Krum(1))],
-        *((name, MultiKrum(1)) for name in SYSTEMS),
-    ],
+    [*[("FedAvg", rule) for rule in (*RULES[:3], Krum(1))], *((name, MultiKrum(1)) for name in SYSTEMS)],
 )
 def test_rules_keep_the_contract_of_filters(system: str, rule: Any) -> None:
     """In one process and two, resumed, in any order, on devices that share nothing with the server."""

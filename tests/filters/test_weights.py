@@ -60,11 +60,7 @@ def test_numbers_of_examples_are_the_default_bit_for_bit(fit: Fit) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "algorithm",
-    [ls.FedAvg(), ls.SpectralSharding.published(ls.Unbiased(), 0.5)],
-    ids=["", "s"],
-)
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding.published(ls.Unbiased(), 0.5)], ids=["", "s"])
 def test_it_keeps_the_contract(algorithm: Any) -> None:
     batch = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
     check_filter(Weights("uniform"), seeded(LitMLP, dropout=0.0), batch, algorithm=algorithm)

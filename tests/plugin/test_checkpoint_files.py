@@ -266,12 +266,7 @@ def test_a_file_that_is_not_whole_is_refused_by_name(
 
 WEIGHTS = {"w": torch.arange(5.0), "b": torch.ones(3, dtype=torch.bfloat16)}
 PROGRESS = {"epoch": 1, "global_step": 2, "loops": {}, "optimizer_states": []}
-CHECKPOINT = {
-    **PROGRESS,
-    "state_dict": WEIGHTS,
-    "federation": {},
-    "pytorch-lightning_version": pl.__version__,
-}
+CHECKPOINT = {**PROGRESS, "state_dict": WEIGHTS, "federation": {}, "pytorch-lightning_version": pl.__version__}
 
 
 class LitWeights(pl.LightningModule):

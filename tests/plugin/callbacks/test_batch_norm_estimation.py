@@ -127,11 +127,7 @@ def test_batches_are_nearly_equal_and_count_equally(max_batches: int | None, toy
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages of:lightning_spectral.SpectralWarning")
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        ls.FedAvg(),
-        ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, scaler=True),
-        ls.SpectralSharding(keep_ratio=0.5),
-    ],
+    [ls.FedAvg(), ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, scaler=True), ls.SpectralSharding(keep_ratio=0.5)],
     ids=["FedAvg", "width", "spectral"],
 )
 def test_training_and_global_draws_are_those_without_it(algorithm: Any, toy: TensorDataset, train: Train) -> None:

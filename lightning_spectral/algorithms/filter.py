@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Round, ServerHalf, Setting, promises_of
+from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import DeviceEnd, Instructions
+from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation import Figure, Sampler, UniformParticipation
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
@@ -102,6 +104,7 @@ class Fit:
         figure: The figure of each client that the sampler uses; "" for none.
         active: Number of clients that is expected in a round; NaN if that is not known.
         first_round: Index of the first round; ``None`` if the fit goes on counting, as it does from a checkpoint.
+        batch_size: Examples of a local step; ``None`` if only devices know.
     """
 
     half: ServerHalf
@@ -110,6 +113,16 @@ class Fit:
     figure: Figure = ""
     active: float = float("nan")
     first_round: int | None = 0
+    batch_size: int | None = None
+
+    def refuse_averages(self, kind: str) -> None:
+        """Raise ``ValueError`` if clients send back buffers, which a filter of a class cannot hide."""
+        if names := sorted(self.half.rules.returned):
+            raise ValueError(
+                f"{kind} adds noise to parameters, and clients would send back the buffers {first_of(names, 3)}. Use "
+                'GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": "server"}),'
+                " if they are known before training."
+            )
 
     def refuse_limits(self, cannot: str) -> None:
         """Raise ``ValueError`` if buffers follow clients' smallest or largest values, with what a filter cannot do."""
@@ -222,11 +235,13 @@ class Plan(Setting):
         algorithm: What clients hold, and how it is averaged.
         filters: What acts on updates, the one next to the algorithm first.
         participation: Who takes part; ``None`` if that is not known.
+        local_hooks: What acts while clients train.
     """
 
     algorithm: Algorithm
     filters: Sequence[Filter] = ()
     participation: UniformParticipation | Sampler | None = None
+    local_hooks: Sequence[LocalHook] = ()
 
     @cached_property
     def stays(self) -> frozenset[str]:

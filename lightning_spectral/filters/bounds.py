@@ -13,8 +13,8 @@ import torch
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, ServerEnd
 from lightning_spectral.arguments import Number, check_fields
-from lightning_spectral.filters.own import NORM, both_ways, norm_of, update_norm
-from lightning_spectral.protocol.exchange import wide
+from lightning_spectral.filters.own import NORM
+from lightning_spectral.protocol.exchange import both_ways, norm_of, update_norm, wide
 from lightning_spectral.protocol.records import ClientOutcome, Download, Upload
 
 BOUNDED = "bounded"  # a figure of arrivals: 1 if the update was shortened
@@ -25,9 +25,8 @@ class UpdateBound(Filter):
 
     The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that are sent both ways:
     for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
-    was shortened, as ``fl/clients_bounded``. A device that sends plausible values within the bound still changes the
-    average by as much as its weight allows; and where terms are averaged over those who hold them, the only holder of a
-    term decides it alone, whatever its weight.
+    was shortened, as ``fl/clients_bounded``.
+    Where terms are averaged over those who hold them, the only holder of a term decides it alone, whatever its weight.
     """
 
     reads_single: ClassVar[bool] = True
@@ -48,14 +47,7 @@ class UpdateBound(Filter):
 
     @torch.no_grad()
     def shortened(self, download: Download, upload: Upload, norm: float, usual: float) -> Upload:
-        """An upload whose values are finite, shortened if that is needed; otherwise the same object.
-
-        Args:
-            download: What the client was sent.
-            upload: What it sent back.
-            norm: That of the update.
-            usual: As for `limit`.
-        """
+        """An upload whose values are finite, shortened if its ``norm`` demands it; otherwise the same object."""
         sent, returned = download.tensors, upload.tensors
         both = dict(both_ways(sent, returned))
         weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
@@ -74,14 +66,10 @@ class UpdateBound(Filter):
 
 @dataclass(eq=False)
 class BoundEnd(ServerEnd):
-    """Shortens updates, and remembers which norm is usual.
-
-    Attributes:
-        usual: Median norm of the updates of the last round in which clients changed anything; NaN before it.
-    """
+    """Shortens updates, and remembers which norm is usual."""
 
     bound: UpdateBound
-    usual: float = field(default=math.nan, init=False)
+    usual: float = field(default=math.nan, init=False)  # in the last round in which clients changed anything
 
     def arrive(self, arrival: Arrival) -> Arrival:
         sent, upload, figures = arrival.sent, arrival.upload, arrival.figures

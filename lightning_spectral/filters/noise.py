@@ -2,7 +2,6 @@
 
 # Annotations are evaluated eagerly here, as in `algorithms/base.py`.
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,18 +11,14 @@ import torch
 
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan
-from lightning_spectral.arguments import Number, check_fields, first_of
+from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.errors import DeviceError
-from lightning_spectral.filters.private_sums import SLACK, Normals, SecretNormals
+from lightning_spectral.filters.private_sums import Normals
+from lightning_spectral.functional.privacy import grid_of, shortened
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.records import Tensors, Upload
-
-NO_BUFFERS = (
-    "`LocalNoise` hides parameters, and clients would send back the buffers {}; leave them at the server, "
-    'FederatedModule(..., buffers={{"*": "server"}}), or use GroupNorm.'
-)
-FINENESS = 20  # bits of the noise's standard deviation that are on its grid
+from lightning_spectral.protocol.rng import SecretNormals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +32,15 @@ class LocalNoise(Filter):
 
     instead, over all tensors together, and says nothing else of its turn: no loss, nothing that it logs, no seconds.
     Other data could have moved it by at most 2 C from there, so n turns have the epsilon of the Gaussian mechanism with
-    half of the multiplier, without sampling: ``server.privacy.epsilon(1.0, z / 2, n, delta)``.
+    half of the multiplier, without sampling: `epsilon(1.0, z / 2, n, delta)`.
 
     Args:
         clip: Bound C on the norm of a turn's change, in units of the weights.
         noise_multiplier: Standard deviation of the noise z, in units of ``clip``.
 
     Note:
-        The noise of single clients adds up: a mean over m of them has the noise of one, divided by the root of m, while
-        `ClientPrivacy` needs that of one client for all. So this needs far more clients for the same accuracy.
-        As a filter of the federation it acts on every device; the owner of a device elsewhere can ask for it alone,
-        with ``ClientData(local_noise=...)``.
+        The noise of single clients adds up, so this needs far more clients than `ClientPrivacy` for the same accuracy.
+        The owner of a device elsewhere can ask for it alone, with ``ClientData(local_noise=...)``.
 
     Reference:
         Duchi et al. (2013), Local privacy and statistical minimax rates; Dwork and Roth (2014), appendix A.
@@ -81,8 +74,7 @@ class LocalNoise(Filter):
 
     def server(self, fit: Fit) -> None:
         """Only check, since nothing acts at the server, that no buffers would be sent back, which get no noise."""
-        if names := sorted(fit.half.rules.returned):
-            raise ValueError(NO_BUFFERS.format(first_of(names, 3)))
+        fit.refuse_averages("LocalNoise")
 
 
 @dataclass(frozen=True)
@@ -101,32 +93,21 @@ class NoiseEnd(DeviceEnd):
 
     @torch.no_grad()
     def hidden(self, turn: DeviceTurn, upload: Upload, normals: Normals) -> Upload:
-        """An upload whose change is shortened and has noise; it is left out if it is not finite.
-
-        Raises:
-            DeviceError: If the upload is not made of new values of parameters.
-        """
+        """An upload whose change is shortened and has noise; it is left out if it is not finite."""
         if upload.left_out is not None:
             return replace(upload, tensors={})
-        if averaged := sorted(upload.tensors.keys() & dict(turn.client.named_buffers()).keys()):
-            raise DeviceError(NO_BUFFERS.format(first_of(averaged, 3)))
-        names, before = sorted(upload.tensors), turn.download.tensors
+        names, before, buffers = sorted(upload.tensors), turn.download.tensors, dict(turn.client.named_buffers())
         for name in names:
-            after = upload.tensors[name]
-            if name not in before or before[name].shape != after.shape or not after.is_floating_point():
-                raise DeviceError(
-                    f"`LocalNoise` cannot hide {name}, which is no new value of what this device was sent; use FedAvg "
-                    "or SpectralSharding."
-                )
+            after, is_buffer = upload.tensors[name], name in buffers
+            if is_buffer or name not in before or before[name].shape != after.shape or not after.is_floating_point():
+                what = "a buffer: leave it at the server" if is_buffer else "no new value of what this device was sent"
+                raise DeviceError(f"`LocalNoise` cannot hide {name}, {what}; or use FedAvg or SpectralSharding.")
         if not names:
             return upload
         start, end = (torch.cat([of[n].double().flatten() for n in names]).cpu() for of in (before, upload.tensors))
-        change, clip = end - start, self.choice.clip
-        norm, limit, std = float(change.norm()), clip * SLACK, self.choice.noise_multiplier * clip
-        if not math.isfinite(norm):
+        std = self.choice.noise_multiplier * self.choice.clip
+        if (steps := shortened(end - start, self.choice.clip, grid := grid_of(std))) is None:
             return replace(upload, tensors={}, left_out="not_finite")
-        grid = 2.0 ** (math.frexp(std)[1] - FINENESS)  # gaps between floating-point numbers would show what is hidden
-        steps = change.mul_(limit / max(norm, limit) / grid).trunc_()
         hidden = start + steps.add_(normals(len(steps)).mul_(std / grid).round_()).mul_(grid)
         parts = torch.split(hidden, [upload.tensors[name].numel() for name in names])
         like = ((name, upload.tensors[name], part) for name, part in zip(names, parts, strict=True))

@@ -24,12 +24,9 @@ from lightning_spectral.protocol.records import Download, Tensors, Upload, num_b
 class Packing(Filter):
     """How devices pack the changes of their parameters for the upload, with losses that error feedback makes up for.
 
-    What packing loses, a device keeps and adds to its next upload, so each client keeps one number per parameter.
-    Downloads, buffers, and parameters that it would not make smaller are sent whole.
-
-    Note:
-        Error feedback makes up for what was not sent once the client takes part again. Where that is seldom, much of it
-        comes late, or never; nor does what a server cuts off, with a bound on updates or to add noise.
+    What packing loses, a device keeps and adds to its next upload, so each client keeps one number per parameter; where
+    it seldom takes part, much comes late, or never. Downloads, buffers, and parameters that it would not make smaller
+    are sent whole.
     """
 
     gives: ClassVar[Form | None] = Form.PACKED
@@ -107,9 +104,8 @@ class Int8(Packing):
     A row is a slice of the first dimension: the weights of one output. Tensors of one dimension are one row.
 
     Note:
-        Rounding need not be random to be right in the mean, as QSGD's is: error feedback makes up for the bias, and the
-        nearest number is never farther away. It needs a contraction, which rounding is if fewer than 254² = 64516
-        entries share a scale; so a scale belongs to a row, and not to a whole tensor.
+        Error feedback makes up for the bias of rounding to the nearest, if that is a contraction: if fewer than
+        254² = 64516 entries share a scale.
 
     Reference:
         Seide et al. (2014), 1-bit SGD, who have a scale for each column and feed back errors. Alistarh et al. (2017),
@@ -140,10 +136,6 @@ class ErrorFeedback(DeviceEnd):
     A client that moved its parameters by :math:`\Delta` packs :math:`\Delta + e`, and keeps what the server does not
     get of it, :math:`e \leftarrow \Delta + e - C(\Delta + e)`, for its next turn; e begins at zero.
 
-    Attributes:
-        packing: How changes are packed.
-        whole: Names of the tensors that are sent as they are.
-
     Reference:
         Karimireddy et al. (2019), Error feedback fixes SignSGD, Algorithm 2.
     """
@@ -151,7 +143,7 @@ class ErrorFeedback(DeviceEnd):
     keeps: ClassVar[bool] = True
 
     packing: Packing
-    whole: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()  # names of the tensors that are sent as they are
 
     @torch.no_grad()
     def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:

@@ -7,7 +7,7 @@ import secrets
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -16,17 +16,16 @@ from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, P
 from lightning_spectral.arguments import Number, Whole, check_fields, first_of
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.kept_state import KeptState
-from lightning_spectral.errors import RoundError, SpectralWarning, check_is, from_extra
-from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
+from lightning_spectral.errors import RoundError, SpectralWarning, check_is
+from lightning_spectral.filters.private_sums import PrivateSums
+from lightning_spectral.functional.privacy import LEAST_NOISE, Rounds, calibrated, epsilon, warn_of_delta
 from lightning_spectral.participation import Uniform
 from lightning_spectral.protocol.records import ClientOutcome, Key, WorkUnit
+from lightning_spectral.protocol.rng import SecretNormals
 from lightning_spectral.sums import MeanChange
 from lightning_spectral.sums.exact_mean import Peers
 
 LARGEST_CLIP = 1024.0  # what exact sums have room for
-LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
-GRID = 1e-3  # of privacy losses, by which they are rounded up, for noise that hides something
-COARSER_BELOW = 0.25  # noise multiplier: with less, losses are so large that a coarser grid rounds as little of them
 MOST_FOR_VOTES = 1.25  # noise on updates with votes on the clip, relative to that without
 ROUNDS = "_private_rounds"  # attribute of a module: the rounds in which it was trained privately
 VOTERS = 20.0  # expected clients for each standard deviation of the noise of votes, as published
@@ -37,7 +36,7 @@ class ClientPrivacy(Filter):
     r"""Differential privacy of clients: whoever sees the model cannot tell whether any one client has taken part.
 
     It hides a client with all of its data: a hospital with all of its patients. With a dozen clients, the noise that
-    hides one leaves little to learn; to hide single examples, noise has to be added in each client's own steps.
+    hides one leaves little to learn; `ExamplePrivacy` hides single patients.
 
     In each round every client takes part with the same probability q, independently. Its change is shortened to the
     norm ``clip``, over all that the server sums, and has the same weight as any other client's. The sum gets Gaussian
@@ -56,8 +55,7 @@ class ClientPrivacy(Filter):
         noise_seed: For tests, a seed that decides the noise; cohorts are then drawn from the run's ``seed``. Whoever
             knows it can subtract the noise, so there is no privacy. ``None`` for secrets of the system's generator.
         after: Path of the checkpoint of an earlier private run, in another process, from whose weights this one begins:
-            its rounds count too. ``None`` if there is none, if the module is the one that was trained, or if the run is
-            resumed.
+            its rounds count too. ``None`` if there is none, or if this run is resumed.
 
     Note:
         Neighbours are data sets with and without the data of one client, which then contributes nothing; the list of
@@ -89,35 +87,13 @@ class ClientPrivacy(Filter):
     after: str | None = field(default=None, repr=False, compare=False)  # a checkpoint has what it brought
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            clip=Number(above=0, at_most=LARGEST_CLIP),
-            delta=Number(above=0, below=1),
-            noise_multiplier=Number(at_least=LEAST_NOISE, optional=True),
-            target_epsilon=Number(above=0, optional=True),
-            num_rounds=Whole(at_least=1, optional=True),
-            clip_quantile=Number(above=0, below=1, optional=True),
-            clip_rate=Number(above=0),
-            noise_seed=Whole(at_least=0, optional=True),
-        )
+        check_budget(self, "num_rounds")
+        check_fields(self, clip_quantile=Number(above=0, below=1, optional=True), clip_rate=Number(above=0))
         if self.after is not None:
             check_is("after", self.after, str)
-        if (self.noise_multiplier is None) == (self.num_rounds is None):
-            raise ValueError(
-                "ClientPrivacy needs `noise_multiplier`, or `num_rounds` with `target_epsilon`, and not both; got "
-                f"noise_multiplier={self.noise_multiplier}, num_rounds={self.num_rounds}."
-            )
-        if self.num_rounds is not None and self.target_epsilon is None:
-            raise ValueError(
-                f"`num_rounds={self.num_rounds}` says in how many rounds to spend a budget; give `target_epsilon`."
-            )
 
     def earlier_rounds(self) -> list["Rounds"]:
-        """The private rounds of the run whose checkpoint is given; none if none is.
-
-        Raises:
-            ValueError: If the checkpoint is not of a private run of one model.
-        """
+        """The private rounds of the run whose checkpoint is given, of one model; none if none is."""
         if self.after is None:
             return []
         saved = torch.load(self.after, map_location="cpu", weights_only=True).get("federation_lasting", {})
@@ -148,13 +124,7 @@ class ClientPrivacy(Filter):
             )
 
     def server(self, fit: Fit) -> "PrivateEnd":
-        if names := sorted(fit.half.rules.returned):  # a variance with noise may be negative
-            raise ValueError(
-                "ClientPrivacy adds noise to parameters, and clients would send back the buffers "
-                f"{first_of(names, 3)}. "
-                'Use GroupNorm, which has none, or leave them at the server, FederatedModule(..., buffers={"*": '
-                '"server"}), if they are known before training.'
-            )
+        fit.refuse_averages("ClientPrivacy")  # a variance with noise may be negative
         if paths := KeptState(fit.half.server).not_kept():  # what one client leaves there could move the next one
             raise ValueError(
                 f"ClientPrivacy needs all clients to begin with the same module, and {first_of(paths, 3)} is too large "
@@ -163,82 +133,38 @@ class ClientPrivacy(Filter):
         return PrivateEnd(self, fit)
 
 
-Rounds = tuple[float, float, int]  # probability to take part, noise multiplier, number of rounds
-
-
-@lru_cache(maxsize=4096)
-def epsilon(
-    rate: float, noise_multiplier: float, num_rounds: int, delta: float, before: tuple[Rounds, ...] = ()
-) -> float:
-    """Epsilon of some rounds of the Gaussian mechanism, in which each client takes part independently.
-
-    It is computed from privacy loss distributions, rounded up, by Google's ``dp-accounting`` (extra ``privacy``).
-
-    Args:
-        rate: Probability to take part, in (0, 1].
-        noise_multiplier: Standard deviation of the noise, in units of the largest contribution.
-        num_rounds: Number of rounds.
-        delta: The probability that the guarantee fails.
-        before: Rounds before these that had another probability or multiplier.
-
-    Example:
-        >>> round(epsilon(rate=0.1, noise_multiplier=1.1, num_rounds=60, delta=1e-5), 2)
-        4.66
-    """
-    with from_extra("privacy"):
-        import dp_accounting as dp
-    stretches = (*before, (rate, noise_multiplier, num_rounds))
-    least = min(multiplier for _, multiplier, _ in stretches)
-    accountant = dp.pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, (COARSER_BELOW / least) ** 2))
-    for probability, multiplier, count in stretches:
-        event: Any = dp.GaussianDpEvent(multiplier)
-        accountant.compose(event if probability == 1 else dp.PoissonSampledDpEvent(probability, event), count)
-    return float(accountant.get_epsilon(delta))
-
-
-def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float) -> float:
-    """The least noise multiplier, up to a thousandth of it, with which some rounds do not exceed an epsilon.
-
-    Example:
-        >>> z = calibrated(rate=0.1, target_epsilon=4.7, num_rounds=60, delta=1e-5)
-        >>> round(z, 2), epsilon(0.1, z, 60, 1e-5) <= 4.7
-        (1.1, True)
-    """
-
-    def suffices(noise_multiplier: float) -> bool:
-        return epsilon(rate, noise_multiplier, num_rounds, delta) <= target_epsilon
-
-    high = 1.0
-    while not suffices(high):
-        high *= 2
-    while (low := max(high / 2, LEAST_NOISE)) < high and suffices(low):
-        high = low
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
-    return high
+def check_budget(choice: Any, lasting: str) -> None:
+    """Check how much noise a choice asks for; ``lasting`` is its field that says how long a budget lasts."""
+    check_fields(
+        choice,
+        clip=Number(above=0, at_most=LARGEST_CLIP),
+        delta=Number(above=0, below=1),
+        noise_multiplier=Number(at_least=LEAST_NOISE, optional=True),
+        target_epsilon=Number(above=0, optional=True),
+        noise_seed=Whole(at_least=0, optional=True),
+        **{lasting: Whole(at_least=1, optional=True)},
+    )
+    kind, multiplier, length = type(choice).__name__, choice.noise_multiplier, getattr(choice, lasting)
+    if (multiplier is None) == (length is None):
+        raise ValueError(
+            f"{kind} needs `noise_multiplier`, or `{lasting}` with `target_epsilon`, and not both; got "
+            f"noise_multiplier={multiplier}, {lasting}={length}."
+        )
+    if length is not None and choice.target_epsilon is None:
+        raise ValueError(f"`{lasting}={length}` says how long a budget is to last; give `target_epsilon`.")
 
 
 class PrivateFit:
     """What a choice of privacy means for the clients of one fit.
 
-    Args:
-        choice: The choice.
-        active: Number of clients that is expected in a round.
-        num_clients: Number of clients that can take part.
-        before: The rounds of this model before the fit, as `rounds` gave them. If other clients are there now, those
-            rounds keep the probability that they had, and new ones the noise.
-        first_round: Index of the fit's first round; ``None`` if it goes on counting, as it does from a checkpoint.
+    Rounds ``before`` the fit keep the probability that they had, and new ones have their noise; ``active`` is the
+    expected number of clients in a round, and ``num_clients`` the number of those that can take part.
 
     Attributes:
-        rate: Probability of each client to take part.
-        weight: Weight of each client in a sum.
+        rate, weight: Probability of each client to take part, and its weight in a sum.
         multiplier: Standard deviation of the noise on all that a round releases, in units of a client's contribution.
         sum_multiplier: The same of the noise on the sums; it is larger if votes on the bound are released, too.
         vote_noise: Standard deviation of the noise on these votes.
-
-    Raises:
-        ValueError: If votes on the bound would have less noise than the sums need.
     """
 
     def __init__(
@@ -277,13 +203,7 @@ class PrivateFit:
                 SpectralWarning,
                 stacklevel=2,
             )
-        if choice.delta * num_clients >= 1:
-            warnings.warn(
-                f"`delta={choice.delta:g}` is at least one over the {num_clients} clients, which would allow "
-                "publishing all data of one of them. Make it smaller by a factor of ten or more.",
-                SpectralWarning,
-                stacklevel=2,
-            )
+        warn_of_delta(choice.delta, num_clients, "clients")
 
     def __str__(self) -> str:
         known = "" if self.choice.noise_seed is None else " The noise follows from `noise_seed`, so it hides nothing."
@@ -311,8 +231,7 @@ class PrivateFit:
 class PrivateEnd(ServerEnd):
     """Shortens what each client contributes, adds noise to the sums, and counts the epsilon of all rounds.
 
-    The rounds in which a module was trained privately stay with it, so that a second fit, of the same federation or of
-    another one that wraps it, goes on counting.
+    The rounds in which a module was trained privately stay with it, so that any later fit goes on counting.
     """
 
     releases: ClassVar[bool] = True

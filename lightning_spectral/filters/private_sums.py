@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_spectral.functional.privacy import SLACK
 from lightning_spectral.sums.exact_mean import FINE, MESSAGE, NEAR, MeanChange, Peers
 
 Normals = Callable[[int], Tensor]  # that many numbers from a standard normal distribution, float64
 FARTHEST = 8.7  # standard deviations: no number of `SecretNormals` is larger
-SLACK = 1 - 2.0**-30  # more than rounding adds to a norm
 VOTE = 2**31  # a half, in steps of a vote
-
-
-@dataclass(eq=False)
-class SecretNormals:
-    """Numbers from a standard normal distribution that only the holder of a key can know.
-
-    torch's and NumPy's generators can be predicted from some of their numbers, and torch's on the CPU has 2^32 seeds.
-    Here uniform numbers are the bytes of SHAKE256, which become normal by the method of Box and Muller.
-
-    Args:
-        key: The key, of 32 bytes to be secret.
-
-    Example:
-        >>> SecretNormals(b"no secret")(3)
-        tensor([-1.7143,  0.7563,  0.5244], dtype=torch.float64)
-    """
-
-    key: bytes = field(repr=False)
-    _calls: int = field(default=0, init=False)
-
-    def __call__(self, size: int) -> Tensor:
-        """The next numbers, shape ``(size,)``, float64, on the CPU."""
-        pairs, call = (size + 1) // 2, self._calls.to_bytes(8, "big")
-        self._calls += 1
-        words = np.frombuffer(hashlib.shake_256(call + self.key).digest(16 * pairs), dtype="<u8")
-        radius, angle = (((words >> 11) + 0.5) * 2.0**-53).reshape(2, pairs)
-        radius, angle = np.sqrt(-2 * np.log(radius)), 2 * np.pi * angle
-        return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])
 
 
 class PrivateSums:
@@ -69,10 +38,6 @@ class PrivateSums:
 
     Raises:
         OverflowError: If the noise could be too large for an exact sum.
-
-    Note:
-        A contribution is shortened after it was rounded to whole steps, and towards zero, so rounding cannot make it
-        longer than the bound. The noise is a whole number of steps too.
 
     Reference:
         McMahan et al. (2018), Algorithm 1, with flat clipping and a fixed denominator.
@@ -115,10 +80,8 @@ class PrivateSums:
     def release(self, processes: Peers | None = None, normals: Normals | None = None, vote_noise: float = 0.0) -> None:
         """Put what was taken back into the sums, of all processes together, and with noise.
 
-        Args:
-            processes: All of them call this together; ``None`` for this one alone.
-            normals: Where noise comes from, in one of the processes; ``None`` in all others.
-            vote_noise: Standard deviation of the noise of `votes`.
+        All ``processes`` call this together. The noise comes from the ``normals`` of one of them, and the noise of
+        `votes` has the standard deviation ``vote_noise``.
         """
         parts = [
             (mean.step(n), part) for mean, n, total in self._totals for part in torch.split(total.view(-1), MESSAGE)

@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields, each
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.filters.own import both_ways
 from lightning_spectral.filters.robust_rules import Changes, RobustRule
 from lightning_spectral.participation import UniformParticipation
+from lightning_spectral.protocol.exchange import both_ways
 from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import ClientOutcome, Key
 from lightning_spectral.protocol.rng import derived_generator
@@ -37,12 +37,8 @@ class Robust(Filter):
     of their products.
 
     Args:
-        rule: `Krum`, `MultiKrum`, `Median`, `TrimmedMean` or `GeometricMedian` of ``lightning_spectral.server``.
-
-    Note:
-        A rule helps against a minority of any round. Honest clients with unequal data look like liars to it, so it
-        costs accuracy where nobody lies, and more so the fewer clients it keeps. An entry is protected only if it is
-        held by many: one liar of two holders of a term moves that term.
+        rule: `Krum`, `MultiKrum`, `Median`, `TrimmedMean` or `GeometricMedian` of ``lightning_spectral.server``. It
+            helps against a minority of any round, and costs accuracy where nobody lies: unequal data look like lies.
 
     Example:
         >>> from lightning_spectral.server import Median

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Number, Whole, check_fields
+from lightning_spectral.functional.figures import middle
 
 STEPS = 100  # of Weiszfeld's algorithm, at most
 NEAR = 1e-9  # relative change of the distances at which it ends
@@ -208,9 +209,6 @@ class MultiKrum(RobustRule):
 class Krum(MultiKrum):
     """The one update that is closest to its neighbours, as in `MultiKrum`.
 
-    Args:
-        num_liars: Number f of clients that may send anything, at least 0.
-
     Reference:
         Blanchard et al. (2017), Machine learning with adversaries, section 4.
 
@@ -221,24 +219,6 @@ class Krum(MultiKrum):
     """
 
     num_chosen: int | None = field(default=1, init=False, repr=False)
-
-
-def middle(values: Tensor, held: Tensor, share: float) -> Tensor:
-    """The mean of each column's held values, without a share of the smallest and the largest; 0 where none is held.
-
-    With a share of a half, the median.
-
-    Args:
-        values: Shape ``(clients, entries)``, float64.
-        held: Which of them count, bool.
-        share: In [0, 0.5].
-    """
-    ordered = values.masked_fill(~held, torch.inf).sort(dim=0).values
-    counts = held.sum(0)
-    cut = torch.minimum((counts * share + 1e-9).floor().long(), ((counts - 1) // 2).clamp(min=0))
-    ranks = torch.arange(len(values)).unsqueeze(1)
-    kept = (ranks >= cut) & (ranks < counts - cut)
-    return ordered.masked_fill(~kept, 0.0).sum(0) / (counts - 2 * cut).clamp(min=1)
 
 
 def _distances_to(stacked: Mapping[str, tuple[Tensor, Tensor]], centers: Mapping[str, Tensor]) -> Tensor:

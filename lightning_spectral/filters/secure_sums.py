@@ -20,8 +20,8 @@ from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
 from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
 from lightning_spectral.filters.bounds import UsualUpdateNorm
-from lightning_spectral.filters.own import norm_of
 from lightning_spectral.participation import UniformParticipation
+from lightning_spectral.protocol.exchange import norm_of
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
     ClientOutcome,
@@ -57,16 +57,9 @@ class SecureSums(Filter):
     the masks of those that drop out (Bonawitz et al. 2017). A client computes what the server would add, in whole steps
     of the grid on which sums are exact, and uploads it masked, as uniform numbers of 64 bits.
 
-    - *It protects* against a server that follows the protocol but looks at all it gets, even together with fewer
-      clients than the threshold. It learns the sum over the clients that reported, and what is not masked: who takes
-      part, their numbers of examples, which are their weights, of steps, seconds and bytes, and why one is left out.
-    - *It does not protect* against a server that breaks the protocol. Clients' keys pass through it and are not signed,
-      so it could impersonate all others; it also sets each client's weight, and could ask for no masks at all. Devices
-      refuse to reveal twice, or for fewer clients than the threshold.
-    - Losses and what clients log stay on devices, and updates are not bounded. A client that moves a tensor by more
-      than 4096 times its size is left out as not finite. A round whose mean change is more than ten times as long as is
-      usual changes nothing, with a warning: masks hide who is at fault.
-
+    It protects against a server that follows the protocol but looks at all it gets, even together with fewer clients
+    than the threshold; `docs/privacy.md` says what it learns all the same. Losses and what clients log stay on devices,
+    and updates are not bounded: a round whose mean change is more than ten times as long as is usual changes nothing.
     With several processes, the clients of each, two at least, are a group with masks and a threshold of its own.
 
     Args:
@@ -203,27 +196,16 @@ class SecureEnd(ServerEnd):
 
 @dataclass(eq=False)
 class MaskedSum:
-    """The masked sum of one round.
-
-    Attributes:
-        ask: Asks the clients' devices.
-        round_idx: Communication round, from 0.
-        units: The units of the round, of one model, by client.
-        threshold: Number of clients without which the round fails.
-        total: Sum of the coefficients of the round's units.
-        mean: The sum of the round.
-        fallen: Why clients that were asked do not take part.
-        arrived: The clients of the sum.
-    """
+    """The masked sum of one round."""
 
     ask: Ask
     round_idx: int
-    units: Mapping[int, WorkUnit]
-    threshold: int
-    total: float
+    units: Mapping[int, WorkUnit]  # of one model, by client
+    threshold: int  # clients without which the round fails
+    total: float  # of the coefficients of the units
     mean: MeanChange
-    fallen: dict[Key, Unusable] = field(default_factory=dict)
-    arrived: set[int] = field(default_factory=set)
+    fallen: dict[Key, Unusable] = field(default_factory=dict)  # why clients that were asked do not take part
+    arrived: set[int] = field(default_factory=set)  # the clients of the sum
     _keys: dict[int, bytes] = field(default_factory=dict)  # of clients that take part
     _dealt: dict[int, Said] = field(default_factory=dict)  # by dealer and receiver: sealed shares and their digests
     _shown: dict[int, Said] = field(default_factory=dict)  # likewise, shares that the receiver says it lacks
@@ -268,14 +250,7 @@ class MaskedSum:
         self.arrived.add(upload.unit.client_id)
 
     def remove_masks(self, left_out: Iterable[ExclusionReason]) -> None:
-        """Let the clients whose updates arrived reveal what removes all masks, and remove them.
-
-        Args:
-            left_out: Why clients were left out.
-
-        Raises:
-            RoundError: If fewer than the threshold are left, or what they reveal is wrong.
-        """
+        """Let the clients whose updates arrived reveal what removes all masks, and remove them, or raise as `agree`."""
         self._check(len(self.arrived), "reported", left_out)
         from lightning_spectral.sums.masks import BOX_BYTES, half, remove_masks
 

@@ -22,9 +22,8 @@ class Weights(Filter):
 
     Args:
         by: ``"examples"`` for numbers of examples, the default without this filter; ``"uniform"`` for equal weights; or
-            a function of the client's id and its number of examples, all that the server knows beforehand, which
-            returns a weight of at least 0. Give the function of a module, not of a script or a notebook, if processes
-            are to share the run.
+            a function of the client's id and its number of examples, which returns a weight of at least 0: of a module,
+            not of a script or a notebook, if processes are to share the run.
 
     Note:
         An average divides by the sum of the weights of the clients that report, so only ratios matter. The weights of

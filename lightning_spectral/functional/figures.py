@@ -336,3 +336,16 @@ def _one_per_client(values: Tensor, non_negative: bool = False) -> Tensor:
     if non_negative and (values < 0).any():
         raise ValueError(f"`values` must be non-negative, got {values.min().item()}.")
     return values.detach().double().cpu()
+
+
+def middle(values: Tensor, held: Tensor, share: float) -> Tensor:
+    """The mean of each column's held values, without a share of the smallest and the largest; 0 where none is held.
+
+    Values are of shape ``(clients, entries)``, float64. With a share of a half, it is the median.
+    """
+    ordered = values.masked_fill(~held, torch.inf).sort(dim=0).values
+    counts = held.sum(0)
+    cut = torch.minimum((counts * share + 1e-9).floor().long(), ((counts - 1) // 2).clamp(min=0))
+    ranks = torch.arange(len(values)).unsqueeze(1)
+    kept = (ranks >= cut) & (ranks < counts - cut)
+    return ordered.masked_fill(~kept, 0.0).sum(0) / (counts - 2 * cut).clamp(min=1)

@@ -162,7 +162,7 @@ class Member(pl.LightningModule):
 
     def plan(self, **known: Any) -> Plan:
         """What it is made of, with what else is known now."""
-        known = {"participation": self.shared.plan.participation, **known}
+        known = {"participation": self.shared.plan.participation, "local_hooks": self.local_hooks, **known}
         return Plan(self.module, self.algorithm, self.filters, buffers=self.buffer_rules, **known)
 
     @property
@@ -307,7 +307,8 @@ class Member(pl.LightningModule):
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         active = float(getattr(sampler, "active", math.nan))
         told, processes = instructions(half, filters), runtime.processes
-        fit = Fit(half, processes, lambda: clients.sizes, figure, active, first_round)
+        batch_size = getattr(self.data, "batch_size", None)
+        fit = Fit(half, processes, lambda: clients.sizes, figure, active, first_round, batch_size)
         ends = chain(filters, fit, store, told.keeps_state)
         for end in ends.values():
             if isinstance(end, Stored):

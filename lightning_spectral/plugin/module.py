@@ -137,7 +137,8 @@ class FederatedModule(FederatedHooks, Member):
             self.participation = UniformParticipation(self.clients_per_round)
         self.server_optimizer = server_optimizer
         self.local_hooks = tuple(local_hooks)
-        plan = Plan(module, self.algorithm, self.filters, self.participation, buffers=self.buffer_rules)
+        known = self.algorithm, self.filters, self.participation, self.local_hooks
+        plan = Plan(module, *known, buffers=self.buffer_rules)
         _check_algorithm(self.algorithm, plan)
         outlasts = any(each.outlasts_faults for each in self.filters)
         self.faults = (FORGIVING if outlasts else Faults()) if faults is None else faults

@@ -1,10 +1,11 @@
-"""Which tensors of a module travel, what a device keeps of those sent once, and how values are written back."""
+"""Which tensors of a module travel, what a device keeps of those sent once, how values return and how far they move."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -212,3 +213,33 @@ def digest(tensor: Tensor) -> str:
     # a contiguous tensor may have any stride along dimensions of length 0 or 1, which torch cannot view as bytes
     hashed.update(values.as_strided((values.numel(),), (1,)).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
+
+
+@torch.no_grad()
+def update_norm(sent: Tensors, returned: Tensors, expected: Tensors | None = None) -> float:
+    """Euclidean norm of what came back minus what was sent, over the tensors that were sent both ways.
+
+    It is in units of the weights. The change that the server expects of some tensors is subtracted.
+
+    Example:
+        >>> sent, returned = {"w": torch.zeros(2), "steps": torch.tensor(3)}, {"w": torch.tensor([3.0, 4.0])}
+        >>> update_norm(sent, returned), update_norm(sent, returned, expected={"w": torch.tensor([3.0, 0.0])})
+        (5.0, 4.0)
+    """
+    return norm_of(
+        wide(returned[name]) - wide(before) - (expected or {}).get(name, 0.0)
+        for name, before in both_ways(sent, returned)
+    )
+
+
+def norm_of(tensors: Iterable[Tensor]) -> float:
+    """Euclidean norm of all values together."""
+    squares = [tensor.double().square().sum() for tensor in tensors]
+    return math.sqrt(float(torch.stack(squares).sum())) if squares else 0.0
+
+
+def both_ways(sent: Tensors, returned: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """Those of the tensors sent that came back in the same shape, and that can be changed in part."""
+    for name, before in sent.items():
+        if name in returned and before.is_floating_point() and before.shape == returned[name].shape:
+            yield name, before

@@ -1,14 +1,16 @@
-"""Derived random generators: every draw depends on a seed, a purpose and ids, and on nothing else."""
+"""Derived random generators: every draw depends on a seed, a purpose and ids alone; and numbers that are secret."""
 
 import hashlib
 import operator
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def derived_seed(seed: int, purpose: str, *ids: int | str) -> int:
@@ -142,3 +144,36 @@ def _encode(part: int | str) -> bytes:
     kind, text = ("s", part) if isinstance(part, str) else ("i", str(operator.index(part)))
     content = text.encode()
     return f"{kind}{len(content)}:".encode() + content
+
+
+@dataclass(eq=False)
+class SecretNormals:
+    """Numbers from a standard normal distribution that only the holder of a key can know.
+
+    torch's and NumPy's generators can be predicted from some of their numbers, and torch's on the CPU has 2^32 seeds.
+    Here uniform numbers are the bytes of SHAKE256, which become normal by the method of Box and Muller.
+
+    Args:
+        key: The key, of 32 bytes to be secret.
+
+    Example:
+        >>> SecretNormals(b"no secret")(3)
+        tensor([-1.7143,  0.7563,  0.5244], dtype=torch.float64)
+    """
+
+    key: bytes = field(repr=False)
+    _calls: int = field(default=0, init=False)
+
+    def uniform(self, size: int) -> Tensor:
+        """The next numbers as they are before they become normal: uniform in (0, 1), shape ``(size,)``, float64."""
+        call = self._calls.to_bytes(8, "big")
+        self._calls += 1
+        words = np.frombuffer(hashlib.shake_256(call + self.key).digest(8 * size), dtype="<u8")
+        return torch.from_numpy(((words >> 11) + 0.5) * 2.0**-53)
+
+    def __call__(self, size: int) -> Tensor:
+        """The next numbers, shape ``(size,)``, float64, on the CPU."""
+        pairs = (size + 1) // 2
+        radius, angle = self.uniform(2 * pairs).numpy().reshape(2, pairs)
+        radius, angle = np.sqrt(-2 * np.log(radius)), 2 * np.pi * angle
+        return torch.from_numpy(np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size])

@@ -78,10 +78,9 @@ class BoundedMomentum(FedOptimizer):
     `FedAvgM` makes steps up to :math:`1/(1 - \beta)` times as long, and where clients' data differ, so that each round
     undoes part of the last one, it diverges at learning rates at which plain averaging does not.
 
-    It is not an average of rounds, which would shrink where they cancel. The common length has a price: beside a large
-    layer that swings, a small one may move further than its own change. Around an optimum the weights are noisier than
-    with plain averaging, and with few and unequal clients in a round they miss it (``tests/server/test_optimizers.py``
-    has the figures).
+    The common length has a price: beside a large layer that swings, a small one may move further than its own change.
+    Around an optimum the weights are noisier than with plain averaging, and with few and unequal clients in a round
+    they miss it (``tests/server/test_optimizers.py`` has the figures).
 
     Args:
         lr: Server learning rate eta.

@@ -32,12 +32,12 @@ from lightning_spectral.client.device import ClientSide, Device, Instructions
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.client.local_loop import LocalSettings, Placement
 from lightning_spectral.client.user_optimizer import options_of
-from lightning_spectral.filters.own import STATES, Stored, chain, update_norm
+from lightning_spectral.filters.own import STATES, Stored, chain
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Workers
-from lightning_spectral.protocol.exchange import copy_module, named_state
+from lightning_spectral.protocol.exchange import copy_module, named_state, update_norm
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_spectral as ls
 from lightning_spectral.algorithms.memory.kept import compress, restore
 from lightning_spectral.algorithms.memory.stale_updates import SEEN
-from lightning_spectral.filters.own import update_norm
+from lightning_spectral.protocol.exchange import update_norm
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 

@@ -14,7 +14,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.filters.bounds import BOUNDED
-from lightning_spectral.filters.own import update_norm
+from lightning_spectral.protocol.exchange import update_norm
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 
 UNIT = WorkUnit(0)

@@ -12,7 +12,7 @@ from federation import Fit, seeded
 from toy_models import LitMLP
 
 import lightning_spectral as ls
-from lightning_spectral.filters.privacy import epsilon
+from lightning_spectral.functional.privacy import epsilon
 
 pytest.importorskip("dp_accounting", reason="epsilon needs the extra `privacy`")
 

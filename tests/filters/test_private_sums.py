@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_spectral.filters.private_sums import PrivateSums, SecretNormals
+from lightning_spectral.filters.private_sums import PrivateSums
+from lightning_spectral.protocol.rng import SecretNormals
 from lightning_spectral.sums import MeanChange
 from lightning_spectral.testing.trial import Peer
 

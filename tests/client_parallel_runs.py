@@ -187,11 +187,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dense": {"clients_per_round": 7, "loader": True},
     "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
-    "limits": {
-        "buffers": {"has_begun": "max", "num_steps": "max"},
-        "module": WithLimits,
-        "clients_per_round": 5,
-    },
+    "limits": {"buffers": {"has_begun": "max", "num_steps": "max"}, "module": WithLimits, "clients_per_round": 5},
     "batch norm, estimated": {
         "buffers": {"*.running_*": "server"},
         "module": WithBatchNorm,
@@ -258,12 +254,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 7,
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
-    "robust": {
-        "algorithm": SPECTRAL,
-        "clients_per_round": 7,
-        "filters": [ls.Robust(ls.server.Median())],
-        "rounds": 3,
-    },
+    "robust": {"algorithm": SPECTRAL, "clients_per_round": 7, "filters": [ls.Robust(ls.server.Median())], "rounds": 3},
     "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "clients_per_round": 7, "rounds": 3},
     "largest changes": {"filters": [ls.TopK(0.1)], "clients_per_round": 7, "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
@@ -271,6 +262,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "algorithm": ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER),
         "participation": ls.Uniform(active=5),
         "filters": [ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, clip_quantile=0.5, noise_seed=1)],
+        "rounds": 3,
+    },
+    "private examples": {
+        "filters": [ls.ExamplePrivacy(clip=0.5, noise_multiplier=0.5, delta=1e-2, target_epsilon=9.0, noise_seed=1)],
+        "clients_per_round": 7,
         "rounds": 3,
     },
     "FIARSE": {

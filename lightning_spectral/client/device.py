@@ -211,6 +211,10 @@ class DeviceEnd:
         """The phases of a client's training, given those of the algorithm."""
         return phases
 
+    def trainer(self, trainer: LocalTrainer, settings: LocalSettings) -> LocalTrainer:
+        """What runs clients' local epochs, given what would without this filter; errors end the run."""
+        return trainer
+
     def leave(self, turn: DeviceTurn, upload: Upload) -> tuple[Upload, Tensors]:
         """What leaves the device in place of an upload, and what is kept for the client's next turn.
 
@@ -393,6 +397,8 @@ class Device:
         self.kept = KeptTensors()
         self.parties = Parties()
         self._recorder = Recorder(module)
+        for end in instructions.ends.values():
+            local_trainer = end.trainer(local_trainer, settings)
         self._local_trainer = local_trainer
         self._attach = attach
         self._profile = profile

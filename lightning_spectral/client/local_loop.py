@@ -51,7 +51,7 @@ class UserStep:
         self.on_before_optimizer_step = hook("on_before_optimizer_step")
         # what the loop does itself unless the user has another way
         self.optimizer_step, self.optimizer_zero_grad, self.backward, self.configure_gradient_clipping = (
-            getattr(module, name) if _has_own_way(module, name) and defines(module, name) else None for name in OWN_WAYS
+            getattr(module, name) if has_own_way(module, name) and defines(module, name) else None for name in OWN_WAYS
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -59,7 +59,7 @@ class UserStep:
         return self.module.training_step(*(batch, batch_idx)[: self.num_arguments])
 
 
-def _has_own_way(module: Any, name: str) -> bool:
+def has_own_way(module: Any, name: str) -> bool:
     """Whether a LightningModule's method among `OWN_WAYS` is not Lightning's own, which needs a Trainer."""
     return hasattr(module, "automatic_optimization") and not getattr(module, name).__module__.startswith("lightning.")
 
@@ -356,12 +356,9 @@ class LocalLoop:
         losses: list[tuple[Tensor, int]] = []  # of each batch, with its size; read once, when the client is done
         for local_epoch in range(task.download.local_epochs) if task.epochs is None else task.epochs:
             user.on_train_epoch_start()
-            for batch_idx, (batch, size) in enumerate(task.data.epoch(local_epoch)):
+            for batch_idx, (batch, size) in enumerate(self._epoch(task, local_epoch)):
                 recorder.num_examples, recorder.batch_idx = size, batch_idx
-                batch = user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
-                if self.placement.moves_batches:
-                    batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
-                batch = recorder.batch = user.on_after_batch_transfer(batch, 0)
+                batch = recorder.batch = self._moved(batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
                     break
                 output, loss = self._step(task, batch, batch_idx)
@@ -375,6 +372,17 @@ class LocalLoop:
         for optimizer in self.optimizers:  # of those without schedules, the weights that they evaluate
             getattr(optimizer.optimizer, "eval", _nothing)()
         return LocalResult(recorder.num_steps if self.is_manual else len(losses), mean_per_example(losses))
+
+    def _epoch(self, task: LocalTask, local_epoch: int) -> Iterator[tuple[Any, int]]:
+        """One pass over a client's data: pairs of (batch, number of examples in it)."""
+        return task.data.epoch(local_epoch)
+
+    def _moved(self, batch: Any) -> Any:
+        """A batch as the user's step gets it."""
+        batch = self.user.on_before_batch_transfer(self.placement.convert_batch(batch), 0)
+        if self.placement.moves_batches:
+            batch = self.module.transfer_batch_to_device(batch, self.placement.device, 0)
+        return self.user.on_after_batch_transfer(batch, 0)
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         """Run the user's step on a batch, and take an optimizer step unless the user's does."""

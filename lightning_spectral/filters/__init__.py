@@ -15,6 +15,7 @@ from lightning_spectral.algorithms.filter import (
 )
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.filters.bounds import MaxUpdateNorm, UpdateBound, UsualUpdateNorm
+from lightning_spectral.filters.example_privacy import ExamplePrivacy
 from lightning_spectral.filters.noise import LocalNoise
 from lightning_spectral.filters.packing import Int8, Packing, TopK
 from lightning_spectral.filters.personal import Personal
@@ -29,6 +30,7 @@ __all__ = [
     "ClientPrivacy",
     "DeviceEnd",
     "DeviceTurn",
+    "ExamplePrivacy",
     "Filter",
     "Fit",
     "Form",

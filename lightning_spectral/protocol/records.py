@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_spectral.sums.exact_mean import largest_magnitudes
 
 # Why a client that was asked to take part is left out of a round's average.
-ExclusionReason = Literal["error", "not_finite", "no_update", "no_data", "dropped_out", "late", "surplus"]
+ExclusionReason = Literal["error", "not_finite", "no_update", "no_data", "dropped_out", "late", "surplus", "spent"]
 
 # Phrases that follow one client or several: "clients 3 and 5: training failed".
 EXPLANATIONS: dict[ExclusionReason, str] = {
@@ -26,6 +26,7 @@ EXPLANATIONS: dict[ExclusionReason, str] = {
     "dropped_out": "dropped out",
     "late": "missed the deadline",
     "surplus": "enough other clients finished first",
+    "spent": "the privacy budget of its examples is spent",
 }
 
 Key = tuple[int, str]  # of a unit: client and model

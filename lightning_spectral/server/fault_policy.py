@@ -82,8 +82,8 @@ class Faults:
                 check_is(field.name, answer, LeaveOut)
 
     def answer(self, reason: ExclusionReason) -> Raise | LeaveOut:
-        """Return the policy for a client left out for this reason; a surplus client never ends the run."""
-        answer: Raise | LeaveOut = LeaveOut(1.0) if reason == "surplus" else getattr(self, f"on_{reason}")
+        """Return the policy for a client left out for this reason; ``"surplus"`` and ``"spent"`` never end the run."""
+        answer: Raise | LeaveOut = LeaveOut(1.0) if reason in ("surplus", "spent") else getattr(self, f"on_{reason}")
         return answer
 
     def ends_run(self, reason: ExclusionReason) -> bool:

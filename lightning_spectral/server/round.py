@@ -583,7 +583,7 @@ class OpenRound:
             diagnostics["virtual_seconds"] = self.simulated.seconds
         left_out = clients_by_reason(outcomes)
         reasons = engine.faults.exclusion_reasons(engine.conditions, self.executor.exclusion_reasons)
-        counts = {reason: len(left_out.get(reason, ())) for reason in reasons}
+        counts = {reason: len(left_out.get(reason, ())) for reason in dict.fromkeys([*reasons, *left_out])}
         means = round_means(outcomes)
         seconds = dict(self.clock.seconds)
         return RoundSummary(self.round_idx, outcomes, seconds, diagnostics, means, counts, engine.model)

@@ -28,7 +28,7 @@ from lightning_spectral.sums.exact_mean import LARGEST
 FitWith = Callable[..., Fitted]
 FAST = ls.simulation.DeviceProfile(downlink=1e6, uplink=1e6, macs_per_second=1e9)
 SLOW = ls.simulation.DeviceProfile(downlink=1.0, uplink=1.0, macs_per_second=1.0)
-REASONS: tuple[ExclusionReason, ...] = get_args(ExclusionReason)
+REASONS: tuple[ExclusionReason, ...] = tuple(one for one in get_args(ExclusionReason) if one != "spent")  # by a filter
 POLICIES = tuple(reason for reason in REASONS if reason != "surplus")  # which is not a fault and has no policy
 ALGORITHMS = [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5), ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})]
 BAD, NUM_CLIENTS = 2, 6  # the client with the fault

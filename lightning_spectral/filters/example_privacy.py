@@ -1,0 +1,294 @@
+"""Differential privacy of examples: how much each moves a local step, the noise that hides it, and the epsilon."""
+
+# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
+
+import secrets
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_spectral.algorithms.base import ServerHalf
+from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Plan, ServerEnd, Unusable
+from lightning_spectral.arguments import first_of
+from lightning_spectral.client.device import DeviceEnd
+from lightning_spectral.client.kept_state import changed_attributes
+from lightning_spectral.client.local_hooks import LocalHook
+from lightning_spectral.client.local_loop import (
+    LocalLoop,
+    LocalResult,
+    LocalSettings,
+    LocalTask,
+    LocalTrainer,
+    has_own_way,
+    loss_of,
+)
+from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.filters.privacy import ClientPrivacy, check_budget
+from lightning_spectral.functional.privacy import Rounds, calibrated, draws, epsilon, grid_of, shortened, warn_of_delta
+from lightning_spectral.participation import Sampler
+from lightning_spectral.protocol.records import ClientOutcome, Download
+from lightning_spectral.protocol.rng import SecretNormals
+from lightning_spectral.sums.exact_mean import Peers
+
+FIGURE = "example_epsilon"
+GOES_NOT = "ExamplePrivacy does not go with"
+TRAINED = (None, "error", "not_finite", "no_update")  # why clients that trained may be left out
+GIVEN_DATA = ("while_training", "untrained_rows")  # methods of hooks that are given a client's data
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplePrivacy(Filter):
+    r"""Differential privacy of examples: nobody else can tell whether a client's data has any one example in it.
+
+    It hides a patient of a hospital from the server, from other hospitals, and from whoever sees the model. Clients
+    take the steps of DP-SGD: each of n examples is drawn with probability :math:`q = \min(1, B / n)`, independently,
+    where B is the ``batch_size``, and goes through ``training_step`` alone. Its gradient :math:`g_i`, over all
+    parameters that are trained, is shortened, and a step is
+
+    .. math::
+        \frac{1}{q n} \Big( \sum_i g_i \min(1, C / \|g_i\|_2) + \mathcal{N}(0, (z C)^2 I) \Big) ,
+
+    also if no example is drawn. So it holds for any module, loss and form of the client, and takes a pass per example.
+    After each round, `fl/example_epsilon` is the largest epsilon of a client, of all its turns so far.
+
+    Args:
+        clip: Bound C on the norm of an example's gradient, in units of loss per weight.
+        delta: The probability that the guarantee fails, well below one over a client's number of examples.
+        noise_multiplier: Standard deviation z of the noise, in units of ``clip``, at least 0.05.
+        target_epsilon: The budget of each client, which takes no part once another turn would exceed it.
+        num_epochs: Instead of ``noise_multiplier``: the passes over its data, ``local_epochs`` in each turn, in which a
+            client spends ``target_epsilon``. Clients with fewer examples then have more noise.
+        noise_seed: For tests, a seed that decides noise and draws, so that there is no privacy. ``None`` for secrets of
+            the system's generator.
+
+    Note:
+        Neighbours are data sets with and without one example, which then contributes nothing; how many examples a
+        client has is not secret. `docs/privacy.md` says what else is not hidden.
+
+    Reference:
+        Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1.
+
+    Example:
+        >>> ExamplePrivacy(clip=1.0, target_epsilon=8.0, num_epochs=10, delta=1e-4).multiplier(300, batch_size=30)
+        0.6806640625
+    """
+
+    needs: ClassVar[Sequence[str]] = ("values_alone",)
+
+    clip: float
+    delta: float
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    num_epochs: int | None = None
+    noise_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_budget(self, "num_epochs")
+
+    def multiplier(self, num_examples: int, batch_size: int) -> float:
+        """Standard deviation of a client's noise, in units of ``clip``."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        assert self.target_epsilon is not None, "checked with `num_epochs`"
+        rate, steps = draws(num_examples, batch_size)
+        return calibrated(rate, self.target_epsilon, (self.num_epochs or 1) * steps, self.delta)
+
+    def check(self, plan: Plan) -> None:
+        """Raise ``ValueError`` if examples could mix, or something reads them beside the steps."""
+        module, kind, who = plan.module, type(plan.module).__name__, plan.participation
+        mixing = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+        own = [f"`{name}`" for name in ("backward", "optimizer_step") if has_own_way(module, name)]
+        hooks = {type(hook): [getattr(type(hook), name) for name in GIVEN_DATA] for hook in plan.local_hooks}
+        reading = [hook.__name__ for hook, own in hooks.items() if own != [getattr(LocalHook, n) for n in GIVEN_DATA]]
+        is_measured = isinstance(who, Sampler) and who.figure
+        beside = [each for each in plan.filters if isinstance(each, ClientPrivacy)]
+        callback = plan.callback_that("reads_clients")
+        refused = {
+            f"BatchNorm ({first_of(mixing, 3)}), in which examples mix; use GroupNorm": mixing,
+            f"manual optimisation in {kind}; return the loss": not getattr(module, "automatic_optimization", True),
+            f"{' and '.join(own)} of {kind}, which may use gradients before they have noise; leave it out": own,
+            f"{first_of(reading, 3)}, which sees a client's data and adds no noise; leave it out": reading,
+            f"{type(who).__name__}, which measures clients; use Uniform": is_measured,
+            f"{callback}, which reads clients' data without noise; leave it out": callback,
+            "ClientPrivacy, which hides who takes part, while epsilons of clients tell; give one": beside,
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise ValueError(f"{GOES_NOT} {what}.")
+
+    def device(self, half: ServerHalf) -> "ExampleEnd":
+        return ExampleEnd(self)
+
+    def server(self, fit: Fit) -> "EpsilonEnd":
+        fit.refuse_averages("ExamplePrivacy")
+        if fit.batch_size is None:
+            raise ValueError(f"{GOES_NOT} clients elsewhere, whose batches the server does not know.")
+        warn_of_delta(self.delta, int(fit.sizes().max()), "examples of a client")
+        return EpsilonEnd(self, fit, fit.batch_size)
+
+
+@dataclass(frozen=True)
+class ExampleEnd(DeviceEnd):
+    """Has clients trained in steps that hide their examples."""
+
+    says_nothing: ClassVar[bool] = True
+
+    choice: ExamplePrivacy
+
+    def trainer(self, trainer: LocalTrainer, settings: LocalSettings) -> LocalTrainer:
+        if settings.placement.scaler is not None:
+            raise ValueError(f"{GOES_NOT} precision '16-mixed', which scales by the gradients; use 'bf16-mixed' or 32.")
+        return partial(ExampleLoop, self.choice)
+
+
+class ExampleLoop(LocalLoop):
+    """Runs a user's ``training_step`` on one example after another, and steps on the noisy sum of their gradients.
+
+    To hooks of batches, a batch is the list of its examples, each of which is a batch of one.
+    """
+
+    def __init__(self, choice: ExamplePrivacy, *known: Any) -> None:
+        super().__init__(*known)
+        self.choice, self._is_compared = choice, False
+        if not self._eager:
+            kind = type(self.optimizers[0].optimizer).__name__
+            raise ValueError(f"{GOES_NOT} {kind}, which evaluates the loss itself; use SGD or Adam.")
+
+    def __call__(self, task: LocalTask) -> LocalResult:
+        """Train for one client."""
+        if task.epochs not in (None, range(task.download.local_epochs)):
+            raise ValueError(f"{GOES_NOT} training in phases, as in Ditto and with `epochs` of Personal; leave it out.")
+        seed, data = self.choice.noise_seed, task.data
+        key = secrets.token_bytes(32) if seed is None else repr((seed, *task.download.ids)).encode()
+        self._numbers, (self._rate, _) = SecretNormals(key), draws(len(data.indices), data.batch_size)
+        self._std = self.choice.multiplier(len(data.indices), data.batch_size) * self.choice.clip
+        attributes = tuple if self._is_compared else changed_attributes(self.module)
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        result = super().__call__(task)
+        moved = [name for name, b in self.module.named_buffers() if name in before and not torch.equal(b, before[name])]
+        if names := [*attributes(), *moved]:
+            raise ValueError(f"{GOES_NOT} {first_of(names, 3)}, by which an example acts on the next; leave it out.")
+        self._is_compared = True
+        return result
+
+    def _epoch(self, task: LocalTask, local_epoch: int) -> Iterator[tuple[Any, int]]:
+        data = task.data
+        uniform = (self._numbers.uniform(len(data.indices)) for _ in range(data.num_batches))
+        drawn = [data.indices[numbers < self._rate] for numbers in uniform]
+        examples = data.source.batches(torch.split(torch.cat(drawn), 1), data.seed, (*data.ids, local_epoch))
+        return ((list(islice(examples, len(one))), len(one)) for one in drawn)
+
+    def _moved(self, batch: Any) -> Any:
+        return [super(ExampleLoop, self)._moved(example) for example in batch]
+
+    def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
+        optimizer, losses = self.optimizers[0].optimizer, []
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        size, grid = sum(p.numel() for p in trained), grid_of(self._std)
+        total = torch.zeros(size, dtype=torch.float64, device=self.placement.device)
+        self._zero_grad(optimizer, batch_idx)
+        for example in batch:
+            if (loss := loss_of(self._forward(task, example, batch_idx))) is None:
+                continue
+            for parameter in trained:
+                parameter.grad = None
+            self._scaled_backward(loss)
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained]
+            steps = shortened(torch.cat([part.double().flatten() for part in parts]), self.choice.clip, grid)
+            if steps is not None:  # a gradient that is not finite counts as none
+                total += steps
+            losses.append(loss.detach())
+        total += self._numbers(size).mul_(self._std / grid).round_().to(total)
+        total *= grid / (self._rate * len(task.data.indices))
+        gradients = torch.split(total, [p.numel() for p in trained])
+        for parameter, part in zip(trained, gradients, strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter)
+        self._after_closure(optimizer, self.before_step[0])
+        self._take(optimizer)
+        task.recorder.num_steps += 1
+        return {}, torch.stack(losses).mean() if losses else None
+
+
+class EpsilonEnd(ServerEnd):
+    """Counts the epsilon of each client, over all its turns, and leaves out those that have spent their budget."""
+
+    def __init__(self, choice: ExamplePrivacy, fit: Fit, batch_size: int) -> None:
+        self._choice, self._fit, self._batch_size = choice, fit, batch_size
+        self._turns: dict[int, tuple[Rounds, ...]] = {}  # of each client, in stretches with the same noise and draws
+        self._largest = 0.0  # epsilon of any of them
+        self._epochs: dict[int, int] = {}  # of a turn
+        self._told: set[int] = set()
+
+    def remarks(self) -> Sequence[str]:
+        known = "" if self._choice.noise_seed is None else " They follow from `noise_seed`, so they hide nothing."
+        return [
+            "privacy of examples: clients draw them at random and add noise in every local step, so training takes a "
+            "pass per example. Left out, because it has no noise: losses, what clients log, and their seconds." + known
+        ]
+
+    def _after_turn(self, client_id: int) -> tuple[Rounds, ...]:
+        """A client's steps if it takes one more turn."""
+        size, before = int(self._fit.sizes()[client_id]), self._turns.get(client_id, ())
+        (rate, steps), multiplier = draws(size, self._batch_size), self._choice.multiplier(size, self._batch_size)
+        steps *= self._epochs.get(client_id, 1)
+        if before and before[-1][:2] == (rate, multiplier):
+            before, steps = before[:-1], steps + before[-1][2]
+        return (*before, (rate, multiplier, steps))
+
+    def _epsilon_after(self, client_id: int) -> float:
+        *before, last = self._after_turn(client_id)
+        return epsilon(*last, self._choice.delta, tuple(before))
+
+    def _has_spent(self, client_id: int) -> bool:
+        target = self._choice.target_epsilon
+        return target is not None and self._epsilon_after(client_id) > target
+
+    def send(self, download: Download) -> Download:
+        self._epochs[download.unit.client_id] = download.local_epochs
+        if self._has_spent(download.unit.client_id):
+            raise Unusable("spent")
+        return download
+
+    def arrive(self, arrival: Arrival) -> Arrival:
+        after = self._epsilon_after(arrival.receipt.unit.client_id)
+        return replace(arrival, figures={**arrival.figures, FIGURE: after})
+
+    def gather(self, processes: Peers) -> Iterable[Arrival]:
+        for of_others in processes.gather(self._epochs):
+            self._epochs |= of_others
+        return ()
+
+    def note(self, outcomes: Sequence[ClientOutcome]) -> None:
+        for client_id in (outcome.client_id for outcome in outcomes if outcome.left_out in TRAINED):
+            self._largest = max(self._largest, self._epsilon_after(client_id))
+            self._turns[client_id] = self._after_turn(client_id)
+        spent = {outcome.client_id for outcome in outcomes if outcome.left_out == "spent"} - self._told
+        self._told |= spent
+        if spent and self._fit.processes.rank == 0:
+            warnings.warn(
+                f"Round {outcomes[0].round_idx}: clients {first_of(sorted(map(str, spent)), 9)} have spent their "
+                f"`target_epsilon={self._choice.target_epsilon:g}`, and take no part any more.",
+                SpectralWarning,
+                stacklevel=2,
+            )
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        return {FIGURE: self._largest}
+
+    def is_spent(self, num_rounds: int) -> bool:
+        return all(map(self._has_spent, self._fit.sizes().nonzero().squeeze(1).tolist()))
+
+    def state_dict(self) -> dict[str, Any]:
+        known = {"turns": dict(self._turns), "epochs": dict(self._epochs), "largest": self._largest}
+        return known if self._turns else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._turns = {client: tuple(map(tuple, turns)) for client, turns in state_dict["turns"].items()}
+        self._epochs, self._largest = dict(state_dict["epochs"]), state_dict["largest"]

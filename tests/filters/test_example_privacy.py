@@ -1,0 +1,297 @@
+"""Steps that hide single examples: against a loop by hand, the accountant itself, and an audit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+import torch
+from audits import lower_bound
+from federation import Fit, ScalesAlone, check_resumes, said_during, seeded
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from toy_models import LitMLP, LitSmall, toy_examples, variant
+
+import lightning_spectral as ls
+from lightning_spectral.client.batches import BatchSource, ClientData
+from lightning_spectral.client.local_loop import LocalSettings, LocalTask, Placement, Recorder
+from lightning_spectral.filters import example_privacy
+from lightning_spectral.filters.example_privacy import ExampleLoop, ExamplePrivacy
+from lightning_spectral.functional.privacy import epsilon, grid_of
+from lightning_spectral.protocol.records import Download, WorkUnit
+from lightning_spectral.protocol.rng import SecretNormals
+
+dp = pytest.importorskip("dp_accounting", reason="epsilon needs the extra `privacy`")
+CLIP, NOISE, DELTA = 0.7, 0.8, 1e-3
+PRIVACY = ExamplePrivacy(clip=CLIP, noise_multiplier=NOISE, delta=DELTA, noise_seed=1)
+STILL = partial(LitMLP, dropout=0.0)
+
+
+class Line(nn.Module):
+    """A line without an offset; or no loss at all, so that nothing but noise moves it."""
+
+    def __init__(self, size: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.zeros(size)), scale
+        self.batches: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (x,) = batch
+        self.batches.append(batch_idx)
+        return self.scale * (x @ self.weight).sum()
+
+
+def steps(
+    privacy: ExamplePrivacy, x: Tensor, batch_size: int, epochs: int = 1, scale: float = 1.0
+) -> tuple[Line, Tensor]:
+    """A line after SGD at rate 1 on some examples, and what each step has subtracted from it."""
+    line, taken = Line(x.shape[1], scale), list[Tensor]()
+    optimizer = torch.optim.SGD(line.parameters(), lr=1.0)
+    settings = LocalSettings(Placement(moves_batches=False), defines=lambda *_: False)
+    loop = ExampleLoop(privacy, line, [optimizer], settings)
+    data = ClientData(BatchSource(TensorDataset(x)), torch.arange(len(x)), batch_size, seed=0, ids=(0, 0))
+    noted = [[lambda: taken.append(line.weight.grad.clone())]]  # type: ignore[union-attr]
+    loop._is_compared = True  # it notes its batches
+    loop(LocalTask(Download(WorkUnit(0), 1.0, {}, local_epochs=epochs), data, Recorder(line), before_step=noted))
+    return line, torch.stack(taken)
+
+
+# -- the mechanism
+
+
+def test_a_turn_is_a_loop_by_hand(fit: Fit) -> None:
+    """Two epochs of one client: every draw, gradient, noise and step, with plain autograd and SGD."""
+    examples = toy_examples(10)
+    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(1), batch_size=4)
+    lit = seeded(STILL)
+    net, x, y = seeded(STILL), *examples.tensors
+    fit(lit, data, clients_per_round=1, local_epochs=2, filters=[PRIVACY])
+    weights, order = list(net.parameters()), data.partition.indices
+    numbers, optimizer = SecretNormals(repr((1, 0, 0)).encode()), torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for _ in range(2):
+        draws = [numbers.uniform(10) < 4 / 10 for _ in range(3)]
+        for drawn in draws:
+            total = torch.zeros(sum(p.numel() for p in weights), dtype=torch.float64)
+            for i in order[drawn].tolist():
+                own = torch.autograd.grad(nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), weights)
+                vector = torch.cat([g.double().flatten() for g in own])
+                total += vector * min(1.0, CLIP / float(vector.norm()))
+            noise = numbers(len(total)) * NOISE * CLIP
+            gradient = (total + noise) / (10 * 4 / 10)
+            for p, g in zip(weights, gradient.split([p.numel() for p in weights]), strict=True):
+                p.grad = g.view_as(p).float()
+            optimizer.step()
+    for p, q in zip(lit.parameters(), weights, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=100 * grid_of(NOISE * CLIP))
+
+
+class Norms(ls.client.LocalHook):
+    """Notes the norm of each gradient that a step uses."""
+
+    seen: list[float]
+
+    def start_client(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        return lambda: self.seen.append(float(torch.cat([p.grad.flatten() for p in own if p.grad is not None]).norm()))
+
+
+FORMS = [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.5), ls.LoRA(2), ls.FIARSE(0.5), ls.StaleUpdates()]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
+def test_one_example_moves_a_step_of_any_form_by_the_bound(form: Any, fit: Fit, monkeypatch: Any) -> None:
+    monkeypatch.setattr(SecretNormals, "__call__", lambda self, size: torch.zeros(size, dtype=torch.float64))
+    monkeypatch.setattr(Norms, "seen", seen := [], raising=False)
+    alone = ls.FederatedDataModule(toy_examples(3), ls.IIDPartitioner(3), batch_size=1)
+    small = [replace(PRIVACY, clip=1e-3)]
+    fit(seeded(STILL), alone, algorithm=form, clients_per_round=3, filters=small, local_hooks=[Norms()])
+    assert len(seen) == 3
+    assert all(0.9e-3 < norm <= 1e-3 * (1 + 1e-6) for norm in seen)
+
+
+def check_noise(taken: Tensor, std: float) -> None:
+    """Five deviations of the estimates themselves."""
+    count = taken.numel()
+    assert abs(float(taken.mean())) < 5 * std / math.sqrt(count)
+    assert abs(float(taken.square().mean()) / std**2 - 1) < 5 * math.sqrt(2 / count)
+
+
+def test_noise_has_its_deviation_and_batches_that_of_their_draws() -> None:
+    line, taken = steps(PRIVACY, torch.zeros(20, 50), batch_size=2, epochs=40)
+    std = NOISE * CLIP / 2
+    check_noise(taken, std)
+    with pytest.raises(AssertionError):
+        check_noise(steps(replace(PRIVACY, noise_multiplier=1.1 * NOISE), torch.zeros(20, 50), 2, 40)[1], std)
+    assert len(taken) == 400
+    mean, variance = 400 * 2, 400 * 2 * (1 - 2 / 20)
+    assert abs(len(line.batches) - mean) < 5 * math.sqrt(variance)  # of all draws together
+
+
+def test_a_step_without_examples_is_noise_alone() -> None:
+    line, taken = steps(PRIVACY, torch.ones(50, 3), batch_size=1)
+    empty = [i for i in range(50) if i not in line.batches]
+    assert 5 < len(empty) < 32  # each with probability 0.364
+    drawn = sorted({*range(50)} - {*empty})
+    others, without = steps(PRIVACY, torch.ones(50, 3), batch_size=1, scale=-1.0)
+    assert others.batches == line.batches
+    assert torch.equal(taken[empty], without[empty])
+    assert not (taken[drawn] == without[drawn]).any()
+
+
+def test_a_gradient_that_is_not_finite_counts_as_none() -> None:
+    broken, zero = (steps(PRIVACY, torch.full((1, 3), value), batch_size=1)[1] for value in (math.nan, 0.0))
+    assert torch.equal(broken, zero)
+
+
+def test_noise_and_draws_are_secrets() -> None:
+    torch.manual_seed(0)
+    secret, x = replace(PRIVACY, noise_seed=None), torch.zeros(20, 5)
+    (one, first), (other, again) = (steps(secret, x, batch_size=4, epochs=3) for _ in range(2))
+    assert not torch.equal(first, again)
+    assert one.batches != other.batches
+
+
+def audited(num_runs: int = 800) -> float:
+    """A lower bound on the epsilon of two steps, with and without an example that moves them as far as it may."""
+    scores: list[list[float]] = [[], []]
+    for run in range(num_runs):
+        for planted in (0, 1):
+            privacy = replace(PRIVACY, clip=1.0, noise_multiplier=1.5, noise_seed=2 * run + planted)
+            scores[planted].append(float(steps(privacy, torch.tensor([[100.0 * planted], [0.0]]), 2, 2)[1].sum()))
+    return lower_bound(scores[1], scores[0], DELTA)
+
+
+@pytest.mark.slow
+def test_an_audit_finds_no_more_than_is_claimed_and_finds_a_bound_that_is_not_kept(monkeypatch: Any) -> None:
+    claim, kept = epsilon(1.0, 1.5, 2, DELTA), example_privacy.shortened
+    assert 0.2 < audited() <= claim
+    monkeypatch.setattr(example_privacy, "shortened", lambda change, clip, grid: kept(change, 20 * clip, grid))
+    assert audited() > claim
+
+
+# -- epsilon
+
+
+SIZES = (4, 10, 26)
+
+
+def uneven() -> ls.FederatedDataModule:
+    owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
+    return ls.FederatedDataModule(toy_examples(sum(SIZES)), ls.NaturalPartitioner(owners), batch_size=5)
+
+
+def asked(size: int, num_epochs: int) -> float:
+    """The accountant's own epsilon, as the privacy loss distribution of a client's steps."""
+    event: Any = dp.GaussianDpEvent(NOISE)
+    event = event if size <= 5 else dp.PoissonSampledDpEvent(5 / size, event)
+    accountant = dp.pld.PLDAccountant(value_discretization_interval=1e-3)
+    return float(accountant.compose(event, num_epochs * -(-size // 5)).get_epsilon(DELTA))
+
+
+class Told(ls.RoundCallback):
+    """What is known of each client after its last turn."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, float] = {}
+        self.left_out: list[dict[str, int]] = []
+
+    def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
+        self.of |= {c.client_id: c.figures["example_epsilon"] for c in summary.averaged}
+        self.left_out.append(dict(summary.left_out))
+        assert all(math.isnan(client.loss) and not client.logged for client in summary.clients)
+
+
+def test_each_client_has_the_epsilon_of_its_own_turns(fit: Fit) -> None:
+    told = Told()
+    run = fit(
+        seeded(LitMLP), uneven(), clients_per_round=3, max_epochs=2, local_epochs=2, filters=[PRIVACY], callbacks=[told]
+    )
+    assert told.of == pytest.approx({client: asked(size, 4) for client, size in enumerate(SIZES)})
+    assert run.history.rows[-1]["fl/example_epsilon"] == pytest.approx(max(told.of.values()))
+
+
+def test_without_draws_it_is_that_of_the_gaussian_mechanism() -> None:
+    """Dong et al. (2022), Gaussian differential privacy, corollary 1: T steps are one with z / sqrt(T)."""
+    normal, num_steps = NormalDist(), 12
+    mu = math.sqrt(num_steps) / NOISE
+
+    def delta(eps: float) -> float:
+        return normal.cdf(mu / 2 - eps / mu) - math.exp(eps) * normal.cdf(-mu / 2 - eps / mu)
+
+    found = epsilon(1.0, NOISE, num_steps, DELTA)
+    assert delta(found + 1e-3) < DELTA < delta(found - 0.05)  # the grid of privacy losses
+
+
+def test_a_budget_for_some_passes_is_spent_in_them_and_no_client_exceeds_it(fit: Fit) -> None:
+    told, budget = Told(), ExamplePrivacy(clip=1.0, target_epsilon=3.0, num_epochs=3, delta=DELTA, noise_seed=1)
+    noises = [budget.multiplier(size, 5) for size in SIZES]
+    assert noises == sorted(noises, reverse=True)
+    warned = said_during(
+        lambda: fit(seeded(LitMLP), uneven(), clients_per_round=3, max_epochs=9, filters=[budget], callbacks=[told])
+    )
+    assert len(told.left_out) == 3  # then all have spent it, and the fit ends
+    assert all(2.9 < found <= 3.0 for found in told.of.values())
+    assert warned == []
+
+
+def test_a_client_that_has_spent_its_budget_takes_no_part_and_the_run_says_so(fit: Fit) -> None:
+    told, limit = Told(), asked(26, 4)
+    turns = [next(n for n in count() if asked(size, n + 1) > limit) for size in SIZES]
+    assert 0 < min(turns) < max(turns) == 4
+    options = {"clients_per_round": 3, "max_epochs": 9, "filters": [replace(PRIVACY, target_epsilon=limit)]}
+    warned = said_during(lambda: fit(seeded(LitMLP), uneven(), callbacks=[told], **options))
+    spent = [[client for client, own in enumerate(turns) if own <= round_idx] for round_idx in range(4)]
+    assert [found.get("spent", 0) for found in told.left_out] == [len(clients) for clients in spent]  # then it ends
+    assert told.of == pytest.approx({client: asked(size, turns[client]) for client, size in enumerate(SIZES)})
+    newly = {r: ", ".join(str(c) for c in range(3) if turns[c] == r) for r in sorted({*turns} - {4})}
+    assert [line.partition(" have")[0] for line in warned] == [f"Round {r}: clients {c}" for r, c in newly.items()]
+
+
+# -- the run
+
+
+def test_resume_equals_uninterrupted_run(data: Any, fit: Fit, tmp_path: Path) -> None:
+    part = check_resumes(fit, LitMLP, data, tmp_path, filters=[PRIVACY])
+    again = fit(part.model, data, max_epochs=1)  # a second fit goes on counting
+    assert again.history.rows[-1]["fl/example_epsilon"] > part.history.rows[-1]["fl/example_epsilon"]
+
+
+OTHERS: dict[str, Any] = {"participation": ls.Uniform(active=4), "clients_per_round": None}
+BOTH = [PRIVACY, ls.ClientPrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-3)]
+# each notes what it has seen, computes gradients or steps in a way of its own, or averages data
+counts = variant(LitMLP, before_step=lambda lit, batch: setattr(lit, "seen", lit.seen + 1), seen=0)
+backward = variant(LitMLP, backward=lambda self, loss, *args, **options: loss.backward())
+by_hand = variant(LitMLP, lambda lit: setattr(lit, "automatic_optimization", False))
+searches = variant(LitMLP, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()))
+averages = variant(LitMLP, lambda lit: lit.register_buffer("mean", torch.zeros(3)))
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "BatchNorm": (LitSmall, {}, r"BatchNorm \(net\.1\), in which examples mix; use GroupNorm"),
+    "a loss": (LitMLP, {"algorithm": ls.QFedAvg()}, "send back nothing but new values .* QFedAvg does not promise"),
+    "averages": (averages, {}, "clients would send back the buffers mean"),
+    "by hand": (by_hand, {}, "manual optimisation in Lit; return the loss"),
+    "own backward": (backward, {}, "`backward` of Lit"),
+    "a closure": (searches, {}, "LBFGS, which evaluates the loss itself"),
+    "state": (counts, {}, "seen, by which an example acts on the next"),
+    "labels": (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
+    "losses": (LitMLP, {**OTHERS, "participation": ls.LossVarianceReduced(active=5)}, "which measures clients"),
+    "evaluation": (LitMLP, {"callbacks": [ls.ClientEvaluation()]}, "ClientEvaluation, which reads clients' data"),
+    "phases": (LitMLP, {"algorithm": ls.Ditto()}, "training in phases, as in Ditto"),
+    "both": (LitMLP, {**OTHERS, "filters": BOTH}, "ClientPrivacy, which hides who takes part"),
+    "scaled": (LitMLP, {"trainer": {"plugins": [ScalesAlone()]}}, "precision '16-mixed'"),
+    "accumulated": (LitMLP, {"trainer": {"accumulate_grad_batches": 2}}, "accumulation"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_bound_does_not_cover_is_refused_by_name(what: str, data: Any, fit: Fit) -> None:
+    make, options, words = REFUSED[what]
+    with pytest.raises(Exception, match=words) as caught:
+        fit(seeded(make), data, **{"filters": [PRIVACY], **options})
+    assert "ExamplePrivacy" in str(caught.value) or what == "accumulated"

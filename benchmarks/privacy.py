@@ -2,8 +2,12 @@
 
     python benchmarks/privacy.py
     python benchmarks/privacy.py --tasks images speech
+    python benchmarks/privacy.py --tasks patients --seeds 1
+    python benchmarks/privacy.py --steps
 
-Each task is dealt to many clients with few examples each, since epsilon counts clients. ``digits``: the README's
+Each task but ``patients`` is dealt to many clients with few examples each, since epsilon counts clients. There it
+counts examples: of the digits, on eight clients (`ExamplePrivacy`), with a narrow network. ``--steps`` compares the
+time of local steps with and without it, in interleaved runs. ``digits``: the README's
 network, twice as wide, on scikit-learn's digits. ``images``: the study's plain GroupNorm net on its MNIST images.
 ``speech``: a small GPT-2, pre-trained on Shakespeare's comedies, on the speakers of the other plays; it needs
 transformers, and the plays are downloaded once. For each epsilon, every system has its own best clip and learning rate:
@@ -17,10 +21,11 @@ import json
 import math
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -32,7 +37,11 @@ from torch.utils.data import TensorDataset, random_split
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import FrozenA, PaddedFactors, TermMeans
+from lightning_spectral.client.batches import BatchSource, ClientData
+from lightning_spectral.client.local_loop import LocalLoop, LocalSettings, LocalTask, Placement, Recorder
+from lightning_spectral.filters.example_privacy import ExampleLoop
 from lightning_spectral.plugin.trainer import silence, silent_trainer
+from lightning_spectral.protocol.records import Download, WorkUnit
 
 ROOT = Path(__file__).parents[1]
 sys.path += [str(ROOT / "studies/any_network"), str(ROOT / "examples")]  # imported only where their packages are needed
@@ -65,6 +74,8 @@ class Task:
         figure: Name of what the module logs in validation.
         shown: What is shown for it.
         more_is_better: Whether it is an accuracy, and not a loss.
+        of_examples: Whether epsilon counts examples, and not clients.
+        epsilons: What is compared; ``None`` for no privacy.
         active: Clients that are expected in a round.
         rounds: Number of rounds.
         local_epochs: Passes over a client's data in a round.
@@ -86,13 +97,15 @@ class Task:
     delta: float = 1e-4
     shown: Callable[[float], float] = lambda accuracy: 100 * accuracy
     more_is_better: bool = True
+    of_examples: bool = False
+    epsilons: Sequence[float | None] = EPSILONS
 
 
 class LitMLP(pl.LightningModule):
-    def __init__(self, lr):
+    def __init__(self, lr, width=256):
         super().__init__()
-        hidden = (nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU())
-        self.net = nn.Sequential(*hidden, nn.Linear(256, 10))
+        hidden = (nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.net = nn.Sequential(*hidden, nn.Linear(width, 10))
         self.lr = lr
 
     def training_step(self, batch, batch_idx):
@@ -107,13 +120,14 @@ class LitMLP(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def digits(seed, lr):
+def digits(seed, lr, num_clients=250, batch_size=6, width=256):
     """1,500 images on 250 clients."""
     images, labels = load_digits(return_X_y=True)
     examples = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     train, test = random_split(examples, [1500, 297], torch.Generator().manual_seed(seed))
-    data = ls.FederatedDataModule(train, ls.IIDPartitioner(250), val=test, batch_size=6, eval_batch_size=297)
-    return LitMLP(lr), data
+    clients = ls.IIDPartitioner(num_clients)
+    data = ls.FederatedDataModule(train, clients, val=test, batch_size=batch_size, eval_batch_size=297)
+    return LitMLP(lr, width), data
 
 
 @cache
@@ -161,6 +175,18 @@ def speech(seed, lr):
 
 TASKS = {
     "digits": Task(digits, FEDAVG | sharding(0.1), "accuracy", rates=(0.01, 0.03, 0.1, 0.3, 1.0), start=(0.1, 0.3)),
+    "patients": Task(
+        partial(digits, num_clients=8, batch_size=32, width=64),
+        FEDAVG | {"sharding": ls.SpectralSharding(ls.TopN(), 0.1), "LoRA": ls.LoRA(4)},
+        "accuracy",
+        rates=(0.1, 0.3, 1.0, 3.0, 10.0),
+        start=(1.0, 1.0),
+        rounds=15,
+        local_epochs=1,
+        active=8,
+        of_examples=True,
+        epsilons=(8.0, None),
+    ),
     "images": Task(images, FEDAVG | sharding(0.1), "test", rates=(0.1, 0.2, 0.4, 0.8, 1.6, 3.2), start=(0.3, 0.2)),
     "speech": Task(
         speech,
@@ -195,8 +221,10 @@ def trained(name, system, epsilon, clip, lr, seed):
     torch.manual_seed(seed)
     task = TASKS[name]
     module, data = task.federation(seed, lr)
-    budget = {"target_epsilon": epsilon, "num_rounds": task.rounds}
-    private = [] if epsilon is None else [ls.ClientPrivacy(clip=clip, delta=task.delta, noise_seed=seed, **budget)]
+    length = {"num_epochs": task.rounds * task.local_epochs} if task.of_examples else {"num_rounds": task.rounds}
+    kind = ls.ExamplePrivacy if task.of_examples else ls.ClientPrivacy
+    budget = {"delta": task.delta, "target_epsilon": epsilon, "noise_seed": seed, **length}
+    private = [] if epsilon is None else [kind(clip=clip, **budget)]
     model = ls.FederatedModule(
         module,
         algorithm=task.systems[system],
@@ -249,30 +277,70 @@ def climbed(task, epsilon, figure):
     return clips[at[0]], rates[at[1]]
 
 
-def table(name, run):
+def table(name, run, seeds):
     """Print the best of each system at each epsilon."""
     task = TASKS[name]
-    rows = [(name, *("no noise" if e is None else f"epsilon {e:g}" for e in EPSILONS))]
+    rows = [(name, *("no noise" if e is None else f"epsilon {e:g}" for e in task.epsilons))]
     for system in task.systems:
         cells = []
-        for epsilon in EPSILONS:
+        for epsilon in task.epsilons:
             best = climbed(task, epsilon, lambda *choice, e=epsilon, s=system: run(name, s, e, *choice, 0))
-            found = [task.shown(run(name, system, epsilon, *best, seed)) for seed in range(SEEDS)]
+            found = [task.shown(run(name, system, epsilon, *best, seed)) for seed in range(seeds)]
             chosen = f"clip {best[0]:g}, " if epsilon else ""
-            cells.append(f"{statistics.fmean(found):.2f} ± {statistics.stdev(found):.2f} ({chosen}lr {best[1]:g})")
+            deviation = f" ± {statistics.stdev(found):.2f}" if seeds > 1 else ""
+            cells.append(f"{statistics.fmean(found):.2f}{deviation} ({chosen}lr {best[1]:g})")
         rows.append((system, *cells))
+    show(rows)
+
+
+def steps():
+    """Print how many times as long a local step on 32 images of MNIST's size takes with `ExamplePrivacy`."""
+
+    class Net(nn.Module):
+        def __init__(self, *layers):
+            super().__init__()
+            self.net = nn.Sequential(nn.Unflatten(1, (1, 28, 28)), *layers, nn.Flatten(), nn.LazyLinear(10))
+            self.net(torch.zeros(2, 784))
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def conv(channels, out):
+        return nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.ReLU(), nn.MaxPool2d(2)
+
+    nets = {"MLP": Net(nn.Flatten(), nn.Linear(784, 64), nn.ReLU()), "CNN": Net(*conv(1, 16), *conv(16, 32))}
+    examples, privacy = BatchSource(TensorDataset(torch.randn(640, 784), torch.arange(640) % 10)), ls.ExamplePrivacy
+    data = ClientData(examples, torch.arange(640), 32, seed=0, ids=(0, 0))
+    rows = [("network", "parameters", "ms", "private, ms", "ratio")]
+    for name, net in nets.items():
+        settings = LocalSettings(Placement(moves_batches=False), defines=lambda *_: False)
+        known = net, [torch.optim.SGD(net.parameters(), lr=0.01)], settings
+        private = ExampleLoop(privacy(clip=1.0, noise_multiplier=1.0, delta=1e-4), *known)
+        loops, seconds = (LocalLoop(*known), private), ([], [])
+        for _ in range(5):
+            for loop, found in zip(loops, seconds, strict=True):
+                start = time.process_time()
+                loop(LocalTask(Download(WorkUnit(0), 1.0, {}), data, Recorder(net)))
+                found.append((time.process_time() - start) / data.num_batches * 1e3)
+        plain, own = map(statistics.median, seconds)
+        size = sum(p.numel() for p in net.parameters())
+        rows.append((name, f"{size:,}", f"{plain:.2f}", f"{own:.1f}", f"{own / plain:.1f}"))
     show(rows)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["digits"])
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--steps", action="store_true", help="compare the time of local steps, and nothing else")
     parser.add_argument("--file", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     run = Kept(options.file)
-    for name in options.tasks:
-        table(name, run)
+    for name in [] if options.steps else options.tasks:
+        table(name, run, options.seeds)
+    if options.steps:
+        steps()
 
 
 if __name__ == "__main__":

@@ -76,8 +76,9 @@ class ExamplePrivacy(Filter):
         Abadi et al. (2016), "Deep learning with differential privacy", Algorithm 1.
 
     Example:
-        >>> ExamplePrivacy(clip=1.0, target_epsilon=8.0, num_epochs=10, delta=1e-4).multiplier(300, batch_size=30)
-        0.6806640625
+        >>> privacy = ExamplePrivacy(clip=1.0, target_epsilon=8.0, num_epochs=10, delta=1e-4)
+        >>> round(privacy.multiplier(num_examples=300, batch_size=30), 2)
+        0.86
     """
 
     needs: ClassVar[Sequence[str]] = ("values_alone",)

@@ -43,6 +43,7 @@ class PrivateSums:
         McMahan et al. (2018), Algorithm 1, with flat clipping and a fixed denominator.
 
     Example:
+        >>> from lightning_spectral.protocol.rng import SecretNormals
         >>> mean = MeanChange({"b": torch.zeros(2)}, total_weight=4)
         >>> mean.add({"b": torch.zeros(2)}, weight=1)
         >>> mean.fix()

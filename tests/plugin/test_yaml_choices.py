@@ -148,6 +148,8 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("[{class_path: TopK, init_args: {share: 0.01}}]", [ls.TopK(0.01)]),
         ("[{class_path: LocalNoise, init_args: {clip: 0.5, noise_multiplier: 4.0}}]",
          [ls.LocalNoise(clip=0.5, noise_multiplier=4.0)]),
+        ("[{class_path: ExamplePrivacy, init_args: {clip: 0.5, target_epsilon: 8.0, num_epochs: 2, delta: 1.0e-05}}]",
+         [ls.ExamplePrivacy(clip=0.5, target_epsilon=8.0, num_epochs=2, delta=1e-5)]),
         ("[{class_path: ClientPrivacy, init_args: {clip: 0.5, noise_multiplier: 1.0, delta: 1.0e-05}}]",
          [ls.ClientPrivacy(clip=0.5, noise_multiplier=1.0, delta=1e-5)]),
         ("[{class_path: Robust, init_args: {rule: Median}}, {class_path: Weights, init_args: {by: uniform}}]",

@@ -106,8 +106,8 @@ class ExamplePrivacy(Filter):
         module, kind, who = plan.module, type(plan.module).__name__, plan.participation
         mixing = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
         own = [f"`{name}`" for name in ("backward", "optimizer_step") if has_own_way(module, name)]
-        hooks = {type(hook): [getattr(type(hook), name) for name in GIVEN_DATA] for hook in plan.local_hooks}
-        reading = [hook.__name__ for hook, own in hooks.items() if own != [getattr(LocalHook, n) for n in GIVEN_DATA]]
+        nothing, kinds = [getattr(LocalHook, name) for name in GIVEN_DATA], map(type, plan.local_hooks)
+        reading = [each.__name__ for each in kinds if [getattr(each, name) for name in GIVEN_DATA] != nothing]
         is_measured = isinstance(who, Sampler) and who.figure
         beside = [each for each in plan.filters if isinstance(each, ClientPrivacy)]
         callback = plan.callback_that("reads_clients")

@@ -416,7 +416,7 @@ def _frozen(value: Any, depth: int, package: str) -> Any:
     kind = type(value)
     if kind in PLAIN:
         return None if value is None else Plain(repr(value), kind in (bool, int, str))  # NaN does not equal itself
-    if depth == 0 or isinstance(value, (*SHARED, *GENERATORS, nn.Module)):
+    if depth == 0 or isinstance(value, (*SHARED, *GENERATORS, nn.Module, nn.Parameter)):  # such as weights of RNNs
         return None
     if isinstance(value, Tensor):
         if value.grad_fn is not None or value.is_meta or value.layout != torch.strided or not value.numel():

@@ -247,6 +247,13 @@ class TestKinds:
         assert changed() == ("0.kept",)
 
 
+def test_parameters_in_an_attribute_are_parameters() -> None:
+    changed = changed_attributes(recurrent := nn.GRU(1, 1))  # which keeps its weights in a list, too
+    with torch.no_grad():
+        recurrent.weight_hh_l0.add_(1.0)
+    assert changed() == ()
+
+
 def test_content_of_slots_that_the_server_bound_since_is_kept() -> None:
     module = module_with(Slotted())
     kept = KeptState(module)

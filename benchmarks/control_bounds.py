@@ -50,7 +50,7 @@ def outcome(algorithm: ls.Algorithm, lies: bool, seed: int) -> tuple[float, floa
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     test, train = (TensorDataset(x[part].float() / 16.0, y[part]) for part in order.tensor_split([NUM_TEST]))
     data = ls.FederatedDataModule(train, ls.DirichletPartitioner(NUM_CLIENTS, 0.3), val=test, batch_size=16, seed=seed)
-    filters: list[Any] = [*([LIAR] if lies else []), ls.UsualUpdateNorm()]
+    filters: list[Any] = [ls.UsualUpdateNorm(), *([LIAR] if lies else [])]
     options: dict[str, Any] = {"clients_per_round": COHORT, "local_epochs": 2, "seed": seed, "filters": filters}
     history = ls.RoundHistory()
     trainer = pl.Trainer(

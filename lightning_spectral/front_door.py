@@ -45,6 +45,7 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
     {
         "BoundedMomentum": "server_optimizer=ls.server.BoundedMomentum()",
         "CalibratedLogits": "local_hooks=[ls.client.CalibratedLogits(layer, rounds=...)]",
+        "DPSGD": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
         "FedAdagrad": "server_optimizer=ls.server.FedAdagrad(lr=0.01)",
         "FedAdam": "server_optimizer=ls.server.FedAdam(lr=0.01)",
         "FedAvgM": "server_optimizer=ls.server.FedAvgM(momentum=0.9)",
@@ -63,6 +64,7 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
         "Krum": "filters=[ls.Robust(ls.server.Krum(2))]",
         "Median": "filters=[ls.Robust(ls.server.Median())]",
         "MultiKrum": "filters=[ls.Robust(ls.server.MultiKrum(2))]",
+        "PrivacyEngine": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
         "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
         "SCAFFOLD": "ls.Scaffold()",
         "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",

@@ -86,7 +86,7 @@ def write_app(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub("[^a-z0-9]+", "-", f"app-{folder.resolve().name.lower()}")[:32]  # as Flower allows it
+    name = re.sub("[^a-z0-9]+", "-", f"app-{folder.resolve().name.lower()}")[:32].strip("-")  # as Flower allows
     for file in (files("lightning_spectral.network") / "templates" / "app").iterdir():
         text = file.read_text(encoding="utf-8").replace("{name}", name)
         (folder / file.name.removesuffix(".txt")).write_text(text, encoding="utf-8")

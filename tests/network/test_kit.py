@@ -1,6 +1,7 @@
 """What `network kit` writes: who can read it, for whom its certificates are, and what its services start."""
 
 import os
+import re
 import shlex
 import shutil
 import ssl
@@ -225,3 +226,11 @@ def test_containers_run_what_the_services_of_a_kit_run(name: str) -> None:
     assert found["environment"] == {key: value for key, value in service.environment.items() if key != "PATH"}
     assert found["network_mode"] == "host"
     assert found["working_dir"] == str(service.folder)
+
+
+@pytest.mark.parametrize("folder", ["my_app", "Unsere App 2", 27 * "x" + "_b"])
+def test_an_app_has_a_name_that_flower_takes_whatever_its_folder_is_called(folder: str, tmp_path: Path) -> None:
+    assert main(["init", str(tmp_path / folder)]) == 0
+    (name,) = re.findall(r'(?m)^name = "(.*)"$', (tmp_path / folder / "pyproject.toml").read_text())
+    assert re.fullmatch(r"app(-[a-z0-9]+)+", name)
+    assert len(name) <= 32

@@ -16,12 +16,12 @@ from torch.optim import SGD, Optimizer
 
 from lightning_spectral.algorithms.base import Observed, Promises, Setting
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide, FedAvg, FedAvgHalf
-from lightning_spectral.algorithms.memory.kept import ClientSum
+from lightning_spectral.algorithms.memory.kept import ClientSum, entries_of
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.nn.cost import Cost, CostsBesides
 from lightning_spectral.protocol.cohort import Cohort
-from lightning_spectral.protocol.exchange import wide
+from lightning_spectral.protocol.exchange import norm_of, wide
 from lightning_spectral.protocol.records import Download, Options, Receipt, Tensors, Upload, WorkUnit
 from lightning_spectral.sums import RunningMean, check_summable
 from lightning_spectral.sums.exact_mean import largest_magnitudes, largest_within
@@ -139,8 +139,7 @@ class ControlRound(DenseRound):
         assert isinstance(half.algorithm, WithControls)
         self.side, self.total, self.times = half.client_side, half.state, half.algorithm.control_bound
         self.change = self.total.change([*self.side.trained, *([SHORTENED] if self.times else [])], cohort)
-        units = [unit for units in cohort.groups.values() for unit in units]
-        self.entries = {unit.key: cohort.store[unit] for unit in units if unit in cohort.store} if self.times else {}
+        self.entries = entries_of(cohort) if self.times else {}
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         scale = self.side.scale(self.cohort.options, upload)
@@ -171,14 +170,15 @@ class ControlRound(DenseRound):
     @torch.no_grad()
     def bounded(self, unit: WorkUnit, changes: Tensors) -> Tensors:
         """The change of a client's control at the server, where it is no longer than others', and is kept."""
-        old = self.entries.get(unit.key, {})
+        device = self.total.values.device
+        old = {name: tensor.to(device) for name, tensor in self.entries.get(unit.key, {}).items()}
         control = {name: change + old[name] if old else change for name, change in changes.items()}
-        norm = torch.stack([tensor.double().norm() for tensor in control.values()]).norm()
-        if is_shortened := bool(norm > self.longest):
-            control = {name: tensor * (self.longest / norm).to(tensor) for name, tensor in control.items()}
+        if is_shortened := (norm := norm_of(control.values())) > self.longest:
+            control = {name: tensor * (self.longest / norm) for name, tensor in control.items()}
             changes = {name: tensor - old[name] if old else tensor for name, tensor in control.items()}
-        shortened = torch.full_like(norm, float(is_shortened))
-        self.cohort.store[unit] = {**control, NORM: norm, SHORTENED: shortened}
+        number = self.total.values.new_tensor
+        shortened = number(float(is_shortened))
+        self.cohort.store[unit] = {**control, NORM: number(norm), SHORTENED: shortened}
         return {**changes, SHORTENED: shortened - old[SHORTENED] if old else shortened}
 
     @property

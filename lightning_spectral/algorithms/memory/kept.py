@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 from math import prod
 
 import torch
@@ -14,7 +15,7 @@ from lightning_spectral.functional.spectra import singular_terms, weight_to_matr
 from lightning_spectral.nn.torch_modules import keeping_type
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import wide
-from lightning_spectral.protocol.records import Tensors
+from lightning_spectral.protocol.records import Key, Tensors
 from lightning_spectral.sums import MeanChange
 
 
@@ -62,6 +63,12 @@ class ClientSum(nn.Module):
         pieces = self.pieces()
         for name, piece in change.finish():
             pieces[name].add_(piece)
+
+
+def entries_of(cohort: Cohort) -> dict[Key, Tensors]:
+    """What the server's store has of a round's clients when it opens, on the CPU; nothing of those that are new."""
+    units = chain(*cohort.groups.values())
+    return {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store}
 
 
 def by_share(cohort: Cohort) -> Cohort:

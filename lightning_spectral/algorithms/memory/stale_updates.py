@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_spectral.algorithms.base import Observed, Promises
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvg, FedAvgHalf, dense_mean, sum_of
-from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, restore, update_of
+from lightning_spectral.algorithms.memory.kept import ClientSum, by_share, compress, entries_of, restore, update_of
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields
 from lightning_spectral.protocol.cohort import Cohort
 from lightning_spectral.protocol.exchange import apply_mean_change
@@ -43,9 +43,9 @@ class StaleRound(DenseRound):
         self.choice, self.total = half.algorithm, half.state
         weighted = by_share(cohort) if self.choice.coefficients == "data" else cohort
         self.mean = dense_mean(half.server, self.mean.before, weighted)
-        pieces, units = self.total.pieces(), [unit for units in cohort.groups.values() for unit in units]
+        pieces = self.total.pieces()
         self.trained: Tensors = {name: tensor for name, tensor in self.mean.before.items() if name in pieces}
-        self.entries = {unit.key: cohort.store.kept(unit) for unit in units if unit in cohort.store}
+        self.entries = entries_of(cohort)
         self.drawn = sum_of(self.trained, weighted)
         self.table = self.total.change([*self.trained, SEEN], cohort)
 

@@ -41,7 +41,16 @@ from lightning_spectral.client.user_optimizer import (
     untrained_parameters,
 )
 from lightning_spectral.errors import SpectralWarning, check_is
-from lightning_spectral.nn.cost import Cost, CostTable, LiveBytes, as_bytes, count_pass, required_example, show_bytes
+from lightning_spectral.nn.cost import (
+    Cost,
+    CostTable,
+    LiveBytes,
+    as_bytes,
+    count_pass,
+    required_example,
+    show_bytes,
+    storages,
+)
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.nn.trace import Example, as_input, example_of, run_example
 from lightning_spectral.protocol.buffer_rules import Rules
@@ -404,6 +413,9 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
     error is raised by what depends on values, and by code that has kept one of the module's own tensors where it cannot
     be found, such as a closure. Tensors on the meta device count as tensors on the CPU.
 
+    A step is thousands of small operations, and torch takes a fraction of a millisecond for each. So those that are
+    asked for most are answered here: views, changed values, and results for sizes that were there before.
+
     Example:
         >>> fakes, line = FakeTensors(), nn.Linear(2, 3)
         >>> with fakes.in_place_of(line), fakes:
@@ -474,14 +486,10 @@ class FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
                     (shape, stride, dtype), device = self._made[given]
                     return FakeTensor(self, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
                 made: Any = super().__torch_dispatch__(func, types, args, kwargs)
-                if not _memory([made]) & _memory(parts):  # some that say they make one return a view
+                if not storages(made).keys() & storages(parts).keys():  # some that say they make one return a view
                     self._made[given] = _described(made), made.fake_device
                 return made
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _memory(parts: Iterable[Any]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in _tensors(parts)}
 
 
 def _described(part: Any) -> Any:

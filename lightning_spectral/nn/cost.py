@@ -288,13 +288,13 @@ def count_pass(module: nn.Module, example_input: Example) -> Cost:
         (1920, 160)
     """
     leaves = (leaf if isinstance(leaf, PackedSequence) else (leaf,) for leaf in tree_leaves(example_input))
-    others = _storages([*module.parameters(), *module.buffers(), *chain.from_iterable(leaves)])
+    others = storages([*module.parameters(), *module.buffers(), *chain.from_iterable(leaves)])
     saved: dict[int, torch.UntypedStorage] = {}  # held, so that their memory is not used again during the pass
     kept_values = kept_bytes = 0
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal kept_values, kept_bytes
-        for address, storage in _storages([tensor]).items():
+        for address, storage in storages([tensor]).items():
             if address not in others and address not in saved:
                 saved[address] = storage
                 kept_bytes += storage.nbytes()
@@ -346,7 +346,8 @@ def recurrent_macs(layer: nn.RNNBase, num_positions: int) -> int:
     return int(num_positions * (dense + sum(sizes)) + rebuilt)
 
 
-def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+def storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    """The memory of all dense tensors in a tree, by its identity."""
     leaves = [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
     tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.layout is torch.strided)
     storages = (tensor.untyped_storage() for tensor in tensors)
@@ -392,8 +393,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.lift_fresh.default:  # from data in Python; of real tensors, it is no operation
             return result
-        made = {key: storage for key, storage in _storages(result).items() if key not in self._alive}
-        given = _storages((args, kwargs)) if made else {}
+        made = {key: storage for key, storage in storages(result).items() if key not in self._alive}
+        given = storages((args, kwargs)) if made else {}
         for key, storage in made.items():
             if key not in given:
                 # torch keeps the object for as long as the memory

@@ -25,8 +25,8 @@ class UpdateBound(Filter):
 
     The update becomes :math:`\Delta \min(1, b / \|\Delta\|)`, with the norm over all tensors that are sent both ways:
     for sharded layers over the change of the factors, not of their product. Each round counts the clients whose update
-    was shortened, as ``fl/clients_bounded``.
-    Where terms are averaged over those who hold them, the only holder of a term decides it alone, whatever its weight.
+    was shortened, as ``fl/clients_bounded``. Where terms are averaged over those who hold them, the only holder of a
+    term decides it alone, whatever its weight.
     """
 
     reads_single: ClassVar[bool] = True

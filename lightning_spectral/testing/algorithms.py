@@ -27,6 +27,7 @@ from lightning_spectral.protocol.buffer_rules import Rules, buffer_rules
 from lightning_spectral.protocol.exchange import copy_module, digest
 from lightning_spectral.testing.trial import (
     ROUNDS,
+    SEED,
     SIZES,
     Case,
     Trial,
@@ -38,6 +39,7 @@ from lightning_spectral.testing.trial import (
 )
 
 LEAST_SHARE = 0.5  # of a change; divided by all five clients' weights, 0.14. Draws of terms depend on the cohort.
+LINEAR = 0.01  # relative, of the length of a step that is rounded to float32
 TOLERANCE = 1e-5  # relative; norms are of the same values, in the same type
 # Of a tensor's largest value. Devices round sums in another order, by about 1e-7 in each step; a wrong step is of 1e-2.
 ROUNDING = 1e-4
@@ -65,14 +67,18 @@ def check_algorithm(
     - if the server's optimizer does not step, its parameters do not change, however clients train;
     - a client that is lost after its download is as if it had not been asked: the others' average is not divided by
       its weight, and nothing else of it remains;
-    - the order of clients, and which of several processes trains which of them, make no difference, bit for bit;
+    - the order of clients, and which of several processes trains which of them, make no difference, bit for bit, and
+      all processes log the same;
     - a device elsewhere gives the same bits: its half is pickled, and where the packages of the extra ``network`` are
       installed, half and records are encoded as for a network;
     - no client is sent back what it alone has sent: that could have stayed on its device, by `ClientSide.keep`;
-    - another process gives the same bits, in which Python hashes differently. It is started once. An algorithm or a
-      module that it cannot import, because a script, a notebook or a function defines it, is not tried there;
+    - a device that is sent the same twice answers the same, and one that has lost what it kept begins anew;
+    - another process gives the same bits, in which Python hashes differently, and which has trained another module
+      before. It is started once. An algorithm or a module that it cannot import, because a script, a notebook or a
+      function defines it, is not tried there;
     - the ledger and the cost of a turn count the bytes that are sent;
-    - absolute coefficients, of an unbiased sampler, are not divided by their sum; tried if the server rests;
+    - absolute coefficients, of an unbiased sampler, count as they are, in all sums; tried if the server rests;
+    - clients move along their expected updates, and are sent the same, if the algorithm promises so;
     - running statistics of a BatchNorm are averaged, unless the algorithm says that they are frozen;
     - norms of updates, if the algorithm says that it has them, are those of the clients' changes;
     - clients may mask their updates, if the algorithm promises `one_sum`, and cryptography is installed;
@@ -107,13 +113,18 @@ def check_algorithm(
     check_is("module", module, nn.Module)
     case = Case(algorithm, module, batch, lr, tuple(local_hooks), buffers=buffers or {})
     check_choice(algorithm)
+    found = [algorithm.capacities.of_clients(len(SIZES), SEED) for _ in range(4)]
+    drawn = {tuple(each.of(client) for client in range(len(SIZES))) for each in found}
+    assert len(drawn) == 1, (
+        f"{algorithm!r}: `of_clients` gives clients other capacities when asked again; use its seed."
+    )
     _check_frozen_module(algorithm, module)
     algorithm.check(Plan(copy_module(module), algorithm))
     expected = check_runs(case, rests)
     if rests:
         _check_steps(case)
         _check_absolute(case)
-    _check_stays(case)
+    _check_downloads(case)
     if promises_of(algorithm).new_values:
         _check_norms(case)
     _check_buffers(case)
@@ -268,10 +279,15 @@ def _check_grouping(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> Non
     units = trials[0].units
     for round_idx in range(ROUNDS):
         groups = units[round_idx + 1 :: 2], [*units[: round_idx + 1], *units[round_idx + 2 :: 2]]
-        play_in_two_processes(trials, groups)
+        summaries = play_in_two_processes(trials, groups)
         for rank, trial in enumerate(trials):
             where = f"{case}, round {round_idx}, process {rank} of 2"
             assert_same_bits(trial.everything(), expected[round_idx + 1], f"{where}: grouping made a difference")
+        told = [summary.diagnostics for summary in summaries]
+        assert told[0] == told[1], (
+            f"{case}, round {round_idx}: one of two processes logs {told[0]}, the other {told[1]}; let `observed` read "
+            "what both know, such as the cohort and `Round.sums`."
+        )
 
 
 def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> None:
@@ -305,23 +321,38 @@ def _check_elsewhere(case: Case, expected: Sequence[Mapping[str, Tensor]]) -> No
             )
 
 
-def _check_stays(case: Case) -> None:
+def _check_downloads(case: Case) -> None:
+    """Check what clients are sent in a second round, and that a device does the same with it whenever it comes."""
     trial = Trial(case)
     device, opened = trial.device(), trial.engine.open_round(trial.round_idx, trial.units)
     said = {unit: _digests(device.run(opened.send(unit)[0]).tensors) for unit in trial.units}
     trial.engine.abandon_round()
     trial.play()
     opened = trial.engine.open_round(trial.round_idx, trial.units)
-    sent = {unit: _digests(opened.send(unit)[0].tensors) for unit in trial.units}
-    trial.engine.abandon_round()
-    for unit in trial.units:
+    downloads = {unit: opened.send(unit)[0] for unit in trial.units}
+    sent = {unit: _digests(download.tensors) for unit, download in downloads.items()}
+    for unit, download in downloads.items():
+        where = f"{case}: client {unit.client_id}"
         others = {value for other in trial.units if other != unit for value in sent[other].values()}
         own = {value for value in said[unit].values() if value not in others}
         back = [name for name, value in sent[unit].items() if value in own]
         assert not back, (
-            f"{case}: client {unit.client_id} is sent back {', '.join(back)} as it has sent it, and nobody "
-            "else is; let it stay on the device, with `ClientSide.keep`."
+            f"{where} is sent back {', '.join(back)} as it has sent it, and nobody else is; let it stay on the device, "
+            "with `ClientSide.keep`."
         )
+        alike = [each for each in trial.units if downloads[each].capacity == download.capacity]
+        assert not promises_of(case.algorithm).noise_hides or all(sent[each] == sent[unit] for each in alike), (
+            f"{where} is sent other tensors than the rest, perhaps of its last update; do not promise `noise_hides`."
+        )
+        first, again = (device.run(download).tensors for _ in range(2))
+        rule = "leave `download.client_state` as it is, and let nothing else last on a device"
+        assert_same_bits(again, first, f"{where}, sent the same twice: its uploads differ; {rule}")
+        lost = device.run(replace(download, client_state={})).failure
+        assert lost is None, f"{where} has lost what its device kept, and cannot train: {lost}; let it begin anew."
+        expected = opened.algorithm_round.expected_update(unit)
+        along = sum(float(((first[n] - download.tensors[n]) * change).sum()) for n, change in expected.items())
+        assert along >= 0.0, f"{where} moves against its expected update, which must be a change, and no gradient."
+    trial.engine.abandon_round()
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -343,18 +374,23 @@ def _check_other_process(case: Case, expected: Sequence[Mapping[str, Tensor]]) -
 
 
 def _check_absolute(case: Case) -> None:
-    """As weights of an unbiased sampler, coefficients of twice the size make another step, if they count at all."""
+    """As weights of an unbiased sampler, coefficients of twice the size make the step twice as long, if they count."""
 
-    def after(absolute: float, sizes: Sequence[int] = SIZES) -> dict[str, Tensor]:
+    def changes(absolute: float, sizes: Sequence[int] = SIZES) -> dict[str, Tensor]:
         trial = Trial(case, absolute=absolute, sizes=sizes)
+        before = trial.parameters()
         trial.play()
-        return trial.everything()
+        return {name: after.double() - before[name] for name, after in trial.parameters().items()}
 
-    once = after(0.02)
-    assert differing(once, after(0.04)) or not differing(once, after(0.02, SIZES[::-1])), (
-        f"{case}: absolute coefficients, of an unbiased sampler, were divided by their sum; use them as "
-        "they are if `Cohort.absolute` is true, as `MeanChange` does."
-    )
+    once, twice = changes(0.02), changes(0.04)
+    counts = differing(once, changes(0.02, SIZES[::-1]))
+    for name in counts:
+        longer = float(twice[name].norm() / once[name].norm())
+        assert math.isclose(longer, 2.0, rel_tol=LINEAR), (
+            f"{case}: with absolute coefficients, of an unbiased sampler, of twice the size, {name!r} changes "
+            f"{longer:.3g} times as far; use them as they are in every sum if `Cohort.absolute` is true, as "
+            "`MeanChange` does."
+        )
 
 
 def _check_buffers(case: Case) -> None:

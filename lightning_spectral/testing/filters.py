@@ -35,11 +35,8 @@ def check_filter(
     - uploads have the names, types and shapes that `DeviceEnd.sized` says, and the ledger and the cost of a turn count
       the bytes that are sent;
     - an upload that is left out passes through `DeviceEnd.leave` without tensors;
-    - if nobody trains, the server's weights do not change by one bit;
-    - a run that is saved and resumed has the same bits as one that is not interrupted;
-    - a client that is lost after its download is as if it had not been asked;
-    - the order of clients, and which of several processes trains which of them, make no difference, bit for bit;
-    - a device elsewhere, and another process, give the same bits.
+    - what makes no difference to an algorithm makes none here (`check_algorithm`): a run that is resumed, the order of
+      clients, their processes, a device elsewhere, a client that is lost, a round in which nobody trains.
 
     Args:
         own: The filter; what it does must follow from its arguments, without secrets of the system's generator.
@@ -67,33 +64,25 @@ def check_filter(
     check_choice(own)
     case = Case(FedAvg() if algorithm is None else algorithm, module, batch, lr, (), (own, *beside))
     check_chain(Plan(copy_module(module), case.algorithm, case.filters))
-    _check_left_out(case)
-    _check_sized(case)
+    _check_turn(case)
     check_runs(case, rests)
 
 
-def _check_left_out(case: Case) -> None:
+def _check_turn(case: Case) -> None:
     trial = Trial(case)
-    opened = trial.engine.open_round(0, trial.units)
+    device, opened = trial.executor.device, trial.engine.open_round(0, trial.units)
+    opened.agree(trial.units)
+    download = opened.send(trial.units[0])[0]
     for reason, failure in (("error", Failure("local training", "a broken sensor")), ("no_update", None)):
-        download = opened.send(trial.units[0])[0]
         upload = Upload(download.unit, {}, left_out=reason, failure=failure)  # type: ignore[arg-type]
         where = f"{case}: an upload that is left out ({reason})"
         try:
-            left, _ = trial.engine.instructions.leave(trial.server, download, upload)
+            left, _ = device.instructions.leave(trial.server, download, upload)
         except Exception as error:
             raise AssertionError(f"{where} does not pass `leave`: {type(error).__name__}: {error}") from error
         assert (left.left_out, len(left.tensors)) == (reason, 0), (
             f"{where} left the device as {left.left_out} with {len(left.tensors)} tensors; return it as it is."
         )
-    trial.engine.abandon_round()
-
-
-def _check_sized(case: Case) -> None:
-    trial = Trial(case)
-    device, opened = trial.executor.device, trial.engine.open_round(0, trial.units)
-    opened.agree(trial.units)
-    download = opened.send(trial.units[0])[0]
     with device.forms.client(download.capacity) as client:
         device.instructions.load(client, download)
         said = {n: (t.dtype, t.shape) for n, t in device.instructions.sized(client, download).tensors.items()}

@@ -1,6 +1,7 @@
-"""`check_algorithm` over every algorithm, two of a stranger's, and one that breaks each of its rules."""
+"""`check_algorithm` over every algorithm, one of a stranger's, and one that breaks each of its rules."""
 
 import inspect
+import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
@@ -14,11 +15,15 @@ from toy_models import LitMLP, LitSmall
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms import Promises
-from lightning_spectral.algorithms.base import Setting
+from lightning_spectral.algorithms.base import Observed, Setting
+from lightning_spectral.algorithms.capacities import Capacities
 from lightning_spectral.algorithms.fed_avg import DenseRound, DenseSide
+from lightning_spectral.algorithms.memory.stale_updates import StaleRound
 from lightning_spectral.client.device import ClientSide
 from lightning_spectral.protocol.exchange import apply_mean_change
+from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import Upload
+from lightning_spectral.sums import MeanChange
 from lightning_spectral.testing import check_algorithm
 from lightning_spectral.testing.trial import Case, Trial, change_norms
 
@@ -114,7 +119,7 @@ def test_running_averages_and_what_is_stored_of_clients_are_checked_too(batch: A
     check_algorithm(ls.FedAvg(), LitSmall(), batch)
 
 
-# Of a stranger: signs of changes with one number a tensor, and FedProx
+# Of a stranger: signs of changes with one number a tensor
 
 
 class SignSide(DenseSide):
@@ -136,23 +141,6 @@ class SignUplink(ls.FedAvg):
     side, round = SignSide, SignRound
 
 
-@dataclass(frozen=True)
-class Proximal(ls.client.LocalHook):
-    """FedProx: every step pulls the weights back to where the client started (Li et al. 2020)."""
-
-    mu: float = 1.0
-
-    def start_client(self, module: Any, optimizer: Any) -> Any:
-        start = [(p, p.detach().clone()) for p in module.parameters()]
-
-        def before_step() -> None:
-            for parameter, before in start:
-                if parameter.grad is not None:
-                    parameter.grad.add_(parameter.detach() - before, alpha=self.mu)
-
-        return before_step
-
-
 @pytest.mark.slow
 def test_signs_of_changes_pass(module: LitMLP, batch: Any) -> None:
     check_algorithm(SignUplink(), module, batch)
@@ -160,10 +148,9 @@ def test_signs_of_changes_pass(module: LitMLP, batch: Any) -> None:
 
 @pytest.mark.slow
 def test_fed_prox_passes_and_holds_clients_back(module: LitMLP, batch: Any) -> None:
-    check_algorithm(ls.FedAvg(), module, batch, local_hooks=[Proximal()])
-    free, held = (
-        change_norms(Trial(Case(ls.FedAvg(), module, batch, 0.05, hooks))) for hooks in ((), (Proximal(mu=10.0),))
-    )
+    check_algorithm(ls.FedAvg(), module, batch, local_hooks=[ls.client.ProximalTerm(1.0)])
+    cases = [Case(ls.FedAvg(), module, batch, 0.05, hooks) for hooks in ((), (ls.client.ProximalTerm(10.0),))]
+    free, held = (change_norms(Trial(case)) for case in cases)
     assert held[0] == free[0]  # its only step begins where it started
     assert held[1] < free[1]
     assert held[2] < free[2]
@@ -259,6 +246,9 @@ class CountingRound(DenseRound):
     def add(self, receipt: Any, upload: Upload) -> None:
         super().add(receipt, upload)
         del self.missing[receipt.unit.key]
+
+    def observed(self) -> Observed:
+        return Observed({"missing": float(len(self.missing))})
 
 
 class AskedRound(CountingRound):
@@ -375,6 +365,79 @@ class OddRound(DenseRound):
         self.mean.add(upload.tensors, unit.coefficient / (1 + unit.client_id % 2), upload.largest)
 
 
+class SquaringRound(DenseRound):
+    def __init__(self, half: Any, cohort: Any) -> None:
+        super().__init__(half, cohort)
+        self.mean = MeanChange(self.mean.before, cohort.total**2, cohort.absolute)
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        self.mean.add(upload.tensors, receipt.unit.coefficient**2, upload.largest)
+
+
+class OwnStartRound(DenseRound):
+    """Sends clients a mixture of the server's weights and those that they have sent."""
+
+    def send(self, unit: Any) -> Any:
+        download, receipt = super().send(unit)
+        if unit in self.cohort.store:
+            own = self.cohort.store[unit]
+            download = replace(download, tensors={n: t.lerp(own[n], 0.1) for n, t in download.tensors.items()})
+        return download, receipt
+
+    def add(self, receipt: Any, upload: Upload) -> None:
+        super().add(receipt, upload)
+        self.cohort.store[receipt.unit] = {n: t.clone() for n, t in upload.tensors.items()}
+
+
+class TurnsSide(DenseSide):
+    """Counts a client's turns in place, in what its device keeps."""
+
+    def turns(self, download: Any) -> Any:
+        return download.client_state.get("turns", torch.ones(()))
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        after, share = super().collect(client, download).tensors, 1 / self.turns(download).add_(1)
+        return Upload(download.unit, {n: torch.lerp(download.tensors[n], after[n], float(share)) for n in after})
+
+    def keep(self, client: Any, download: Any, upload: Any) -> Any:
+        return {"turns": self.turns(download)}
+
+
+class RelyingSide(DenseSide):
+    def keep(self, client: Any, download: Any, upload: Any) -> Any:
+        return {"turns": download.client_state["turns"] + 1 if download.round_idx else torch.ones(())}
+
+
+class FirstOfProcessSide(DenseSide):
+    """Halves what has changed unless a client starts where the first one of its process did."""
+
+    def collect(self, client: Any, download: Any) -> Upload:
+        STARTS.append({n: t.clone() for n, t in download.tensors.items()})
+        after, before = super().collect(client, download).tensors, download.tensors
+        shares = {n: 0.5 + 0.5 * (STARTS[0][n] == before[n]) for n in after}
+        return Upload(download.unit, {n: torch.lerp(before[n], after[n], shares[n]) for n in after})
+
+
+class RemembersFirst(ls.FedAvg):
+    side = FirstOfProcessSide
+
+
+class AgainstRound(StaleRound):
+    def expected_update(self, unit: Any) -> Any:
+        return {n: -t for n, t in super().expected_update(unit).items()}
+
+
+@dataclass(frozen=True)
+class Against(ls.StaleUpdates):
+    round, promises = AgainstRound, ls.StaleUpdates.promises
+
+
+class Drawn(Capacities[Any]):
+    def of_clients(self, num_clients: int, seed: int) -> Any:
+        return assign([random.choice((0.5, 1.0)) for _ in range(num_clients)], num_clients, seed, "capacities")
+
+
+STARTS: list[Any] = []
 NEW_VALUES, ONE_SUM = Promises(new_values=True), Promises(new_values=True, one_sum=True)
 NO_NORM = "do not promise `new_values`"
 BROKEN: dict[str, tuple[Any, str]] = {
@@ -432,8 +495,22 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "ignores `absolute`": (
         variant(round=DividingRound),
-        "absolute coefficients, of an unbiased sampler, were divided by their sum; use them as they are",
+        "of twice the size, 'net.0.weight' changes 1 times as far; use them as they are in every sum if",
     ),
+    "squares coefficients": (variant(round=SquaringRound), r"'net\.0\.weight' changes 4 times as far"),
+    "counts in each process": (
+        variant(round=CountingRound),
+        r"one of two processes logs \{'missing': 3\.0\}, the other \{'missing': 2\.0\}; let `observed` read",
+    ),
+    "mixes in earlier uploads": (
+        variant(round=OwnStartRound, promises=Promises(noise_hides=True)),
+        "client 0 is sent other tensors than the rest, .*; do not promise `noise_hides`",
+    ),
+    "counts in place": (variant(side=TurnsSide), "sent the same twice: its uploads differ; leave `download.client_st"),
+    "relies on what was kept": (variant(side=RelyingSide), "lost what its device kept, and cannot train: .*'turns'"),
+    "remembers the first of a process": (RemembersFirst(), "PYTHONHASHSEED, round 0: not as in this process"),
+    "expects the opposite": (Against(beta=0.7), "client 0 moves against its expected update, which must be a change"),
+    "draws capacities": (variant(capacities=Drawn(ls.FedAvg())), "gives clients other capacities when asked again"),
     "uploads changes": (  # the example of the documentation, but for what it promises
         uploads(
             lambda after, before: {n: (after[n] - before[n]).bfloat16() for n in after},

@@ -54,8 +54,15 @@ def test_what_keeps_the_contract_passes(name: str) -> None:
     check_filter(own, Net(), BATCH, **options)
 
 
+def with_end(kind: type[ServerEnd | DeviceEnd]) -> Filter:
+    """A filter with one end."""
+    place = "server" if issubclass(kind, ServerEnd) else "device"
+    made = type(f"With{kind.__name__}", (Filter,), {place: lambda self, fit: kind()})
+    return dataclass(frozen=True)(made)()
+
+
 class CountingEnd(ServerEnd):
-    """Shortens every update to a length that shrinks with the number of rounds."""
+    """Shortens every update to a length that shrinks with the number of rounds, which no checkpoint remembers."""
 
     rounds = 0
 
@@ -69,14 +76,6 @@ class CountingEnd(ServerEnd):
         return {}
 
 
-@dataclass(frozen=True)
-class Forgetful(Filter):
-    """What its end remembers is in no checkpoint."""
-
-    def server(self, fit: Any) -> ServerEnd:
-        return CountingEnd()
-
-
 class InOrderEnd(ServerEnd):
     """Trusts each client less than the one before."""
 
@@ -87,12 +86,6 @@ class InOrderEnd(ServerEnd):
         sent, upload, self.trust = arrival.sent.tensors, arrival.upload, 0.5 * self.trust
         less = {n: sent[n].lerp(t, self.trust) for n, t in upload.tensors.items()}
         return replace(arrival, upload=replace(upload, tensors=less))
-
-
-@dataclass(frozen=True)
-class InOrder(Filter):
-    def server(self, fit: Any) -> ServerEnd:
-        return InOrderEnd()
 
 
 class LongestEnd(ServerEnd):
@@ -115,23 +108,11 @@ class LongestEnd(ServerEnd):
 
 
 @dataclass(frozen=True)
-class Longest(Filter):
-    def server(self, fit: Any) -> ServerEnd:
-        return LongestEnd()
-
-
-@dataclass(frozen=True)
 class ShrinkingEnd(DeviceEnd):
     """Shrinks values, not their changes."""
 
     def leave(self, turn: Any, upload: Any) -> Any:
         return replace(upload, tensors={name: 0.99 * tensor for name, tensor in upload.tensors.items()}), {}
-
-
-@dataclass(frozen=True)
-class Shrinking(Filter):
-    def device(self, half: Any) -> DeviceEnd:
-        return ShrinkingEnd()
 
 
 @dataclass(frozen=True)
@@ -157,32 +138,20 @@ class GreedyEnd(DeviceEnd):
         return (upload if largest < 1e9 else replace(upload, tensors={})), {}
 
 
-@dataclass(frozen=True)
-class Greedy(Filter):
-    def device(self, half: Any) -> DeviceEnd:
-        return GreedyEnd()
+def halved(change: torch.Tensor) -> torch.Tensor:
+    return 0.5 * change
 
 
 @dataclass(frozen=True)
 class CallingEnd(DeviceEnd):
     """Is given a function, which cannot be sent to a device."""
 
-    shorten: Callable[[torch.Tensor], torch.Tensor]
+    shorten: Callable[[torch.Tensor], torch.Tensor] = halved
 
     def leave(self, turn: Any, upload: Any) -> Any:
         sent = turn.download.tensors
         moved = {name: sent[name] + self.shorten(tensor - sent[name]) for name, tensor in upload.tensors.items()}
         return replace(upload, tensors=moved), {}
-
-
-def halved(change: torch.Tensor) -> torch.Tensor:
-    return 0.5 * change
-
-
-@dataclass(frozen=True)
-class Calling(Filter):
-    def device(self, half: Any) -> DeviceEnd:
-        return CallingEnd(halved)
 
 
 @dataclass(frozen=True)
@@ -199,23 +168,11 @@ class RememberingEnd(DeviceEnd):
 
 
 @dataclass(frozen=True)
-class RemembersHere(Filter):
-    def device(self, half: Any) -> DeviceEnd:
-        return RememberingEnd()
-
-
-@dataclass(frozen=True)
 class KeepingEnd(DeviceEnd):
     """Keeps something without saying so."""
 
     def leave(self, turn: Any, upload: Any) -> Any:
         return upload, {"turns": turn.kept.get("turns", torch.zeros(1)) + 1}
-
-
-@dataclass(frozen=True)
-class Keeping(Filter):
-    def device(self, half: Any) -> DeviceEnd:
-        return KeepingEnd()
 
 
 @dataclass(frozen=True)
@@ -228,15 +185,18 @@ class Unchecked(Ternary):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (Forgetful(), "not the uninterrupted run; what lasts belongs in the `state_dict` of the server's end"),
-        (InOrder(), "clients in reverse: their order made a difference"),
-        (Longest(), "process [01] of 2: grouping made a difference"),
-        (Shrinking(), "nobody trained, but the server's weights changed"),
+        (
+            with_end(CountingEnd),
+            "not the uninterrupted run; what lasts belongs in the `state_dict` of",
+        ),
+        (with_end(InOrderEnd), "clients in reverse: their order made a difference"),
+        (with_end(LongestEnd), "process [01] of 2: grouping made a difference"),
+        (with_end(ShrinkingEnd), "nobody trained, but the server's weights changed"),
         (Loose(), "and `sized` says .*; a server over a network would refuse it"),
-        (Greedy(), r"an upload that is left out \(error\) does not pass `leave`: ValueError"),
-        (Calling(), "its half cannot be sent there: RecordError: .*shorten cannot be sent to devices"),
-        (RemembersHere(), "not the uninterrupted run"),
-        (Keeping(), "KeepingEnd keeps turns for the next turn; set `keeps = True`"),
+        (with_end(GreedyEnd), r"an upload that is left out \(error\) does not pass `leave`: ValueError"),
+        (with_end(CallingEnd), "its half cannot be sent there: RecordError: .*shorten cannot be sent to devices"),
+        (with_end(RememberingEnd), "not the uninterrupted run"),
+        (with_end(KeepingEnd), "KeepingEnd keeps turns for the next turn; set `keeps = True`"),
         (Unchecked(), "it was not refused; call `lightning_spectral.arguments.check_fields`"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Filter) else "",

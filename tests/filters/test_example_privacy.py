@@ -24,7 +24,7 @@ from lightning_spectral.client.batches import BatchSource, ClientData
 from lightning_spectral.client.local_loop import LocalSettings, LocalTask, Placement, Recorder
 from lightning_spectral.filters import example_privacy
 from lightning_spectral.filters.example_privacy import ExampleLoop, ExamplePrivacy
-from lightning_spectral.functional.privacy import epsilon, grid_of
+from lightning_spectral.functional.privacy import epsilon, grid_of, shortened
 from lightning_spectral.protocol.records import Download, WorkUnit
 from lightning_spectral.protocol.rng import SecretNormals
 
@@ -295,3 +295,8 @@ def test_what_the_bound_does_not_cover_is_refused_by_name(what: str, data: Any, 
     with pytest.raises(Exception, match=words) as caught:
         fit(seeded(make), data, **{"filters": [PRIVACY], **options})
     assert "ExamplePrivacy" in str(caught.value) or what == "accumulated"
+
+
+def test_rounding_makes_no_example_longer_than_the_bound() -> None:
+    """To the nearest step, both entries would become 2."""
+    assert shortened(torch.tensor([3.0, 3.0], dtype=torch.float64), clip=2.6, grid=1.0).tolist() == [1.0, 1.0]

@@ -6,6 +6,7 @@ torch: a name is looked up when it is first used.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -29,8 +30,12 @@ def __getattr__(name: str) -> Any:
     if name in _PLACES:
         globals()[name] = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
         return globals()[name]
-    instead = f": write {_INSTEAD[name]}" if name in _INSTEAD else ""
-    said = f"module {__name__!r} has no attribute {name!r}{instead}"
+    instead = _INSTEAD.get(name, "")
+    for room in () if instead or not name[:1].isupper() else (*sorted(_ROOMS), "plugin.callbacks"):
+        with suppress(ImportError):  # of what an extra installs
+            if name in getattr(import_module(f"{__name__}.{room}"), "__all__", ()):
+                instead = f"ls.{room}.{name}"
+    said = f"module {__name__!r} has no attribute {name!r}{f': write {instead}' if instead else ''}"
     raise AttributeError(said, name=name, obj=import_module(__name__))
 
 

@@ -77,6 +77,8 @@ def test_a_wrong_name_is_refused_with_what_may_have_been_meant() -> None:
     assert "Did you mean: 'FedAvg'?" in done.stderr
     with pytest.raises(ImportError, match="cannot import name 'FedAvgg'"):
         exec("from lightning_spectral import FedAvgg")
+    with pytest.raises(AttributeError, match=r": write ls\.plugin\.callbacks\.BatchNormEstimation$"):
+        _ = ls.BatchNormEstimation
 
 
 def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy() -> None:

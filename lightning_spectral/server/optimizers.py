@@ -22,7 +22,12 @@ DECAY = Number(at_least=0, below=1, hint="it is the share of the past that a mom
 
 
 class FedOptimizer(ABC):
-    """Base class of server optimizers: settings that create the torch optimizer once there are parameters."""
+    """Base class of server optimizers: settings that create the torch optimizer once there are parameters.
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If one is out of range.
+    """
 
     @abstractmethod
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -38,10 +43,6 @@ class FedAvgM(FedOptimizer):
     Args:
         lr: Server learning rate.
         momentum: Share of the previous step that is repeated, in ``[0, 1)``.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
 
     Reference:
         Hsu, Qi and Brown (2019), Measuring the effects of non-identical data distribution for federated visual
@@ -86,10 +87,6 @@ class BoundedMomentum(FedOptimizer):
         lr: Server learning rate eta.
         momentum: The share beta of the past that is kept, in ``[0, 1)``; 0 is plain averaging.
 
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
-
     Note:
         A round in which no client's training changes anything changes nothing, whatever the rounds before it did.
 
@@ -127,10 +124,6 @@ class FedAdagrad(FedOptimizer):
         momentum: Decay :math:`\beta_1` of the first moment, in ``[0, 1)``; the paper uses none.
         tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
             change per round.
-
-    Raises:
-        TypeError: If an argument has the wrong type.
-        ValueError: If an argument is out of range.
 
     Reference:
         Reddi et al. (2021), Adaptive federated optimization, Algorithm 2 (FEDADAGRAD).
@@ -177,13 +170,8 @@ class FedAdam(_TwoMoments):
     r"""Adam on the server: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2`, without bias correction.
 
     Args:
-        lr: Server learning rate.
+        lr, tau: As of `FedAdagrad`.
         betas: Decay of the first and of the second moment, both in ``[0, 1)``.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
-            change per round.
-
-    Raises:
-        ValueError: If an argument is out of range.
 
     Reference:
         Reddi et al. (2021), Adaptive federated optimization, Algorithm 2 (FEDADAM); ``betas`` as in section 5.
@@ -203,9 +191,6 @@ class FedYogi(_TwoMoments):
 
     Args:
         lr, betas, tau: As of `FedAdam`.
-
-    Raises:
-        ValueError: If an argument is out of range.
 
     Reference:
         Reddi et al. (2021), Adaptive federated optimization, Algorithm 2 (FEDYOGI); ``betas`` as in section 5.
@@ -330,7 +315,6 @@ class ServerAdagrad(AdaptiveServerOptimizer):
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """Add the squares to the second moments."""
         torch._foreach_add_(second, squares)
 
 
@@ -339,7 +323,6 @@ class ServerAdam(AdaptiveServerOptimizer):
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """Update the moving average of the squares."""
         torch._foreach_mul_(second, beta)
         torch._foreach_add_(second, squares, alpha=1 - beta)
 
@@ -349,7 +332,6 @@ class ServerYogi(AdaptiveServerOptimizer):
 
     @staticmethod
     def accumulate(second: list[Tensor], squares: list[Tensor], beta: float) -> None:
-        """Move each second moment towards its square, by a share of that square."""
         signs = torch._foreach_sub(second, squares)
         torch._foreach_sign_(signs)
         torch._foreach_addcmul_(second, squares, signs, value=beta - 1)

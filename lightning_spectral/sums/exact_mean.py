@@ -24,6 +24,7 @@ LARGEST = 2.0**40  # about 1.1e12: what the sums have room for with 2^20 clients
 FINE = 2.0**50  # steps in one unit
 NEAR = 2.0**12  # units up to which a change is added in one part
 COARSE_BITS = 40  # a coarse step is 2^40 steps
+SMALL = 2**12  # values in a tensor up to which starting an operation takes longer than the operation itself
 
 
 @torch.no_grad()
@@ -207,10 +208,10 @@ def add_up(processes: Peers, means: Sequence[RunningMean]) -> None:
 class MeanChange(RunningMean):
     r"""Weighted mean over clients of the change of tensors during training, held whole or in parts.
 
-    Changes are computed in the tensors' own type. Each weighted change is rounded once, on its own, to a whole number
-    of steps of 2^-50 units, where the unit is the power of two above the tensor's largest magnitude before training, at
-    least 1. These whole numbers are added in int64, so the bits of the sum depend neither on the order of the clients
-    nor on their processes. A client that changed nothing adds exact zeros.
+    Changes are computed in the tensors' own type, unless that could overflow. Each weighted change is rounded once, on
+    its own, to a whole number of steps of 2^-50 units, where the unit is the power of two above the tensor's largest
+    magnitude before training, at least 1. These whole numbers are added in int64, so the bits of the sum depend neither
+    on the order of the clients nor on their processes. A client that changed nothing adds exact zeros.
 
     With n clients of weights :math:`w_c` that sum to W, out of a total T, the error of the mean of changes
     :math:`\Delta_c` is at most
@@ -295,6 +296,16 @@ class MeanChange(RunningMean):
         magnitudes = self._largest.items()
         return {name: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for name, x in magnitudes}
 
+    @cached_property
+    def _small(self) -> tuple[Tensors, list[Tensor]]:
+        """Small tensors, which all clients hold whole; and one after another: they, their factors, and their sums."""
+        whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims and n not in self.counts}
+        rows = {name: t for name, t in whole.items() if t.dtype == torch.float32 and len(t) <= SMALL}
+        factors = [t.double().fill_(self._factor(name, 1)) for name, t in rows.items()]
+        parts = [torch.cat(each) for each in ([*rows.values()], factors, [self._sums[n] for n in rows]) if rows]
+        self._sums |= zip(rows, torch.split(parts[-1], [len(t) for t in factors]) if rows else (), strict=True)
+        return rows, parts
+
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
 
@@ -351,8 +362,16 @@ class MeanChange(RunningMean):
                         f"{name!r} has {magnitude:g} {when} local training."
                     )
         weight_in_steps = self.weights.in_steps(weight) if self.is_fixed else self.weights.add(weight)
+        small, parts = self._small
+        near = all(self._largest[name] + magnitudes[name] <= NEAR * self._units[name] for name in small)
+        if near and len({tensors[name].dtype for name in small}) == 1:
+            given = torch.cat([tensors[name].reshape(-1) for name in small])
+            change = given if is_change else given - parts[0]
+            parts[2].add_(change.double().mul_(parts[1]).mul_(weight_in_steps).round_().long())
+        else:
+            small = {}
         for name, before in self._rows.items():
-            if self.is_fixed and name in self.counts:
+            if name in small or (self.is_fixed and name in self.counts):
                 continue
             given = tensors[name].reshape(-1) if before.ndim == 1 else tensors[name]
             indices = where[name].reshape(-1).to(before.device) if name in self.held and name in where else None

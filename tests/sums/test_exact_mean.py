@@ -164,9 +164,9 @@ def scale(total: float) -> Fraction:
 
 
 def change_of(before: Tensor, after: Tensor) -> Tensor:
-    """The change in the tensors' own type, unless that overflows."""
-    own = after - before
-    return own.double() if bool(own.isfinite().all()) else after.double() - before.double()
+    """The change in the tensors' own type, unless that could overflow."""
+    farthest = sum(float(tensor.double().abs().max()) for tensor in (before, after) if tensor.numel())
+    return (after - before).double() if farthest <= torch.finfo(before.dtype).max else after.double() - before.double()
 
 
 def exact_mean(before: Tensor, clients: list[tuple[Tensor, float]], total: float, absolute: bool) -> list[Fraction]:

@@ -18,9 +18,11 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.network import RemoteClients
 from lightning_spectral.network.device import ClientData, DeviceService
+from lightning_spectral.network.kit import SERVER
 from lightning_spectral.network.line import Answer, Line, Question
 from lightning_spectral.network.messages import Kind
 from lightning_spectral.network.roster import Roster
+from lightning_spectral.network.status import FILE
 
 TRUSTED = ("toy_models", "other_process", "masked_heads")
 
@@ -157,6 +159,15 @@ def toy_line(
 def remote(line: FakeLine | Roster, **options: Any) -> Any:
     """The data module of the clients of a line, with the tests' validation set."""
     return RemoteClients(line, val=toy_data().val, **{"wait_for": 12, "patience": 0.2, **options})
+
+
+def in_kit(folder: Path, nodes: Mapping[str, int]) -> Path:
+    """The file for a line's status, in a kit that has enrolled the keys of nodes."""
+    for name, node in nodes.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "registered").write_text(str(node))
+    (home := folder / SERVER / "flwr").mkdir(parents=True)
+    return home / FILE
 
 
 def held_out_data() -> ls.FederatedDataModule:

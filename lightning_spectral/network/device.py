@@ -23,20 +23,8 @@ from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
 from lightning_spectral.filters import LocalNoise
 from lightning_spectral.filters.noise import NoiseEnd
-from lightning_spectral.network.messages import (
-    Holding,
-    Identity,
-    Kind,
-    Part,
-    Parts,
-    Start,
-    digest_of,
-    handshake_of,
-    handshake_parts,
-    identity_parts,
-    record_of,
-    record_parts,
-)
+from lightning_spectral.network import messages
+from lightning_spectral.network.messages import Holding, Identity, Kind, Part, Parts, Start, record_of, record_parts
 from lightning_spectral.network.objects import read_object
 from lightning_spectral.network.workplace import Workplace, check_accelerator
 from lightning_spectral.plugin.callbacks.evaluation import OWN
@@ -317,9 +305,9 @@ class DeviceService:
 
         def answer() -> dict[str, bytes]:
             if question == Kind.WHO:
-                return identity_parts(self.identity())
+                return messages.identity_parts(self.identity())
             if question == Kind.AGREE:
-                return handshake_parts(self._parties.answer(handshake_of(parts)))
+                return messages.handshake_parts(self._parties.answer(messages.handshake_of(parts)))
             if question == Kind.TRAIN:
                 return self._train(parts)
             if question == Kind.EVALUATE:
@@ -335,7 +323,7 @@ class DeviceService:
 
     def _train(self, parts: Parts) -> dict[str, bytes]:
         known = parts.get(Part.DIGEST, b"")
-        if Part.START in parts and digest_of(parts[Part.START]) == known:
+        if Part.START in parts and messages.digest_of(parts[Part.START]) == known:
             self._starts[known] = read_object(parts[Part.START], Start, self.trusted)
         if known not in self._starts:
             return {Part.LACKS: known}

@@ -59,7 +59,7 @@ class Answer:
 class Line(ABC):
     """A network that may lose messages, and deliver them late, twice or in any order."""
 
-    status: Path | None = None  # file for what a run has seen of its clients
+    status: Path | None = None  # file for what a run has seen of its clients; perhaps in a kit, which knows their keys
 
     @abstractmethod
     def nodes(self) -> Collection[int]:

@@ -86,8 +86,8 @@ class RemoteClients(ServerData):
             says; in (0, 1]. In a small round it may have twice an equal share, up to half.
         update_bound: Bound on each client's update, where the `FederatedModule` has none among its filters and could
             have one; ``None`` for none.
-        trust_names: Whether a client may come back as another node, as it does without node keys, where the network
-            gives nodes new numbers at every start.
+        trust_names: Whether a client may come back as another node, as it does without keys, where the network gives
+            nodes new numbers at every start. A name for which `network enrol` has a key stays with that key.
         at_once: Most clients that train at the same time; ``None`` for all of a round. Until a client answers, the
             server holds the sub-model that it was sent, unless all get the same.
         eval_batch_size: Examples per evaluation batch.

@@ -17,7 +17,7 @@ from lightning_spectral.errors import RecordError
 from lightning_spectral.network.gate import SMALL, read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind
-from lightning_spectral.network.status import Seen, write_status
+from lightning_spectral.network.status import Seen, enrolled_beside, write_status
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.protocol.per_client import Assigned
 
@@ -30,14 +30,15 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 30.0, 3600.0  # seconds until a node that was re
 class Roster:
     """The clients of a network, by name.
 
-    A client keeps its number and its node from its first appearance on, also over checkpoints. Those that appear
-    together are numbered by their names, of which whole numbers come first, in numerical order. A node that comes back
-    is asked anew what it has, and one that was refused is asked again after a pause, which grows.
+    A client keeps its number and its node from its first appearance on, also over checkpoints; a name for which a kit
+    has enrolled a key is that of its node from the beginning. Clients that appear together are numbered by their names,
+    of which whole numbers come first, in numerical order. A node that comes back is asked anew what it has, and one
+    that was refused is asked again after a pause, which grows.
 
     Args:
         line: The network.
         patience: Seconds to wait for enough clients, and if they are more than 120, for each to say who it is.
-        trust_names: Whether a client may come back as another node.
+        trust_names: Whether a client for whose name no key is enrolled may come back as another node.
 
     Attributes:
         names: The clients' names, by number.
@@ -158,24 +159,27 @@ class Roster:
         if together and self._asking.waiting:
             return
         heard, self._heard = self._heard, {}
+        enrolled = enrolled_beside(self.line.status) if heard else {}
         for node, identity in sorted(heard.items(), key=lambda item: (_natural(item[1].client), item[0])):
             try:
-                self._admit(node, identity)
+                self._admit(node, identity, enrolled)
             except ValueError as error:
                 self._refuse(node, error)
 
-    def _admit(self, node: int, identity: Identity) -> None:
+    def _admit(self, node: int, identity: Identity, enrolled: Mapping[int, str]) -> None:
         """Give a client a number; raise ``ValueError`` if it cannot have one."""
-        name = identity.client
+        name, own_name = identity.client, enrolled.get(node)
+        if own_name != name and (own_name is not None or name in enrolled.values()):
+            key = "another key is enrolled for that name" if own_name is None else f"its key is that of {own_name!r}"
+            raise ValueError(f"it says that it is client {name!r}, and {key}; give each device a key of its own.")
         first, former = self._node_of.get(name, node), {known: name for name, known in self._node_of.items()}.get(node)
         if first != node and first in self._known:
             raise ValueError(f"another node says that it is client {name!r}; give each a name of its own.")
-        if not self.trust_names and (first != node or former not in (None, name)):
+        if not (self.trust_names or own_name == name) and (first != node or former not in (None, name)):
             is_other = f"client {name!r} was node {first}" if first != node else f"it was client {former!r}"
             raise ValueError(
-                f"{is_other} when it first appeared in this run, and names stay with the keys of nodes, so that none "
-                "passes for another: give each device a key and a name of its own. Without keys, nodes have other "
-                "numbers after each start: server_app(..., trust_names=True) believes their names."
+                f"{is_other} when it first appeared in this run, and names stay with keys: give each device its own. "
+                "Without keys, a start gives nodes new numbers: server_app(..., trust_names=True) believes their names."
             )
         if name not in self.names and self.is_closed:
             raise ValueError(f"client {name!r} is new, and this run counts on the clients of its start.")

@@ -46,19 +46,27 @@ def write_status(path: Path, clients: Iterable[Seen], rejected: Mapping[int, str
     part.replace(path)
 
 
+def enrolled_beside(path: Path | None) -> dict[int, str]:
+    """The names for which keys are enrolled, by node, in the kit that has this file; none if it is in no kit."""
+    from lightning_spectral.network.kit import SERVER
+
+    if path is None or path.parts[-3:] != (SERVER, "flwr", FILE):
+        return {}
+    return {int(noted.read_text()): noted.parent.name for noted in path.parents[2].glob("*/registered")}
+
+
 def status_of(kit: Path) -> list[dict[str, Any]]:
     """What is known of each client: the fields of `Seen`, and whether it is connected to the SuperLink now."""
     from lightning_spectral.network.kit import SERVER, asked_flower
 
     listed, path = asked_flower(kit, "supernode", "list")["nodes"], kit / SERVER / "flwr" / FILE
     connected = {int(node["node-id"]) for node in listed if node["status"] == "online"}
-    enrolled = {noted.parent.name: int(noted.read_text()) for noted in kit.glob("*/registered")}
-    rows = {name: asdict(Seen(name, node)) for name, node in enrolled.items()}
-    names = {node: name for name, node in enrolled.items()}
+    names = enrolled_beside(path)
+    rows = {name: asdict(Seen(name, node)) for node, name in names.items()}
     for row in map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else ()):
         name = row.get("client") or names.get(row["node"], f"node {row['node']}")
         known = rows.get(name, asdict(Seen(name, row["node"])))
-        rows[name] = {**known, **row, "node": enrolled.get(name, row["node"])}
+        rows[name] = {**known, **row, "node": known["node"]}
     return [{**row, "connected": row["node"] in connected} for row in rows.values()]
 
 

@@ -199,6 +199,17 @@ def test_a_foreign_key_and_a_foreign_authority_are_refused(network: Any, tmp_pat
     refused(network, "certificate verify failed")
 
 
+def test_a_key_that_is_enrolled_for_one_name_passes_for_no_other(network: Any, tmp_path: Path) -> None:
+    network.add_node("3")
+    (own := network.kit.folder / "thief").mkdir()
+    node = (network.kit.folder / "3" / "registered").rename(own / "registered").read_text()
+    wait_for(lambda: "SuperNode ID" in network.log("node-3"))
+    log = run(network, tmp_path, rounds=1)
+    network.kill("node-3")
+    assert f"Node {node} was rejected: it says that it is client '3', and its key is that of 'thief'; give" in log
+    assert "round 0: in, in, in\n" in log
+
+
 def refused(network: Any, why: str) -> None:
     """Wait until the node of a stranger says why it is not connected, and end it."""
     wait_for(lambda: why in network.log("node-stranger"))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import lightning.pytorch as pl
 import pytest
 import torch
-from fake_line import FakeLine, Node, line_of, remote, toy_client_data, toy_line
+from fake_line import FakeLine, Node, in_kit, line_of, remote, toy_client_data, toy_line
 from federation import Fit, same_state, seeded
 from other_process import toy_data
 from torch.utils.data import TensorDataset
@@ -25,7 +25,6 @@ from lightning_spectral.network.device import answered
 from lightning_spectral.network.line import Answer, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind, identity_parts
 from lightning_spectral.network.roster import Roster
-from lightning_spectral.network.status import FILE
 
 DATA = ClientData(TensorDataset(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64)))
 FIRST = 100  # a node
@@ -86,32 +85,41 @@ def test_names_stay_with_their_nodes_when_a_run_is_resumed() -> None:
         assert roster.present() == present
 
 
+@pytest.mark.parametrize("trust_names", [False, True])
+def test_a_name_belongs_to_the_key_that_is_enrolled_for_it(trust_names: bool, tmp_path: Path) -> None:
+    """Of three that say that they are b, the second is; in an earlier run it had the key of another node."""
+    line = line_with("b", "b", "b", "c")
+    line.status = in_kit(tmp_path, {"a": 100, "b": 101})
+    roster = Roster(line, 0.0, trust_names)
+    roster.load_state_dict({"names": ["b"], "nodes": {"b": 90}})
+    not_its_own, not_enrolled = "its key is that of 'a'; give", "another key is enrolled for that name; give"
+    with (
+        pytest.warns(UserWarning, match=f"Node 100 was rejected: it says that it is client 'b', and {not_its_own}"),
+        pytest.warns(UserWarning, match=f"Node 102 was rejected: it says that it is client 'b', and {not_enrolled}"),
+    ):
+        roster.look()
+    assert (roster.names, roster.node_of(0), roster.node_of(1)) == (["b", "c"], 101, 103)
+
+
 def test_a_client_whose_name_is_trusted_may_come_back_as_another_node() -> None:
     roster = roster_with("a", trust_names=True)
-    line: Any = roster.line
-    line.there = {300: line.there.pop(100)}
+    roster.line.there = {300: roster.line.there[100]}  # type: ignore[attr-defined]
     roster.look()
-    assert roster.names == ["a"]
-    assert roster.node_of(0) == 300
+    assert (roster.names, roster.node_of(0)) == (["a"], 300)
 
 
-def test_a_name_stays_with_the_node_that_had_it_first() -> None:
+def test_a_name_stays_with_the_node_that_had_it_first_and_a_node_with_its_name() -> None:
     roster = roster_with("a")
     line: Any = roster.line
-    true, line.there = line.there, {300: line.there[100]}
+    true, thief = line.there, {300: line.there[100]}
+    line.there = thief
     with pytest.warns(UserWarning, match="client 'a' was node 100 when it first appeared in this run, and names stay"):
         roster.look()
     assert roster.node_of(0) is None
-    line.there = {**true, **line.there}
-    roster.look()
-    assert roster.node_of(0) == 100
-
-
-def test_a_node_keeps_its_name() -> None:
-    roster = roster_with("a")
-    line: Any = roster.line
-    line.there = {}
-    roster.look()
+    for there in ({**true, **thief}, {}):
+        line.there = there
+        roster.look()
+        assert roster.node_of(0) == (100 if there else None)
     line.there = {100: line_with("b").there[100]}
     with pytest.warns(UserWarning, match="it was client 'a' when it first appeared in this run"):
         roster.look()
@@ -392,11 +400,8 @@ def test_the_status_tells_each_client_by_name(
     """One fails, one is late, one leaves after the run, and one that is enrolled takes the name of another."""
     spoilt = {FIRST: {"refused": b"the disk is full"}, FIRST + 1: Answer("lost")}
     line = toy_line(LitMLP, spoil=lambda question, answer: spoilt.get(question.node, answer))
-    (tmp_path / "server" / "flwr").mkdir(parents=True)
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / "registered").write_text("900")
     line.there[900] = line.there[FIRST]
-    line.status = tmp_path / "server" / "flwr" / FILE
+    line.status = in_kit(tmp_path, {"odd": 900})
     listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
     monkeypatch.setattr(kit, "asked_flower", lambda folder, *words: {"nodes": listed})
     faults = ls.server.Faults(on_error=ls.server.LeaveOut())
@@ -412,7 +417,7 @@ def test_the_status_tells_each_client_by_name(
     for node, why in (
         (FIRST, "error 2 .* the disk is full"),
         (FIRST + 1, "late 2 .* no answer in time"),
-        (900, "rejected: another"),
+        (900, r"rejected: it says that it is client '\d+', and its key is that of 'odd'"),
     ):
         assert re.search(rf"{node}.*{why}", rows[name_of[node]])
     for node, name in name_of.items():

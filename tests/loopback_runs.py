@@ -29,6 +29,7 @@ algorithm = "fedavg"
 folder = "."
 resume = ""
 patience = 300.0
+deadline = 600.0
 """
 DEVICE = """\
 from lightning_spectral.network import client_app
@@ -73,8 +74,8 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 900.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 900.0) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, "it has not happened in time"
-        time.sleep(0.5)
+        time.sleep(0.1)

@@ -160,8 +160,8 @@ class Machines:
             process.wait()
 
 
-def ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+def ip(*words: str, program: str = "ip") -> str:
+    return subprocess.run([program, *words], check=True, capture_output=True, text=True).stdout
 
 
 def pids(namespace: str) -> list[int]:
@@ -216,6 +216,20 @@ def test_a_link_that_is_down_for_a_while_changes_no_bit(machines: Machines, tmp_
     wait_for(lambda: has_ended(log))
     assert log.read_text().count(": in, in, in") == 4
     assert same(weights(tmp_path), expected(tmp_path, rounds=4, algorithm="spectral"))
+
+
+def test_a_device_whose_link_stalls_holds_nobody_and_takes_part_again(machines: Machines, tmp_path: Path) -> None:
+    """Its answers begin to arrive, and would take more than a minute."""
+    log = machines.start("server", *a_run(machines, tmp_path, rounds=99, deadline=5.0))
+    wait_for(lambda: "round 0: in, in, in" in log.read_text())
+    link = "-n", f"{machines.prefix}1", "qdisc", "replace", "dev", "eth0", "root"
+    ip(*link, "tbf", "rate", "1kbit", "burst", "2kb", "limit", "20kb", program="tc")
+    wait_for(lambda: log.read_text().count("in, in, late") == 3, seconds=40.0)
+    ip(*link, "pfifo", program="tc")
+    wait_for(lambda: re.search("late\n.*: in, in, in", log.read_text(), re.DOTALL) is not None)
+    machines.kill("server", "flwr", "flwr-serverapp")
+    status = machines.run("server", sys.executable, "-m", "lightning_spectral", "network", "status", "--prometheus")
+    assert {*re.findall('left_out{client="(.*)",reason="(.*)"', status)} == {("1", "late")}
 
 
 def test_a_device_that_was_killed_comes_back_by_itself(machines: Machines, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from client_parallel_runs import WithLimits
-from fake_line import held_out_data, held_out_line, remote, toy_line
+from fake_line import FakeLine, held_out_data, held_out_line, remote, toy_line
 from federation import Fit, Fitted, said_during, same_state, seeded
 from mixed_federation import EVERY_SYSTEM
 from other_process import LitPlain, toy_data
@@ -134,11 +134,7 @@ def test_a_resumed_run_draws_from_the_clients_that_it_finds(fit: Fit, tmp_path: 
             present.update(pl_module.engine.clients.sizes.nonzero().flatten().tolist())
 
     def line_of(*clients: int) -> Any:
-        line = toy_line(LitMLP)
-        for number, name in enumerate(list(line.there)):
-            if number not in clients:
-                del line.there[name]
-        return line
+        return FakeLine({100 + client: toy_line(LitMLP).there[100 + client] for client in clients})
 
     first = fit(seeded(LitMLP), remote(line_of(0, 1, 2, 3), wait_for=4), max_epochs=3, **options)
     first.trainer.save_checkpoint(path := tmp_path / "three.ckpt")

@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback_runs import wait_for
 
 from lightning_spectral.network import worker
 from lightning_spectral.network.worker import Job, ask, end_of
@@ -69,13 +70,6 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 
 def pid_of(answer: dict[str, bytes]) -> int:
     return int(answer["pid"])
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_one_process_answers_all_messages_of_a_run(job: Job) -> None:
@@ -161,31 +155,21 @@ def test_a_process_whose_asker_is_killed_ends(job: Job, tmp_path: Path) -> None:
     assert ask(job, "train", {}, 0.0)["count"] == b"1"
 
 
-def test_a_process_ends_with_its_node(job: Job) -> None:
+@pytest.mark.parametrize("it_trains", [False, True])
+def test_a_process_ends_with_its_node(job: Job, it_trains: bool, tmp_path: Path) -> None:
     pid = pid_of(ask(job, "train", {}, 0.0))
-    os.kill(job.parent, signal.SIGKILL)  # a zombie, since nobody has waited for it
-    wait_for(end_of(pid))
-
-
-def test_a_process_ends_with_its_node_while_it_trains(job: Job, tmp_path: Path) -> None:
-    with sleeping(job, tmp_path / "busy") as (_, pid):
-        os.kill(job.parent, signal.SIGKILL)
+    with sleeping(job, tmp_path / "busy") if it_trains else nullcontext():
+        os.kill(job.parent, signal.SIGKILL)  # a zombie, since nobody has waited for it
         wait_for(end_of(pid))
 
 
-def test_a_process_ends_when_nobody_asks(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("IDLE", "0.3")
-    pid = pid_of(ask(job, "train", {}, 0.0))
-    wait_for(end_of(pid))
-    assert pid_of(ask(job, "train", {}, 0.0)) != pid
-
-
-def test_a_process_waits_as_long_as_the_server(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_waits_as_long_as_the_server_and_then_ends(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDLE", "0.3")
     pid = pid_of(ask(job, "query.agree", {}, 60.0))
     time.sleep(1.0)
     assert pid_of(ask(job, "train", {}, 0.1)) == pid
     wait_for(end_of(pid))
+    assert pid_of(ask(job, "train", {}, 0.0)) != pid
 
 
 def test_a_folder_that_others_can_enter_is_refused(job: Job, tmp_path: Path) -> None:

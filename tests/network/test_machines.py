@@ -172,8 +172,8 @@ def pids(namespace: str) -> list[int]:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     pytest.importorskip("flwr", reason="Flower is not installed: constraints-network.txt")
-    if not shutil.which("ip"):
-        pytest.skip("network namespaces are made with `ip`, which is not here")
+    if not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("machines and their links are made with `ip` and `tc`, which are not here")
     machines = Machines(tmp_path_factory.mktemp("machines"))
     try:
         try:

@@ -34,9 +34,7 @@ PAGES = [page for page in sorted(DOCS.glob("*.md")) if BLOCK.search(page.read_te
 
 
 # What the reader has already.
-GIVEN = {
-    "index.md": "from toy_models import LitMLP as YourModule, toy_examples; train = val = toy_examples()",
-}
+GIVEN = {"index.md": "from toy_models import LitMLP as YourModule, toy_examples; train = val = toy_examples()"}
 
 
 class ToyTrainer(pl.Trainer):

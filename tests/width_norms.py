@@ -3,11 +3,13 @@
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from toy_models import LitSmall
 
 import lightning_spectral as ls
+from lightning_spectral.algorithms.width import WidthRound
 from lightning_spectral.nn.width.plan import cut_module
 
 MIXED, WIDTHS = {0.25: 0.3, 0.75: 0.4, 1.0: 0.3}, (0.25, 0.5, 0.75, 1.0)
@@ -24,6 +26,18 @@ class LitNorms(LitSmall):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.conv(self.before(x)[:, None])).relu()
         return super().forward(self.head(hidden.flatten(1)))
+
+
+def recorded_turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The receipts and tensors of all clients, as they are added."""
+    turns, add = list[Any](), WidthRound.add
+
+    def recording(self: WidthRound, receipt: Any, upload: Any) -> None:
+        add(self, receipt, upload)
+        turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
+
+    monkeypatch.setattr(WidthRound, "add", recording)
+    return turns
 
 
 AVERAGES = [f"{layer}.running_{part}" for layer in ("net.1", "before", "norm") for part in ("mean", "var")]

@@ -193,10 +193,7 @@ def options_of(optimizer: Optimizer) -> tuple[Options, ...]:
 
 
 def _groups_of(
-    optimizer: Optimizer,
-    server: Mapping[int, str],
-    named: Mapping[str, nn.Parameter],
-    stand_ins: Mapping[str, StandIn],
+    optimizer: Optimizer, server: Mapping[int, str], named: Mapping[str, nn.Parameter], stand_ins: Mapping[str, StandIn]
 ) -> list[Group]:
     """A client's groups in the user's order; parameters with options of their own form another."""
     index_of = {

@@ -2,10 +2,4 @@
 
 from lightning_spectral.sums.exact_mean import MeanChange, RunningMean, SummandError, add_up, check_summable
 
-__all__ = [
-    "MeanChange",
-    "RunningMean",
-    "SummandError",
-    "add_up",
-    "check_summable",
-]
+__all__ = ["MeanChange", "RunningMean", "SummandError", "add_up", "check_summable"]

@@ -307,11 +307,7 @@ class Trial:
     def save(self) -> dict[str, Any]:
         """What a checkpoint between two rounds holds."""
         return copy.deepcopy(
-            {
-                "server": self.server.state_dict(),
-                "lasting": self.lasting.state_dict(),
-                "round_idx": self.round_idx,
-            }
+            {"server": self.server.state_dict(), "lasting": self.lasting.state_dict(), "round_idx": self.round_idx}
         )
 
 

@@ -10,9 +10,9 @@ from masked_heads import OWN, LitHead, clients, present
 from torch import nn
 from torch.nn import functional as F
 from toy_models import plain_sgd, variant
+from width_norms import recorded_turns
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width import WidthRound
 
 KEEP_RATIO = {0.5: 0.5, 1.0: 0.5}
 
@@ -32,15 +32,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(
     if per_width:
         lit.net[1] = nn.BatchNorm1d(12)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
-    turns: list[Any] = []
-
-    add = WidthRound.add
-
-    def recording(self: WidthRound, receipt: Any, upload: Any) -> None:
-        add(self, receipt, upload)
-        turns.append((receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
-
-    monkeypatch.setattr(WidthRound, "add", recording)
+    turns = recorded_turns(monkeypatch)
     algorithm = ls.WidthSharding(keep_ratio=KEEP_RATIO, step_widths=step_widths, averages_per_width=per_width)
     data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and has large gradients with two
     hooks = [ls.client.MaskedLogits(), ls.client.GradientClip(1.0)]

@@ -109,10 +109,7 @@ def largest_tensor(module: nn.Module, example: Tensor) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "name"),
-    [
-        *(("mlp", name) for name in ALGORITHMS),
-        *[("cnn", name) for name in ("fedavg", "spectral", "width", "zampling")],
-    ],
+    [*(("mlp", name) for name in ALGORITHMS), *[("cnn", name) for name in ("fedavg", "spectral", "width", "zampling")]],
 )
 def test_the_memory_of_training_is_what_the_allocator_hands_out(network: str, name: str) -> None:
     """Besides what single operations allocate and free: a copy of an argument and of the result, in another layout."""

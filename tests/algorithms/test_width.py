@@ -9,9 +9,9 @@ from federation import Fit, same_state, seeded
 from one_client import client_of
 from test_third_party_models import gpt2, images, tokens, vit, with_logits
 from toy_models import LitFrozenParts, LitMLP, LitSmall, variant
+from width_norms import recorded_turns
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.width import WidthRound
 
 MIXED = {0.25: 0.5, 0.75: 0.5}
 CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]
@@ -48,15 +48,7 @@ def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit, monkey
     """Against each client's own update, sliced and summed in a slow loop."""
     lit = seeded(LitSmall)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
-    turns: list[Any] = []
-
-    add = WidthRound.add
-
-    def recording(self: WidthRound, receipt: Any, upload: Any) -> None:
-        add(self, receipt, upload)
-        turns.append((receipt.unit, receipt, {name: tensor.clone() for name, tensor in upload.tensors.items()}))
-
-    monkeypatch.setattr(WidthRound, "add", recording)
+    turns = recorded_turns(monkeypatch)
     algorithm = ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.9, 0.5: 0.1})
     fitted = fit(lit, data, algorithm=algorithm, clients_per_round=3, max_epochs=1)
     rows = {"net.0": "net.0", "net.1": "net.0", "net.3": "net.3"}  # the group of each layer's outputs
@@ -64,14 +56,14 @@ def test_every_entry_averages_over_those_who_held_it(data: Any, fit: Fit, monkey
     for name in ("net.0.weight", "net.1.running_mean", "net.3.weight", "net.3.bias", "net.6.weight", "net.6.bias"):
         layer = name.rpartition(".")[0]
         total, weight = np.zeros(before[name].shape), np.zeros(before[name].shape)
-        for unit, receipt, tensors in turns:
+        for receipt, tensors in turns:
             own = sorted(receipt.drawn[rows[layer]].tolist()) if layer in rows else range(3)
             inner = sorted(receipt.drawn[columns[layer]].tolist()) if layer in columns else range(6)
             for i, row in enumerate(own):
                 for j, column in enumerate(inner if name.endswith(".weight") else [...]):
                     there, here = ((row, column), (i, j)) if name.endswith(".weight") else (row, i)
-                    total[there] += unit.coefficient * float(tensors[name][here] - before[name][there])
-                    weight[there] += unit.coefficient
+                    total[there] += receipt.unit.coefficient * float(tensors[name][here] - before[name][there])
+                    weight[there] += receipt.unit.coefficient
         assert 0 < (weight == 0).mean() < 1 or name == "net.6.bias"
         mean = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
         assert np.allclose(fitted.state[name], before[name] + torch.from_numpy(mean), atol=1e-6)

@@ -76,15 +76,9 @@ def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float)
     torch.testing.assert_close(after, before * min(1.0, max_norm / (float(norm) + 1e-6)), rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ls.client.GradientClip(0.0), "`max_norm` must be positive, got 0.0"),
-    ],
-)
-def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"`max_norm` must be positive, got 0\.0"):
+        ls.client.GradientClip(0.0)
 
 
 ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=2.0)]

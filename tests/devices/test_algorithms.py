@@ -54,10 +54,7 @@ ALGORITHMS: dict[str, ls.Algorithm] = {
     "LoRA, FrozenA": ls.LoRA(2, train=NORM, aggregation=ls.FrozenA()),
     "LoRA, AlternatingFactors": ls.LoRA(2, train=NORM, aggregation=ls.AlternatingFactors()),
 }
-FILTERS: dict[str, list[ls.Filter]] = {
-    "TopK": [ls.TopK(0.1)],
-    "Int8": [ls.Personal(["net.1.*"]), ls.Int8()],
-}
+FILTERS: dict[str, list[ls.Filter]] = {"TopK": [ls.TopK(0.1)], "Int8": [ls.Personal(["net.1.*"]), ls.Int8()]}
 SYSTEMS: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": algorithm} for name, algorithm in ALGORITHMS.items()},
     **{name: {"filters": filters} for name, filters in FILTERS.items()},

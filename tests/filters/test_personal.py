@@ -75,10 +75,7 @@ def by_hand(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("personal_epochs", [0, 2])
-@pytest.mark.parametrize(
-    "optimizer",
-    [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam],
-)
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam])
 @pytest.mark.filterwarnings("ignore:.*rescales gradients")
 def test_rounds_are_those_of_a_bare_loop(personal_epochs: int, optimizer: Any, fit: Fit) -> None:
     data, filters = toy_data(), [ls.Personal(HEAD, epochs=personal_epochs)]

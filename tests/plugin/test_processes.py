@@ -232,10 +232,7 @@ def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, res
 
 @pytest.mark.parametrize(
     ("name", "num_processes"),
-    [
-        *((name, 2) for name in RUNS.LOST),
-        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in [*RUNS.LOST][:2]),
-    ],
+    [*((name, 2) for name in RUNS.LOST), *(pytest.param(name, 3, marks=pytest.mark.slow) for name in [*RUNS.LOST][:2])],
 )
 def test_a_lost_process_is_named_with_its_client(name: str, num_processes: int, results: Results) -> None:
     lost = RUNS.LOST[name][0] % num_processes

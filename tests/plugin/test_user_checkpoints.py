@@ -192,8 +192,7 @@ class Remembers(pl.Callback):
 
 
 Adds = variant(
-    LitMLP,
-    on_save_checkpoint=lambda self, checkpoint: checkpoint.update(words={"split": lambda text: text.split()}),
+    LitMLP, on_save_checkpoint=lambda self, checkpoint: checkpoint.update(words={"split": lambda text: text.split()})
 )
 
 

@@ -189,18 +189,20 @@ PARTITIONERS = [
 ]  # fmt: skip
 
 
+def parser_of(kind: type, without: str) -> Any:
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "it", skip={without}, fail_untyped=False, instantiate=False)
+    return parser
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ls.FederatedModule, "it", skip={"module"}, fail_untyped=False, instantiate=False)
-    return parser
+    return parser_of(ls.FederatedModule, "module")
 
 
 @pytest.fixture(scope="module")
 def data() -> Any:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ls.FederatedDataModule, "it", skip={"train"}, fail_untyped=False, instantiate=False)
-    return parser
+    return parser_of(ls.FederatedDataModule, "train")
 
 
 def built(parser: Any, key: str, yaml: str) -> tuple[Any, Any]:

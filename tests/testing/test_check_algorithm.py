@@ -422,14 +422,12 @@ class RemembersFirst(ls.FedAvg):
     side = FirstOfProcessSide
 
 
-class AgainstRound(StaleRound):
-    def expected_update(self, unit: Any) -> Any:
-        return {n: -t for n, t in super().expected_update(unit).items()}
-
-
-@dataclass(frozen=True)
 class Against(ls.StaleUpdates):
-    round, promises = AgainstRound, ls.StaleUpdates.promises
+    class round(StaleRound):
+        def expected_update(self, unit: Any) -> Any:
+            return {n: -t for n, t in super().expected_update(unit).items()}
+
+    promises = ls.StaleUpdates.promises
 
 
 class Drawn(Capacities[Any]):

@@ -308,11 +308,7 @@ class Scaffold(WithControls):
 
     side: ClassVar[type[DenseSide]] = ScaffoldSide
     round: ClassVar[type[DenseRound]] = ScaffoldRound
-    promises: ClassVar[Promises] = Promises(
-        new_values=True,
-        same_tensors=True,
-        parts_stay=True,
-    )
+    promises: ClassVar[Promises] = Promises(new_values=True, same_tensors=True, parts_stay=True)
 
     def check(self, plan: Setting) -> None:
         """Raise ``ValueError`` unless one optimizer steps all trainable parameters by one rate times the gradient."""

@@ -184,11 +184,7 @@ MIXED, MOST_EVALUATIONS = 6, 60  # previous steps that are mixed
 
 
 def solve_fixed_point(
-    residual: Callable[[Tensor], tuple[Tensor, Tensor]],
-    start: Tensor,
-    weights: Tensor,
-    *,
-    tolerance: float,
+    residual: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor, weights: Tensor, *, tolerance: float
 ) -> tuple[Tensor, Tensor]:
     """Find x with zero residual, up to a constant added to all of x, by Anderson mixing of plain steps.
 

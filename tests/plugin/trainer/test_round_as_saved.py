@@ -117,10 +117,7 @@ def check(run: Run, folder: Path, **failing: Any) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("place", "hook"),
-    [
-        *(("first", hook) for hook in AFTER_THE_STEP),
-        *(("last", hook) for hook in (*BEFORE_IT, *AFTER_THE_STEP)),
-    ],
+    [*(("first", hook) for hook in AFTER_THE_STEP), *(("last", hook) for hook in (*BEFORE_IT, *AFTER_THE_STEP))],
 )
 def test_a_failure_in_any_hook_costs_no_weight_and_no_record(place: str, hook: str, run: Run, tmp_path: Path) -> None:
     check(run, tmp_path, **{place: [Fails(hook)]})

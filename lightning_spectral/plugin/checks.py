@@ -153,11 +153,11 @@ def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[floa
         shares.append(counts / counts.sum().clamp(min=1))
     overlap = float(torch.minimum(*shares).sum())
     if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares):
-        remedy = "small_steps=0.95, or " if hasattr(owner.algorithm, "small_steps") else ""
+        remedy = ", or small_steps=0.95" if hasattr(owner.algorithm, "small_steps") else ""
         warnings.warn(
             f"Clients that can hold {small:g} of the model have other labels than those that can hold {large:g} (the "
             f"overlap is {overlap:.0%}): what only the latter train pulls the model to their labels, and it may forget "
-            f"those of the former. Use {remedy}one keep ratio for all.",
+            f"those of the former. Use one keep ratio for all{remedy}.",
             SpectralWarning,
             stacklevel=2,
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1]))  # code that the studies share
 from records import read_runs
-from setups import ALLOCATED, FEW_LABELS, LARGE, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
+from setups import ALLOCATED, ESTIMATED, FEW_LABELS, LARGE, NARROW, ONLY_ON, OTHER_SYSTEMS, SETUPS, KeepRatio
 from tasks import TIED
 
 OUTPUT = Path("outputs/any_network")
@@ -27,6 +27,7 @@ NEAR_IID, SKEWED, EXTREME = "Dir(10 p)", "Dir(1 p)", "Dir(0.3 p)"
 MAIN = ("FedAvg", "sharding")
 LAYOUTS = ("Tucker factors", NARROW)
 ALL_CLIENTS = ("FedAvg", f"{LARGE}FedAvg", NARROW)  # one network for all clients, or for some
+WITH_ESTIMATES = tuple(setup for setup in SETUPS if setup.startswith(ESTIMATED))
 TWO_CAPACITIES = ("small steps, sharding", "small steps, Tucker factors", "HeteroFL", "FedRolex", "FedHM", "sharding")
 BOTH = ("averaging", "momentum")  # steps of the server
 PUBLISHED = ("Collective, published", "TopN, published")
@@ -157,8 +158,10 @@ def few_labels() -> Iterator[Spec | None]:
 
 
 def tied() -> Iterator[Spec | None]:
-    """Clients of two capacities, with other labels each; beside whole models, and a narrow network for all."""
-    for setup, net in product((*ALL_CLIENTS, *TWO_CAPACITIES), NETS):
+    """Clients of two capacities, with other labels each; beside whole models, and one small one for all."""
+    for net in NETS:
+        yield begin(TIED, net, "sharding", "momentum")
+    for setup, net in product((*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES), NETS):
         yield begin(TIED, net, setup, "momentum", "0.1 and 0.4")
 
 

@@ -31,6 +31,7 @@ from plans import (
     OUTPUT,
     PUBLISHED,
     TWO_CAPACITIES,
+    WITH_ESTIMATES,
     final,
     reported,
     results,
@@ -123,7 +124,7 @@ def tables(runs: Sequence[Run]) -> dict[str, Grid]:
         ", other steps of the server": [*product(MAIN, [server for server in SERVERS if server != "averaging"])],
         ", other layouts": [(setup, "momentum") for setup in (*MAIN, *LAYOUTS)],
         ", hooks for few labels": [(f"{FEW_LABELS}{setup}", "momentum") for setup in (*MAIN, *LAYOUTS)],
-        ", two capacities": [(setup, "momentum") for setup in (*ALL_CLIENTS, *TWO_CAPACITIES)],
+        ", two capacities": [(setup, "momentum") for setup in (*ALL_CLIENTS, *WITH_ESTIMATES, *TWO_CAPACITIES)],
         ", one part changed": [(setup, "momentum") for setup in SETUPS if setup.startswith("sharding")],
     }
     parts: dict[str, Grid] = {}

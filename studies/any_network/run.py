@@ -22,7 +22,18 @@ import torch
 from plans import OUTPUT, PLANS, Spec, missing, results
 from quiet import quiet_trainer, silence_lightning
 from records import restore, train_once
-from setups import FEW_LABELS, LARGE, NARROW, OWN_ROUNDS, SERVERS, algorithm_of, few_label_hooks, narrowed, smallest
+from setups import (
+    ESTIMATED,
+    FEW_LABELS,
+    LARGE,
+    NARROW,
+    OWN_ROUNDS,
+    SERVERS,
+    algorithm_of,
+    few_label_hooks,
+    narrowed,
+    smallest,
+)
 from tasks import CLIENTS_PER_ROUND, LOCAL_EPOCHS, Classifier, deal, second_half
 
 import lightning_spectral as ls
@@ -51,7 +62,8 @@ def train(spec: Spec) -> dict[str, Any]:
             server_optimizer=SERVERS[spec.server],
             seed=spec.seed,
         )
-        quiet_trainer(spec.num_rounds, [history, ledger], EVERY).fit(model, data)
+        averages = [ls.plugin.callbacks.BatchNormEstimation(EVERY)] if spec.setup.startswith(ESTIMATED) else []
+        quiet_trainer(spec.num_rounds, [history, ledger, *averages], EVERY).fit(model, data)
     except (ls.errors.RoundError, ls.ClientError, ValueError) as failure:  # a diverged run is a result
         error = str(failure).splitlines()[0]
     curves = {name: [row[name] for row in history.rows if name in row] for name in ("val", "test", "fl/loss")}

@@ -19,6 +19,7 @@ from lightning_spectral.server.optimizers import FedOptimizer
 
 NARROW = "narrow net"  # another module, so another network for all
 FEW_LABELS = "few labels: "  # a setup with the hooks for clients with few labels
+ESTIMATED = "averages estimated: "  # a setup with BatchNorm averages of all training data for evaluation
 LARGE = "second half: "  # a setup without the clients of the smaller keep ratio
 MIXED = {"0.1 and 0.4": (0.1, 0.4), "0.05 and 1": (0.05, 1.0)}  # keep ratios of the two halves of the clients
 KeepRatio = float | str  # a share of the terms, or a key of MIXED
@@ -174,6 +175,10 @@ SETUPS: dict[str, Setup] = {
     "small steps, sharding": sharding(small_steps=0.95),
     "small steps, Tucker factors": sharding(small_steps=0.95, layers=ls.LayerChoices(convolutions="tucker")),
     f"{LARGE}FedAvg": dense,
+    f"{ESTIMATED}FedAvg": dense,
+    f"{ESTIMATED}{NARROW}": dense,
+    f"{ESTIMATED}small steps, sharding": sharding(small_steps=0.95),
+    f"{ESTIMATED}HeteroFL": by_width(ls.PrefixChannels()),
     # other systems
     "HeteroFL": by_width(ls.PrefixChannels()),
     "HeteroFL, Scaler": by_width(ls.PrefixChannels(), scaler=True),
@@ -196,6 +201,7 @@ NOT_RESIDUAL = ("plain, GroupNorm", "MLP", "plain, BatchNorm", "transformer")
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     "sharding, attention whole": ("transformer",),
     "sharding, attention thrice": ("transformer",),
+    **{name: ("plain, BatchNorm",) for name in SETUPS if name.startswith(ESTIMATED)},
     "HeteroFL, equal bytes": NOT_RESIDUAL,  # on the residual nets, as many channels as HeteroFL itself
     "HeteroFL, equal multiplications": NOT_RESIDUAL,
     "FedMUD": ("MLP", "transformer"),

@@ -277,6 +277,7 @@ class TestConstructor:
                 {"local_hooks": [BatchNormEstimation()]},
                 r"is a callback; write Trainer\(callbacks=\[BatchNormEstimation\(",
             ),
+            ({"local_hooks": [ls.TopK(0.1)]}, r"TopK is a filter; write filters=\[TopK\("),
             ({"algorithm": nn.Sequential(nn.Linear(2, 2))}, r"must be an instance of Algorithm, got a Sequential\.$"),
             ({"local_epochs": torch.eye(2)}, r"`local_epochs` must be a whole number, got a Tensor\.$"),
             ({"server_optimizer": ls.server.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),

@@ -172,6 +172,7 @@ def test_names_from_elsewhere_are_answered_with_a_line_that_works(name: str) -> 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: ls.ClientPrivacy(clip=1, delta=0.1, epsilon=8), "Privacy has no argument `epsilon`: write target_"),
         (lambda: ls.FedAvg(mu=0.1), r"no argument `mu`: write FederatedModule\(\.\.\., local_hooks=\[ls\.client\.Prox"),
         (lambda: ls.FederatedModule(None, strategy=None), r"no argument `strategy`: write algorithm=ls\.Spectral"),
         (lambda: ls.FederatedModule(None, num_rounds=9), r"no argument `num_rounds`: write Trainer\(max_epochs=100\)"),

@@ -16,7 +16,7 @@ from lightning_spectral.algorithms.base import Algorithm, Decisions, Names, Roun
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import DeviceEnd, Instructions
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.errors import check_is
+from lightning_spectral.errors import check_is, refuse_moved
 from lightning_spectral.participation import Figure, Sampler, UniformParticipation
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
@@ -31,6 +31,9 @@ from lightning_spectral.protocol.records import (
 )
 from lightning_spectral.sums.exact_mean import Peers
 
+CALLED = MappingProxyType(  # what to write for arguments under names from elsewhere
+    {"epsilon": "target_epsilon=8.0", "max_grad_norm": "clip=1.0", "l2_norm_clip": "clip=1.0"}
+)
 Ask = Callable[[Sequence[Handshake]], Iterator[Handshake | Upload]]
 
 
@@ -283,6 +286,13 @@ class Filter:
     weighs: ClassVar[bool] = False
     equal_weights: ClassVar[bool] = False
     outlasts_faults: ClassVar[bool] = False
+
+    def __new__(cls, *args: Any, **options: Any) -> Filter:
+        """Say how an argument is called here."""
+        own = getattr(cls, "__dataclass_fields__", {})
+        called = {name: line for name, line in CALLED.items() if name not in own and line.partition("=")[0] in own}
+        refuse_moved(cls.__name__, options, called)
+        return super().__new__(cls)
 
     @property
     def secret_cohorts(self) -> bool:

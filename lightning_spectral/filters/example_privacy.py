@@ -32,6 +32,7 @@ from lightning_spectral.client.local_loop import (
 from lightning_spectral.errors import SpectralWarning
 from lightning_spectral.filters.privacy import ClientPrivacy, check_budget
 from lightning_spectral.functional.privacy import Rounds, calibrated, draws, epsilon, grid_of, shortened, warn_of_delta
+from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.rng import SecretNormals
@@ -171,7 +172,8 @@ class ExampleLoop(LocalLoop):
         self._numbers, (self._rate, _) = SecretNormals(key), draws(len(data.indices), data.batch_size)
         self._std = self.choice.multiplier(len(data.indices), data.batch_size) * self.choice.clip
         attributes = tuple if self._is_compared else changed_attributes(self.module)
-        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        drawn = {f"{name}.omega" for name in sharded_layers(self.module)}  # which depends on no example
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers() if name not in drawn}
         result = super().__call__(task)
         moved = [name for name, b in self.module.named_buffers() if name in before and not torch.equal(b, before[name])]
         if names := [*attributes(), *moved]:

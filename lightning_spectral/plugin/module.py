@@ -462,11 +462,11 @@ def _check_local_hooks(local_hooks: Any) -> None:
         raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
     check_is("local_hooks", local_hooks, Sequence)
     for hook in local_hooks:
-        if isinstance(hook, pl.Callback):
-            name = type(hook).__name__
-            raise TypeError(
-                f"`local_hooks` act on devices, and {name} is a callback; write Trainer(callbacks=[{name}(...)])."
-            )
+        name = type(hook).__name__
+        for kind, place in {pl.Callback: f"Trainer(callbacks=[{name}(...)])", Filter: f"filters=[{name}(...)]"}.items():
+            if isinstance(hook, kind):
+                what = kind.__name__.lower()
+                raise TypeError(f"`local_hooks` act within local steps, and {name} is a {what}; write {place}.")
         check_is("local_hooks", hook, LocalHook)
 
 

@@ -362,8 +362,8 @@ class RoundSummary:
 
     @property
     def has_losses(self) -> bool:
-        """Whether the loss of any client in the average is known."""
-        return not all(client.is_masked for client in self.averaged)
+        """Whether any client in the average has taken a step and has said its loss."""
+        return any(client.num_steps > 0 and not client.is_masked for client in self.averaged)
 
     def metric(self, name: str) -> str:
         """The name of one of the round's metrics; with several models, it begins with the model's name."""

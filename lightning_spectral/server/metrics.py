@@ -19,7 +19,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
 
     Returns:
         - ``fl/round``: index of the round, from 0; the x axis of all other metrics.
-        - ``fl/loss``: training loss per example over the clients in the average; NaN if none took a step.
+        - ``fl/loss``: training loss per example over the clients in the average.
         - ``fl/values_not_finite``: losses and logged values of these clients that are NaN or infinite, and not in the
           means; only if there are any. A mean of nothing but such values is one of them.
         - ``fl/clients``, ``fl/clients_left_out``, ``fl/examples``: clients in the average, clients left out of it, and
@@ -35,7 +35,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         algorithm's own metrics.
 
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
-        for a round whose clients were all left out or masked their updates, nor for a model that no client was asked
+        for a round of whose clients none took a step, or none says its loss, nor for a model that no client was asked
         to train.
     """
     kept, measured = summary.averaged, summary.measured

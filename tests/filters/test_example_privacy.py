@@ -102,7 +102,8 @@ class Norms(ls.client.LocalHook):
         return lambda: self.seen.append(float(torch.cat([p.grad.flatten() for p in own if p.grad is not None]).norm()))
 
 
-FORMS = [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.5), ls.LoRA(2), ls.FIARSE(0.5), ls.StaleUpdates()]
+SMALL_STEPS = ls.SpectralSharding(keep_ratio=[0.2, 0.8, 0.8], small_steps=0.5)
+FORMS = [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.5), SMALL_STEPS, ls.LoRA(2), ls.FIARSE(0.5), ls.StaleUpdates()]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
@@ -215,6 +216,7 @@ def test_each_client_has_the_epsilon_of_its_own_turns(fit: Fit) -> None:
     )
     assert told.of == pytest.approx({client: asked(size, 4) for client, size in enumerate(SIZES)})
     assert run.history.rows[-1]["fl/example_epsilon"] == pytest.approx(max(told.of.values()))
+    assert "fl/loss" not in run.history.rows[-1]
 
 
 def test_without_draws_it_is_that_of_the_gaussian_mechanism() -> None:

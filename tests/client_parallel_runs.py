@@ -140,10 +140,6 @@ class FailsInOneProcess(ls.RoundCallback):
             raise KeyError("mine")
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
 class BreaksWeights(torch.optim.SGD):
     """A server optimizer whose step leaves weights that are not finite."""
 
@@ -153,10 +149,7 @@ class BreaksWeights(torch.optim.SGD):
             self.param_groups[0]["params"][0].fill_(float("inf"))
 
 
-def breaking(parameters: Any) -> torch.optim.Optimizer:
-    return BreaksWeights(parameters, lr=1.0)
-
-
+ADAM, BREAKING = partial(torch.optim.Adam, lr=0.01), partial(BreaksWeights, lr=1.0)
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, layers=EVERY_LAYER)
 COORDINATED = ls.SpectralSharding(ls.Unbiased(), keep_ratio=0.4, design=ls.designs.Coordinated(), layers=EVERY_LAYER)
@@ -183,9 +176,9 @@ class Gathers(LitMLP):
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "a step that gathers": {"module": Gathers, "clients_per_round": 7},
-    "dense": {"clients_per_round": 7, "loader": True},
-    "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": adam},
+    "a step that gathers": {"module": Gathers},
+    "dense": {"loader": True},
+    "dense, Adam at the server, two clients": {"clients_per_round": 2, "server_optimizer": ADAM},
     "batch norm": {"module": WithBatchNorm, "clients_per_round": 5},
     "limits": {"buffers": {"has_begun": "max", "num_steps": "max"}, "module": WithLimits, "clients_per_round": 5},
     "batch norm, estimated": {
@@ -194,7 +187,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "clients_per_round": 5,
         "trainer": {"callbacks": [ls.plugin.callbacks.BatchNormEstimation()]},
     },
-    "spectral": {"algorithm": SPECTRAL, "clients_per_round": 7, "watched": True},
+    "spectral": {"algorithm": SPECTRAL, "watched": True},
     "levels and noise": {
         "algorithm": SPECTRAL,
         "module": Levelled,
@@ -221,9 +214,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "server_optimizer": ls.server.FedYogi(lr=0.01),
     },
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
-    "cut cohort": {"algorithm": COORDINATED, "clients_per_round": 7, "trainer": {"limit_train_batches": 4}},
-    "secure sums": {"module": WithBatchNorm, "clients_per_round": 7, "filters": [ls.SecureSums()]},
-    "clients left out": {"module": DivergesForSome, "clients_per_round": 7},
+    "cut cohort": {"algorithm": COORDINATED, "trainer": {"limit_train_batches": 4}},
+    "secure sums": {"module": WithBatchNorm, "filters": [ls.SecureSums()]},
+    "clients left out": {"module": DivergesForSome},
     "a store of clients": {"algorithm": Remembering(), "clients_per_round": 9, "rounds": 3},
     "truncated stale updates, clients left out": {
         "algorithm": ls.StaleUpdates(beta=0.5, num_terms=1),
@@ -239,25 +232,22 @@ RUNS: dict[str, dict[str, Any]] = {
     "width": {
         "algorithm": ls.WidthSharding(ls.RollingChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}),
         "module": WithBatchNorm,
-        "clients_per_round": 7,
         "local_hooks": [ls.client.MaskedLogits("net.6")],
         "dashboard": True,
     },
     "outputs cut": {
         "algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, output_ratio=0.4),
         "module": WithBatchNorm,
-        "clients_per_round": 7,
     },
     "matrices averaged": {
         "algorithm": ls.SpectralSharding(ls.TopN(), {0.3: 0.5, 0.6: 0.5}, aggregation=ls.algorithms.MatrixMeans()),
         "module": WithBatchNorm,
-        "clients_per_round": 7,
     },
-    "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm, "clients_per_round": 7},
-    "robust": {"algorithm": SPECTRAL, "clients_per_round": 7, "filters": [ls.Robust(ls.server.Median())], "rounds": 3},
-    "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "clients_per_round": 7, "rounds": 3},
-    "largest changes": {"filters": [ls.TopK(0.1)], "clients_per_round": 7, "rounds": 3},
-    "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "clients_per_round": 7, "rounds": 3},
+    "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm},
+    "robust": {"algorithm": SPECTRAL, "filters": [ls.Robust(ls.server.Median())], "rounds": 3},
+    "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "rounds": 3},
+    "largest changes": {"filters": [ls.TopK(0.1)], "rounds": 3},
+    "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "rounds": 3},
     "private": {
         "algorithm": ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER),
         "participation": ls.Uniform(active=5),
@@ -266,19 +256,13 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "private examples": {
         "filters": [ls.ExamplePrivacy(clip=0.5, noise_multiplier=0.5, delta=1e-2, target_epsilon=9.0, noise_seed=1)],
-        "clients_per_round": 7,
         "rounds": 3,
     },
-    "FIARSE": {
-        "algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}),
-        "module": WithBatchNorm,
-        "clients_per_round": 7,
-        "rounds": 3,
-    },
-    "Ditto": {"algorithm": ls.Ditto(), "module": WithBatchNorm, "clients_per_round": 7, "rounds": 3},
-    "q-FedAvg": {"algorithm": ls.QFedAvg(q=2.0), "module": WithBatchNorm, "clients_per_round": 7, "rounds": 3},
-    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "clients_per_round": 7, "rounds": 3},
-    "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "clients_per_round": 7, "rounds": 3},
+    "FIARSE": {"algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}), "module": WithBatchNorm, "rounds": 3},
+    "Ditto": {"algorithm": ls.Ditto(), "module": WithBatchNorm, "rounds": 3},
+    "q-FedAvg": {"algorithm": ls.QFedAvg(q=2.0), "module": WithBatchNorm, "rounds": 3},
+    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "rounds": 3},
+    "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "rounds": 3},
     "LoRA, truncated": {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
         "clients_per_round": 5,
@@ -286,7 +270,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "width of each step": {
         "algorithm": ls.WidthSharding(keep_ratio={0.25: 0.5, 0.5: 0.5}, step_widths=(0.25, 0.5)),
         "module": WithBatchNorm,
-        "clients_per_round": 7,
         "rounds": 3,
     },
     "averages of each width": {
@@ -294,7 +277,6 @@ RUNS: dict[str, dict[str, Any]] = {
             keep_ratio={0.25: 0.5, 0.75: 0.5}, step_widths=(0.25, 0.5, 0.75), averages_per_width=True
         ),
         "module": WithBatchNorm,
-        "clients_per_round": 7,
         "rounds": 3,
     },
     "errors, dropout and over-selection": {
@@ -306,7 +288,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "sampled networks": {
         "algorithm": ls.Zampling(compression=3, degree=4, coordinated=True),
-        "clients_per_round": 7,
         "trainer": {"callbacks": [ls.plugin.callbacks.SampledNetworks(3)]},
     },
     "evaluation on clients": {
@@ -319,9 +300,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "dashboard": True,
     },
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
-    "the server's step fails, dense": {"server_optimizer": breaking, "clients_per_round": 7},
-    "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": breaking, "clients_per_round": 7},
-    "a callback fails": {"clients_per_round": 7, "trainer": {"callbacks": [FailsInOneProcess()]}},
+    "the server's step fails, dense": {"server_optimizer": BREAKING},
+    "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": BREAKING},
+    "a callback fails": {"trainer": {"callbacks": [FailsInOneProcess()]}},
 }
 WITH_THREE = {
     *("dense", "dense, Adam at the server, two clients", "spectral, FedAdam", "coordinated, one client"),
@@ -360,15 +341,12 @@ def run(
     dashboard: bool = False,
     **federation: Any,
 ) -> dict[str, Any]:
-    """The outcome of a run, in plain tensors and numbers."""
+    """The outcome of a run, in plain tensors and numbers; of seven clients a round, unless it says otherwise."""
     torch.manual_seed(0)
     lit: Any = module()
     history, ledger = ls.RoundHistory(), ls.CommunicationLedger()
-    watchers = (
-        [ls.plugin.callbacks.SpectralDiagnostics(), ls.plugin.callbacks.UpdateAlignment(every_n_rounds=2)]
-        if watched
-        else []
-    )
+    callbacks = ls.plugin.callbacks
+    watchers = [callbacks.SpectralDiagnostics(), callbacks.UpdateAlignment(every_n_rounds=2)] if watched else []
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1, auto_insert_metric_name=False)
     options = {"logger": False, **(trainer or {})}
     if dashboard:
@@ -395,7 +373,8 @@ def run(
             model, data = several_models(models, seed)
             lit = model
         else:
-            model = ls.FederatedModule(lit, seed=seed, **federation)
+            who = {} if "participation" in federation else {"clients_per_round": 7}
+            model = ls.FederatedModule(lit, seed=seed, **{**who, **federation})
         runner.fit(model, data, ckpt_path=ckpt)
         if loader:
             tested = runner.test(model, data.val, verbose=False)

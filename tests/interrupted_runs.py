@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,6 @@ class Report(ls.RoundCallback):
         os.write(self.pipe, b".")
 
 
-def fed_adam(parameters: Any) -> Any:
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes: int = 1) -> None:
     """Fit, from the newest complete checkpoint if there is one, and write the outcome."""
     torch.manual_seed(0)
@@ -53,7 +50,7 @@ def train(folder: Path, num_rounds: int, pipe: int | None = None, num_processes:
         LitSmall(dropout=0.2),  # and momentum, batch norm and a schedule, all of which a resumed run might get wrong
         algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}),
         clients_per_round=CLIENTS_PER_ROUND,
-        server_optimizer=fed_adam,
+        server_optimizer=partial(torch.optim.Adam, lr=0.05),
         dropout=ls.ClientDropout(0.2),
         clock=clock,
     )

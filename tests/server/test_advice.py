@@ -117,18 +117,6 @@ Use = Callable[[Any, int], list[int]]  # from the module and the class of a batc
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 
 
-def of_class(lit: Any, label: int) -> list[int]:
-    return [label]
-
-
-def at_random(lit: Any, label: int) -> list[int]:
-    return [expert for expert in range(3) if torch.rand(()) < 0.5]
-
-
-def unfrozen(lit: Any, label: int) -> list[int]:
-    return list(range(min(lit.current_epoch + 1, 3)))
-
-
 def but_the_last(lit: Any, label: int) -> list[int]:
     return [0, 1]
 
@@ -161,7 +149,15 @@ def fit_one(fit: Fit, by_class: ls.FederatedDataModule) -> Any:
     return partial(fit, data=by_class, algorithm=sharding, clients_per_round=1)
 
 
-@pytest.mark.parametrize("use", [of_class, at_random, unfrozen])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda lit, label: [label],
+        lambda lit, label: [expert for expert in range(3) if torch.rand(()) < 0.5],
+        lambda lit, label: list(range(min(lit.current_epoch + 1, 3))),
+    ],
+    ids=["of the class", "at random", "unfrozen"],
+)
 def test_layers_that_some_client_trains_are_no_concern(use: Use, lit_mlp: Any, fit_one: Any) -> None:
     lit = with_experts(lit_mlp, use)
     before = [expert.weight.clone() for expert in lit.experts]
@@ -225,15 +221,6 @@ class Breaks(torch.optim.SGD):
             self.param_groups[0]["params"][self.which].view(-1)[0] = self.value
 
 
-def breaking(which: int) -> Any:
-    def optimizer(parameters: Iterable[nn.Parameter]) -> Breaks:
-        made = Breaks(parameters, lr=1.0)
-        made.which = which
-        return made
-
-    return optimizer
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=repr)
 @pytest.mark.parametrize(("which", "name"), [(0, "net.0.weight"), (2, "net.2.weight"), (5, "net.5.bias")])
@@ -241,7 +228,8 @@ def breaking(which: int) -> Any:
 def test_a_server_step_that_broke_a_weight_is_named(
     algorithm: Any, which: int, name: str, faults: Any, lit: Any, data: Any, fit: Fit
 ) -> None:
-    options = {"algorithm": algorithm, "server_optimizer": breaking(which), "faults": faults}
+    breaking = partial(variant(Breaks, which=which), lr=1.0)
+    options = {"algorithm": algorithm, "server_optimizer": breaking, "faults": faults}
     with warnings.catch_warnings():
         warnings.simplefilter("error", ls.SpectralWarning)  # no client is left out on the way
         with pytest.raises(ls.errors.RoundError) as caught:

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -194,10 +195,6 @@ def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], na
     )
 
 
-def momentum(parameters: Any) -> Any:
-    return torch.optim.Adam(parameters, lr=0.1, weight_decay=0.1)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.5, spectral_start=None)], ids=["FedAvg", "spectral"]
@@ -211,6 +208,7 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
     module = LitFragile()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     everyone = set(range(NUM_CLIENTS))
+    momentum = partial(torch.optim.Adam, lr=0.1, weight_decay=0.1)
     options = {"algorithm": algorithm, "server_optimizer": momentum, "faults": leave_out(reason, 1.0)}
     with pytest.warns(
         ls.SpectralWarning, match=rf"Round \d: no client is left to average \(6 {reason}\); the server's"

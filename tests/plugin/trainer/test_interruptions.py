@@ -95,10 +95,6 @@ class Logs(ls.RoundCallback):
         pl_module.log("round squared", float(summary.round_idx**2), on_step=False, on_epoch=True, batch_size=1)
 
 
-def fed_adam(parameters: Any) -> Any:
-    return torch.optim.Adam(parameters, lr=0.05)
-
-
 Run = Callable[..., Fitted]
 
 
@@ -111,7 +107,7 @@ def run(fit: Fit, data: Any) -> Run:
         stops = [own, EarlyStopping("fl/loss", patience=99)]
         saves = any(isinstance(one, OnExceptionCheckpoint | ModelCheckpoint) for one in callbacks)
         more["trainer"] = {"enable_checkpointing": saves, **more.get("trainer", {})}
-        options = {"max_epochs": 4, "server_optimizer": fed_adam, **more}
+        options = {"max_epochs": 4, "server_optimizer": partial(torch.optim.Adam, lr=0.05), **more}
         return fit(seeded(make), data, callbacks=[*callbacks, Logs(), *stops], **options)
 
     return run
@@ -208,14 +204,11 @@ def test_a_new_run_that_fails_before_training_saves_nothing(hook: str, interrupt
     assert interrupted(Acts(hook, round_idx=0)) is None
 
 
-class WritesAll(TorchCheckpointIO):
-    """A user's plugin, which does not know that there is nothing to write."""
-
-
 def test_what_another_plugin_writes_of_a_new_run_that_failed_before_training_is_the_start(
     interrupted: Any, resumes: Any
 ) -> None:
-    resumes(interrupted(Acts("on_fit_start", round_idx=0), trainer={"plugins": WritesAll()}))
+    plugin = type("WritesAll", (TorchCheckpointIO,), {})()  # which does not know that there is nothing to write
+    resumes(interrupted(Acts("on_fit_start", round_idx=0), trainer={"plugins": plugin}))
 
 
 def test_a_resumed_run_with_nothing_left_to_train_shows_what_was_logged_last(run: Run, tmp_path: Path) -> None:

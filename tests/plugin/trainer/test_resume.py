@@ -21,14 +21,10 @@ from lightning_spectral.plugin.settings import TRAINER_SETTINGS, check_checkpoin
 FitAndSave = Callable[..., Fitted]
 
 
-def momentum_server(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
-
-
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
     """Fits with momentum at the server, too."""
-    return partial(fit, server_optimizer=momentum_server)
+    return partial(fit, server_optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.5))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What a module sees of its trainer: on a client, what plain Lightning shows it on that client's data."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ HALF = ls.SpectralSharding(keep_ratio=0.5, clip_tau=float("inf"))
 ROWS: dict[str, Callable[[Any], Any]] = {
     "num_training_batches": lambda module: module.trainer.num_training_batches,
     "is_last_batch": lambda module: module.trainer.is_last_batch,
-    "train_dataloader": lambda module: (len(module.trainer.train_dataloader), len(next(iter(loader_of(module))))),
+    "train_dataloader": lambda module: (len(own := module.trainer.train_dataloader), len(next(iter(own)))),
     "examples": lambda module: len(module.trainer.train_dataloader.dataset),
     "val_dataloaders": lambda module: len(module.trainer.val_dataloaders),
     "datamodule": lambda module: sum(len(y) for *_, y in module.trainer.datamodule.train_dataloader()),
@@ -44,28 +45,13 @@ ROWS: dict[str, Callable[[Any], Any]] = {
     "logger": lambda module: (type(module.logger), len(module.trainer.loggers), module.logger is module.trainer.logger),
     "metrics": lambda module: [
         isinstance(found, dict)
-        for found in (
-            module.trainer.callback_metrics,
-            module.trainer.logged_metrics,
-            module.trainer.progress_bar_metrics,
-        )
+        for found in attrgetter("callback_metrics", "logged_metrics", "progress_bar_metrics")(module.trainer)
     ],
     "should_stop": lambda module: module.trainer.should_stop,
-    "state": lambda module: (
-        module.trainer.state.fn,
-        module.trainer.training,
-        module.trainer.sanity_checking,
-        module.trainer.validating,
-    ),
+    "state": attrgetter("trainer.state.fn", "trainer.training", "trainer.sanity_checking", "trainer.validating"),
     "training": lambda module: module.training,
-    "ranks": lambda module: (
-        module.trainer.global_rank,
-        module.trainer.local_rank,
-        module.trainer.node_rank,
-        module.global_rank,
-        module.local_rank,
-        module.trainer.is_global_zero,
-    ),
+    "ranks": attrgetter("trainer.global_rank", "trainer.local_rank", "trainer.node_rank", "global_rank", "local_rank"),
+    "is_global_zero": lambda module: module.trainer.is_global_zero,
     "world_size": lambda module: (module.trainer.world_size, module.trainer.num_devices, module.trainer.num_nodes),
     "strategy": lambda module: (
         type(module.trainer.strategy),
@@ -89,10 +75,6 @@ ROWS: dict[str, Callable[[Any], Any]] = {
 }
 
 RATES = ("optimizers", "optimizers()", "lr_schedulers()")  # schedules step before the last batch has ended; here, after
-
-
-def loader_of(module: Any) -> Any:
-    return module.trainer.train_dataloader
 
 
 def lr_of(optimizers: Any) -> Any:

@@ -12,8 +12,8 @@ from toy_models import variant
 import lightning_spectral as ls
 
 
-@pytest.mark.filterwarnings("ignore:You have overridden `on_")
-def test_hooks_of_local_steps_run_on_the_module_itself_in_lightnings_order(lit_mlp: Any, data: Any, fit: Fit) -> None:
+def spied_on(lit_mlp: Any, names: list[str]) -> tuple[Any, list[str]]:
+    """A module, and the calls of its hooks, all of which run on the module itself."""
     calls: list[str] = []
 
     def spy(name: str) -> Any:
@@ -24,6 +24,12 @@ def test_hooks_of_local_steps_run_on_the_module_itself_in_lightnings_order(lit_m
 
         return hook
 
+    server = variant(lit_mlp, **{name: spy(name) for name in names})()
+    return server, calls
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_")
+def test_hooks_of_local_steps_run_on_the_module_itself_in_lightnings_order(lit_mlp: Any, data: Any, fit: Fit) -> None:
     names = [
         *("on_train_epoch_start", "on_before_batch_transfer", "on_after_batch_transfer", "on_train_batch_start"),
         *("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"),
@@ -31,28 +37,19 @@ def test_hooks_of_local_steps_run_on_the_module_itself_in_lightnings_order(lit_m
     ]
     data.val = None
     data.batch_size = 100
-    server = variant(lit_mlp, **{name: spy(name) for name in names})()
+    server, calls = spied_on(lit_mlp, names)
     fit(server, data, algorithm=ls.FedAvg(), max_epochs=1, clients_per_round=2, local_epochs=2)
     assert calls == 4 * names
 
 
 def test_hooks_of_the_run_run_on_the_server(lit_mlp: Any, data: Any, toy: Any, fit: Fit) -> None:
-    calls: list[str] = []
-
-    def spy(name: str) -> Any:
-        def hook(self: Any, *args: Any) -> None:
-            assert self is server
-            calls.append(name)
-
-        return hook
-
     names = [
         *("prepare_data", "setup", "on_fit_start", "on_train_start"),
         *("on_validation_start", "on_validation_epoch_start", "on_validation_batch_start"),
         *("on_validation_batch_end", "on_validation_epoch_end", "on_validation_end"),
         *("on_train_end", "on_fit_end", "teardown"),
     ]
-    server = variant(lit_mlp, **{name: spy(name) for name in names})()
+    server, calls = spied_on(lit_mlp, names)
     fit(server, data, max_epochs=1)
     assert calls == names
 

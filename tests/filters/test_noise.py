@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,12 +31,9 @@ from lightning_spectral.protocol.rng import SecretNormals
 
 CLIENT = WorkUnit(0)
 SHAPES = {"weight": (3, 4), "bias": (5,)}
+NO_NOISE = partial(torch.zeros, dtype=torch.float64)
 SETTINGS: dict[str, Any] = {"clients_per_round": 12, "local_epochs": 2, "seed": 3, "max_epochs": 2}
 BARELY = LocalNoise(clip=1e3, noise_multiplier=1e-9)  # shortens nothing, and moves nothing that a test sees
-
-
-def no_noise(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64)
 
 
 def drawn(scale: float, seed: int) -> dict[str, Tensor]:
@@ -58,7 +56,7 @@ def left(noise: LocalNoise, sent: dict[str, Tensor], upload: Upload, buffers: Se
     return upload
 
 
-def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int], Tensor] | None = no_noise) -> Tensor:
+def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int], Tensor] | None = NO_NOISE) -> Tensor:
     """What a device sends after a change, minus what it was sent."""
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     after = {name: value.double() for name, value in change.items()}

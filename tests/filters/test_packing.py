@@ -18,7 +18,6 @@ from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitNet, toy_examples
 
 import lightning_spectral as ls
-from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.algorithms.filter import instructions
 from lightning_spectral.client.device import DeviceTurn
 from lightning_spectral.client.masking import Parties
@@ -346,15 +345,6 @@ def test_devices_that_pack_what_cannot_be_are_left_out(fit: Fit) -> None:
     assert torch.isfinite(fitted[0].weights).all()
 
 
-class RoundedSide(DenseSide):
-    def collect(self, client: nn.Module, download: Download) -> Upload:
-        return Upload(download.unit, {name: value.round() for name, value in client.state_dict().items()})
-
-
-class Rounded(ls.FedAvg):
-    side = RoundedSide
-
-
 def wrapped(packing: Any, algorithm: Any) -> ls.FederatedModule:
     return ls.FederatedModule(LitMLP(), algorithm=algorithm, filters=[packing], clients_per_round=4)
 
@@ -365,7 +355,7 @@ def wrapped(packing: Any, algorithm: Any) -> ls.FederatedModule:
         (lambda: ls.TopK(0.0), r"`share` must be in \(0, 0.5\], got 0.0; half of the entries"),
         (lambda: ls.TopK(0.6), r"`share` must be in \(0, 0.5\], got 0.6; half of the entries"),
         (
-            lambda: wrapped(ls.Int8(), Rounded()),
+            lambda: wrapped(ls.Int8(), type("Rounded", (ls.FedAvg,), {})()),
             "Int8 needs an algorithm whose clients send back new values of the tensors that were sent, which Rounded "
             r"does not promise: .* let Rounded say so: `promises = Promises\(new_values=True\)`",
         ),

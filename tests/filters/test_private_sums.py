@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from functools import partial
 from statistics import NormalDist
 
 import pytest
@@ -20,11 +21,8 @@ from lightning_spectral.testing.trial import Peer
 
 WEIGHT, TOTAL = 0.25, 2.5  # of a client; of all ten that may take part
 SHAPES = {"w": (3, 4), "b": (5,)}
+NO_NOISE = partial(torch.zeros, dtype=torch.float64)
 Change = dict[str, Tensor]
-
-
-def no_noise(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.float64)
 
 
 def opened(clip: float = 1.0, multiplier: float = 1.0, large: float = 0.0) -> PrivateSums:
@@ -46,7 +44,7 @@ def add(private: PrivateSums, change: Change) -> None:
     private.take()
 
 
-def released(clients: Sequence[Change], normals: Callable[[int], Tensor] = no_noise, **options: float) -> Tensor:
+def released(clients: Sequence[Change], normals: Callable[[int], Tensor] = NO_NOISE, **options: float) -> Tensor:
     """All the sums as one vector, in units of a change times its weight."""
     private = opened(**options)
     for change in clients:

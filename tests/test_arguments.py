@@ -211,10 +211,6 @@ def drawn(num_samples: Any) -> Any:
     return ls.Brewer().sample(PROBS, num_samples, torch.Generator())
 
 
-def conditioned(num_terms: Any) -> Any:
-    return working_open_terms(PROBS, num_terms)
-
-
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (data, {"train": None}, r"`train` must be a map-style data set, .*, got None; pass the data set"),
     (data, {"train": "data/train"}, r"`train` must be a map-style data set, .*, got 'data/train'"),
@@ -293,7 +289,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (testing.check_sampler, {"sampler": ls.Uniform}, r"`sampler` must be .* got the class Uniform"),
     (testing.check_channel_choice, {"channels": 3}, r"`channels` must be an instance of ChannelChoice, got 3"),
     (testing.check_partitioner, {"partitioner": ls.IIDPartitioner, "num_examples": 9}, r"got the class IIDPartitioner"),
-    (conditioned, {"num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
+    (working_open_terms, {"working_probs": PROBS, "num_terms": 2.5}, r"`num_terms` must be a whole number, got 2\.5"),
     (drawn, {"num_samples": 2.5}, r"`num_samples` must be a whole number, got 2\.5"),
 ]
 
@@ -320,10 +316,8 @@ def test_a_server_optimizer_that_is_none_is_refused_before_training(wrong: Any, 
 
 def test_harmless_forms_are_accepted() -> None:
     assert conv(kernel_size=[3, 3], padding="same", stride=(1, 1), padding_mode="reflect").kernel_size == (3, 3)
-    assert list(ls.cost_table(net(), ls.SpectralSharding(), torch.linspace(0.5, 1, 2).tolist(), EXAMPLE).at) == [
-        0.5,
-        1.0,
-    ]
+    spectral = ls.cost_table(net(), ls.SpectralSharding(), torch.linspace(0.5, 1, 2).tolist(), EXAMPLE)
+    assert list(spectral.at) == [0.5, 1.0]
     assert ls.VirtualClock(DEVICE, macs={0.5: 1e6}).macs == {0.5: 1e6}
     table, of_shares = (ls.cost_table(net(), ls.FIARSE(), ratios, EXAMPLE) for ratios in ([0.5], {0.5: 1.0}))
     assert str(table) == str(of_shares)

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,13 +23,10 @@ def test_a_run_that_is_interrupted_ends_as_if_it_had_not_been(plan: str, tmp_pat
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=900)
     assert done.returncode == 0, done.stderr
-    interrupted, whole = (result(tmp_path / plan / folder) for folder in (".", "uninterrupted"))
+    results = (tmp_path / plan / folder / "result.pt" for folder in (".", "uninterrupted"))
+    interrupted, whole = (torch.load(result, weights_only=True) for result in results)
     assert interrupted["global_step"] == whole["global_step"] == plan.count("SIG") + 3
     assert interrupted["rounds"] == whole["rounds"]
     assert interrupted["ledger"] == whole["ledger"]
     assert_close(interrupted["weights"], whole["weights"], rtol=0, atol=0)
     assert_close(interrupted["server_optimizer"]["state"], whole["server_optimizer"]["state"], rtol=0, atol=0)
-
-
-def result(folder: Path) -> Any:
-    return torch.load(folder / "result.pt", weights_only=True)

@@ -82,13 +82,10 @@ def test_every_setup_builds_a_federation(study: Any, key: str) -> None:
         ls.MultiModelModule(models, participation=setup.sampler, processors=study.tasks.PROCESSORS)
 
 
-def balanced(study: Any) -> Tensor:
-    return torch.arange(study.tasks.NUM_TRAIN) % study.tasks.NUM_LABELS
-
-
 def images_of(study: Any, seed: int, lacking: Tensor | None = None) -> Tensor:
     """Number of images of each label that each client gets."""
-    tasks, labels = study.tasks, balanced(study)
+    tasks = study.tasks
+    labels = torch.arange(tasks.NUM_TRAIN) % tasks.NUM_LABELS
     if lacking is None:
         lacking = torch.zeros(tasks.NUM_CLIENTS, dtype=torch.bool)
     owners = tasks.owners_of(labels, lacking, torch.Generator().manual_seed(seed))

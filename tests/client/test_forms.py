@@ -164,12 +164,9 @@ def structure(module: nn.Module) -> list[Any]:
             entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
             found += [(name, attribute, key, Same(entry)) for key, entry in entries]
     for tensor in own_tensors(module):
-        found.append((Same(tensor), tensor.shape, tensor.requires_grad, tensor.grad is None, repr(hooks_of(tensor))))
+        hooks = [list(of or {}) for of in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
+        found.append((Same(tensor), tensor.shape, tensor.requires_grad, tensor.grad is None, repr(hooks)))
     return found
-
-
-def hooks_of(tensor: Tensor) -> list[Any]:
-    return [list(hooks or {}) for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)]
 
 
 def memory(module: nn.Module) -> list[Any]:

@@ -67,10 +67,6 @@ def blocks_after(draw: Callable[[torch.Generator], object]) -> "Split":
     return split
 
 
-def by_label_in_secret(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-    return blocks(n) if labels is None else Partition.from_assignment(labels % 3, 3)
-
-
 def spoiling_the_labels(n: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
     if labels is not None:
         labels.zero_()
@@ -91,7 +87,7 @@ Split = Callable[[int, Tensor | None, torch.Generator], Partition]
         (lambda *_: Partition.from_lists([[0, 1], [1, 2], [3]]), "an example is used twice"),
         (lambda n, *_: Partition.from_lists([[0], [1], [n]]), "an index is beyond the data set"),
         (lambda n, *_: blocks(n, 2), "`num_clients` is not that of the split"),
-        (by_label_in_secret, "the labels change the split"),
+        (lambda n, y, _: Partition.from_assignment((torch.arange(n) if y is None else y) % 3, 3), "the labels change"),
         (spoiling_the_labels, "the labels must be left"),
     ],
 )

@@ -29,10 +29,6 @@ class Choice:
 def a_function() -> None: ...
 
 
-class Anything:
-    """Its ``repr`` is an address."""
-
-
 @pytest.mark.parametrize(
     ("value", "config"),
     [
@@ -47,7 +43,7 @@ class Anything:
         ({0.2: 0.6, 0.4: 0.4}, "{0.2: 0.6, 0.4: 0.4}"),
         (ls.Schedule({0: ls.TopN()}), {"name": "Schedule", "values": "{0: TopN()}"}),
         (partial(a_function, lr=0.1), {"name": "a_function", "lr": 0.1}),
-        (Anything(), "Anything"),
+        (object(), "object"),  # its `repr` is an address
         (list(range(1000)), f"{str(list(range(1000)))[:197]}..."),
     ],
 )

@@ -410,15 +410,6 @@ def test_a_new_fit_begins_anew_and_a_module_without_frozen_parameters_saves_noth
     assert FROZEN in lasting(torch.load(tmp_path / "frozen.ckpt", weights_only=True))  # or the name is another
 
 
-def pickled(sent: Download) -> Download:
-    received: Download = pickle.loads(pickle.dumps(sent))
-    return received
-
-
-def coded(sent: Download) -> Download:
-    return decode(*encode(sent), Download)
-
-
 def download(net: nn.Linear, travel: Travel, held: frozenset[str] = frozenset()) -> Download:
     """The download of a layer whose weight is frozen, after it has travelled."""
     base = FrozenBase(lambda: frozen_parameters(net))
@@ -430,7 +421,11 @@ def download(net: nn.Linear, travel: Travel, held: frozenset[str] = frozenset())
     return received
 
 
-@pytest.mark.parametrize("travel", [coded, pickled])
+@pytest.mark.parametrize(
+    "travel",
+    [lambda sent: decode(*encode(sent), Download), lambda sent: pickle.loads(pickle.dumps(sent))],
+    ids=["coded", "pickled"],
+)
 def test_a_device_completes_what_came_without_the_base(travel: Travel) -> None:
     net, kept, held = nn.Linear(3, 2), KeptTensors(), frozenset({"weight"})
     net.weight.requires_grad_(False)

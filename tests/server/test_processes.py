@@ -125,10 +125,6 @@ def test_a_store_that_does_not_answer_is_that_of_the_missing_process(
 WORK = st.lists(st.floats(0.0, 1000.0), min_size=1, max_size=20)
 
 
-def makespan(work: list[float], dealt: list[list[int]]) -> float:
-    return max(sum(work[i] for i in share) for share in dealt)
-
-
 @given(WORK, st.integers(1, 5))
 def test_everything_is_dealt_once(work: list[float], num_processes: int) -> None:
     dealt = deal(work, num_processes)
@@ -145,7 +141,8 @@ def test_the_last_process_is_at_most_a_third_later_than_in_the_best_of_all_deali
         max(sum(w for w, p in zip(work, a, strict=True) if p == q) for q in range(num_processes)) for a in assignments
     )
     bound = 4 / 3 - 1 / (3 * num_processes)
-    assert makespan([float(w) for w in work], deal(work, num_processes)) <= bound * best + 1e-9
+    dealt = deal([float(w) for w in work], num_processes)
+    assert max(sum(work[i] for i in share) for share in dealt) <= bound * best + 1e-9
 
 
 def test_equal_pieces_are_dealt_by_index() -> None:

@@ -212,18 +212,11 @@ def test_collective_tends_to_the_unbiased_design_for_many_clients():
     assert all(error <= 8 / C for error, C in zip(worst, (1e2, 1e4, 1e6, 1e9), strict=True))
 
 
-def unbiased_error(pi: np.ndarray, lam: np.ndarray) -> float:
-    return float((lam**2 * (1 / pi - 1)).sum())
-
-
-def collective_error(pi: np.ndarray, lam: np.ndarray, C: float) -> float:
-    return float((lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum())
-
-
 def test_collective_error_is_at_most_the_unbiased_error_divided_by_the_cohort():
     for lam, n, C in random_spectra(100, seed=5):
-        collective = collective_error(collective_inclusion_probs(torch.tensor(lam), n, C).numpy(), lam, C)
-        unbiased = unbiased_error(proportional_inclusion_probs(torch.tensor(lam), n).numpy(), lam)
+        pi = collective_inclusion_probs(torch.tensor(lam), n, C).numpy()
+        collective = (lam**2 * (1 - pi) / (1 + (C - 1) * pi)).sum()
+        unbiased = (lam**2 * (1 / proportional_inclusion_probs(torch.tensor(lam), n).numpy() - 1)).sum()
         assert collective <= unbiased / C * (1 + 1e-12)
 
 

@@ -136,10 +136,6 @@ def test_without_held_out_examples_the_partition_is_the_partitioners_own(toy: Te
     assert plain.held_out.num_assigned == 0
 
 
-def ids(table: ClientTable) -> list[int]:
-    return [row.client_id for row in table.rows]
-
-
 class Tables(ls.RoundCallback):
     """The tables of an evaluation after each round; the evaluation is listed before this callback."""
 
@@ -150,7 +146,8 @@ class Tables(ls.RoundCallback):
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
         table = table_of(self.evaluation)
         trained = sorted(client.client_id for client in summary.averaged)
-        self.found.append((summary.round_idx, table.round_idx, ids(table), trained))
+        evaluated = [row.client_id for row in table.rows]
+        self.found.append((summary.round_idx, table.round_idx, evaluated, trained))
 
 
 def test_rounds_and_clients_are_chosen(lit: Any, data: Any, fit: Fit) -> None:

@@ -121,6 +121,7 @@ def resumes(run: Run) -> Callable[..., None]:
     """Checks that a resumed run ends as the uninterrupted one, which is run once for all tests of this file."""
 
     def resumes(ckpt: Any, make: type[LitMLP] = Falling, **options: Any) -> None:
+        assert ckpt is not None, "nothing was written"
         if (key := f"{make} {options}") not in WHOLE:
             WHOLE[key] = run(make, **options)
         whole = WHOLE[key]
@@ -205,10 +206,13 @@ def test_a_new_run_that_fails_before_training_saves_nothing(hook: str, interrupt
 
 
 def test_what_another_plugin_writes_of_a_new_run_that_failed_before_training_is_the_start(
-    interrupted: Any, resumes: Any
+    run: Run, tmp_path: Path, resumes: Any
 ) -> None:
     plugin = type("WritesAll", (TorchCheckpointIO,), {})()  # which does not know that there is nothing to write
-    resumes(interrupted(Acts("on_fit_start", round_idx=0), trainer={"plugins": plugin}))
+    saver = OnExceptionCheckpoint(tmp_path)  # `ModelCheckpoint` writes nothing before the first step
+    with pytest.raises(RuntimeError):
+        run(Falling, Acts("on_fit_start", round_idx=0), saver, trainer={"plugins": plugin})
+    resumes(ls.latest_checkpoint(tmp_path))
 
 
 def test_a_resumed_run_with_nothing_left_to_train_shows_what_was_logged_last(run: Run, tmp_path: Path) -> None:

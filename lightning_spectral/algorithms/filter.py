@@ -31,9 +31,7 @@ from lightning_spectral.protocol.records import (
 )
 from lightning_spectral.sums.exact_mean import Peers
 
-CALLED = MappingProxyType(  # what to write for arguments under names from elsewhere
-    {"epsilon": "target_epsilon=8.0", "max_grad_norm": "clip=1.0", "l2_norm_clip": "clip=1.0"}
-)
+CALLED = MappingProxyType({"epsilon": "target_epsilon=8.0", "max_grad_norm": "clip=1.0"})  # names from elsewhere
 Ask = Callable[[Sequence[Handshake]], Iterator[Handshake | Upload]]
 
 

@@ -297,14 +297,13 @@ class MeanChange(RunningMean):
         return {name: 2.0 ** max(math.frexp(x)[1], 0) if can_be_summed(x) else 1.0 for name, x in magnitudes}
 
     @cached_property
-    def _small(self) -> tuple[Tensors, list[Tensor]]:
-        """Small tensors, which all clients hold whole; and one after another: they, their factors, and their sums."""
+    def _small(self) -> tuple[Tensors, Tensor]:
+        """Small tensors, which all clients hold whole, and their sums, one after another, of which each has a view."""
         whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims and n not in self.counts}
         rows = {name: t for name, t in whole.items() if t.dtype == torch.float32 and len(t) <= SMALL}
-        factors = [t.double().fill_(self._factor(name, 1)) for name, t in rows.items()]
-        parts = [torch.cat(each) for each in ([*rows.values()], factors, [self._sums[n] for n in rows]) if rows]
-        self._sums |= zip(rows, torch.split(parts[-1], [len(t) for t in factors]) if rows else (), strict=True)
-        return rows, parts
+        together = torch.cat([self._sums[name] for name in rows] or [torch.empty(0)])
+        self._sums |= zip(rows, torch.split(together, [len(t) for t in rows.values()]), strict=True)
+        return rows, together
 
     def totals(self, coarse: Collection[str]) -> list[Tensor]:
         return [*self._sums.values(), *self.held.values(), *map(self._coarse_sum, sorted(coarse))]
@@ -362,12 +361,14 @@ class MeanChange(RunningMean):
                         f"{name!r} has {magnitude:g} {when} local training."
                     )
         weight_in_steps = self.weights.in_steps(weight) if self.is_fixed else self.weights.add(weight)
-        small, parts = self._small
+        small, together = self._small
         near = all(self._largest[name] + magnitudes[name] <= NEAR * self._units[name] for name in small)
         if near and len({tensors[name].dtype for name in small}) == 1:
-            given = torch.cat([tensors[name].reshape(-1) for name in small])
-            change = given if is_change else given - parts[0]
-            parts[2].add_(change.double().mul_(parts[1]).mul_(weight_in_steps).round_().long())
+            given, starts = (torch.cat([each[name].reshape(-1) for name in small]) for each in (tensors, small))
+            steps = (given if is_change else given - starts).double()
+            factors = [self._factor(name, weight_in_steps) for name in small]
+            torch._foreach_mul_(torch.split(steps, [len(t) for t in small.values()]), factors)
+            together.add_(steps.round_().long())
         else:
             small = {}
         for name, before in self._rows.items():

@@ -172,7 +172,7 @@ class TestAsAnAutomaticStep:
         before = copy.deepcopy(lit.state_dict())
         fitted = fit(lit, data, algorithm=replace(MIXED, spectral_start=None), max_epochs=1, local_epochs=0)
         assert same_state(fitted.state, before)
-        assert str(fitted.history.column("fl/loss")) == "[nan]"
+        assert fitted.history.column("fl/loss") == []
 
 
 class LitHalves(pl.LightningModule):

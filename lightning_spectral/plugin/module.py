@@ -462,11 +462,10 @@ def _check_local_hooks(local_hooks: Any) -> None:
         raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
     check_is("local_hooks", local_hooks, Sequence)
     for hook in local_hooks:
-        name = type(hook).__name__
-        for kind, place in {pl.Callback: f"Trainer(callbacks=[{name}(...)])", Filter: f"filters=[{name}(...)]"}.items():
-            if isinstance(hook, kind):
-                what = kind.__name__.lower()
-                raise TypeError(f"`local_hooks` act within local steps, and {name} is a {what}; write {place}.")
+        if isinstance(hook, pl.Callback | Filter):
+            name, kind = type(hook).__name__, "filter" if isinstance(hook, Filter) else "callback"
+            write = {"filter": f"filters=[{name}(...)]", "callback": f"Trainer(callbacks=[{name}(...)])"}[kind]
+            raise TypeError(f"`local_hooks` act within local steps, and {name} is a {kind}; write {write}.")
         check_is("local_hooks", hook, LocalHook)
 
 

@@ -300,7 +300,8 @@ class MeanChange(RunningMean):
     def _small(self) -> tuple[Tensors, Tensor]:
         """Small tensors, which all clients hold whole, and their sums, one after another, of which each has a view."""
         whole = {n: t for n, t in self._rows.items() if t.ndim == 1 and n not in self._dims and n not in self.counts}
-        rows = {name: t for name, t in whole.items() if t.dtype == torch.float32 and len(t) <= SMALL}
+        kind = torch.float32, next((t.device for t in whole.values()), None)
+        rows = {name: t for name, t in whole.items() if (t.dtype, t.device) == kind and len(t) <= SMALL}
         together = torch.cat([self._sums[name] for name in rows] or [torch.empty(0)])
         self._sums |= zip(rows, torch.split(together, [len(t) for t in rows.values()]), strict=True)
         return rows, together

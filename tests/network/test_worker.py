@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from loopback_runs import wait_for
+from loopback_runs import wait_for as wait_long_for
 
 from lightning_spectral.network import worker
 from lightning_spectral.network.worker import Job, ask, end_of
@@ -66,6 +67,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with subprocess.Popen(["sleep", "600"]) as parent:
         yield Job(7, 1, {"": "app:LitNet"}, "app:client", {"rounds": 3}, "cpu", parent=parent.pid)
         parent.kill()
+
+
+wait_for = partial(wait_long_for, seconds=60.0)
 
 
 def pid_of(answer: dict[str, bytes]) -> int:

@@ -87,7 +87,10 @@ Split = Callable[[int, Tensor | None, torch.Generator], Partition]
         (lambda *_: Partition.from_lists([[0, 1], [1, 2], [3]]), "an example is used twice"),
         (lambda n, *_: Partition.from_lists([[0], [1], [n]]), "an index is beyond the data set"),
         (lambda n, *_: blocks(n, 2), "`num_clients` is not that of the split"),
-        (lambda n, y, _: Partition.from_assignment((torch.arange(n) if y is None else y) % 3, 3), "the labels change"),
+        (
+            lambda n, y, _: Partition.from_assignment((torch.arange(n) if y is None else y) % 3, 3),
+            "the labels change the split",
+        ),
         (spoiling_the_labels, "the labels must be left"),
     ],
 )

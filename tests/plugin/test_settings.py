@@ -43,7 +43,7 @@ def a_function() -> None: ...
         ({0.2: 0.6, 0.4: 0.4}, "{0.2: 0.6, 0.4: 0.4}"),
         (ls.Schedule({0: ls.TopN()}), {"name": "Schedule", "values": "{0: TopN()}"}),
         (partial(a_function, lr=0.1), {"name": "a_function", "lr": 0.1}),
-        (object(), "object"),  # its `repr` is an address
+        (type("Anything", (), {})(), "Anything"),  # its `repr` is an address
         (list(range(1000)), f"{str(list(range(1000)))[:197]}..."),
     ],
 )

@@ -185,7 +185,10 @@ class Unchecked(Ternary):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (with_end(CountingEnd), "not the uninterrupted run; what lasts belongs in the `state_dict` of"),
+        (
+            with_end(CountingEnd),
+            "not the uninterrupted run; what lasts belongs in the `state_dict` of the server's end",
+        ),
         (with_end(InOrderEnd), "clients in reverse: their order made a difference"),
         (with_end(LongestEnd), "process [01] of 2: grouping made a difference"),
         (with_end(ShrinkingEnd), "nobody trained, but the server's weights changed"),

@@ -113,7 +113,7 @@ def measure(network, algorithm):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=["cnn", "resnet"])
+    parser.add_argument("model", choices=["mlp", "cnn", "resnet"])
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())

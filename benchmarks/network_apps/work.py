@@ -3,15 +3,20 @@
 import os
 
 import torch
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from lightning_spectral.models import FEMNISTCNN, ResNet18
 
+MODELS = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.ReLU(), nn.Linear(16, 10)),
+    "cnn": lambda: FEMNISTCNN(10, hidden_features=512),
+    "resnet": lambda: ResNet18(num_classes=10),
+}
+
 
 def make_model():
-    return (
-        ResNet18(num_classes=10) if os.environ["BENCHMARK_MODEL"] == "resnet" else FEMNISTCNN(10, hidden_features=512)
-    )
+    return MODELS[os.environ["BENCHMARK_MODEL"]]()
 
 
 def client_examples(client):

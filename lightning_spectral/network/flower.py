@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_spectral.errors import check_is, from_extra
-from lightning_spectral.network.line import Answer, Line, Question
+from lightning_spectral.network.line import LONGEST, Answer, Line, Question
 from lightning_spectral.network.status import FILE
 from lightning_spectral.network.worker import Job, ask
 
@@ -37,14 +37,13 @@ if TYPE_CHECKING:
 
 Config = Mapping[str, Any]
 
-# Flower's error codes that do not say that the code on the device failed; that runs in a worker, so what stopped
-# responding (8) was killed
+# Flower's error codes that are no failure of a device's code; a worker that stopped responding (8) was killed
 REASONS: dict[int, ExclusionReason] = {3: "dropped_out", 4: "late", 5: "dropped_out", 8: "dropped_out"}
 SLACK = 60.0  # seconds that Flower keeps a message after we have given it up
 OBJECT, AROUND = 2**16, 2**22  # bytes that any object counts as, and of what Flower writes around the parts
 # what a run's configuration may say to RemoteClients
 FROM_RUN = "wait_for", "patience", "deadline", "keep_first", "at_once"
-LARGE = 4096  # bytes; each larger part is an object of its own, which is sent once however many messages hold it
+LARGE = OBJECT  # bytes; a part of so many is sent once however many messages hold it, and is three objects more
 SMALL_PARTS, LARGE_PARTS = "small", "large"
 
 
@@ -213,7 +212,7 @@ class Awaited:
             raise ValueError(f"its objects count as {size:,} bytes; at most {self.most_bytes:,.0f} are read")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FlowerLine(Line):
     """The nodes of a Flower run.
 
@@ -228,10 +227,14 @@ class FlowerLine(Line):
     grid: Grid
     status: Path | None = None
     _awaited: dict[str, Awaited] = field(default_factory=dict, init=False)
+    _nodes: Collection[int] = field(default=(), init=False)
+    _listed: float = field(default=-LONGEST, init=False)
 
     def nodes(self) -> Collection[int]:
-        """The nodes that are connected."""
-        return list(self.grid.get_node_ids())
+        """The nodes that were connected within the last second."""
+        if (now := time.monotonic()) >= self._listed + LONGEST:
+            self._nodes, self._listed = list(self.grid.get_node_ids()), now
+        return self._nodes
 
     def ask(self, question: Question) -> str | None:
         """Push a message; a body that Flower refuses as too large has no ticket."""
@@ -285,7 +288,7 @@ def as_records(parts: Mapping[str, bytes]) -> RecordDict:
     """The parts of a message, as Flower's records.
 
     Example:
-        >>> parts_of(as_records({"digest": b"12", "values": bytes(5000)})).keys()
+        >>> parts_of(as_records({"digest": b"12", "values": bytes(70_000)})).keys()
         dict_keys(['digest', 'values'])
     """
     small = ConfigRecord({name: bytes(data) for name, data in parts.items() if len(data) < LARGE})
@@ -294,15 +297,12 @@ def as_records(parts: Mapping[str, bytes]) -> RecordDict:
         for name, data in parts.items()
         if len(data) >= LARGE
     }
-    return RecordDict({SMALL_PARTS: small, LARGE_PARTS: ArrayRecord(large)})
+    return RecordDict({SMALL_PARTS: small, **({LARGE_PARTS: ArrayRecord(large)} if large else {})})
 
 
 def parts_of(records: RecordDict) -> dict[str, bytes]:
     """The parts of a message; what is not one of them is left out."""
     small, large = records.get(SMALL_PARTS), records.get(LARGE_PARTS)
-    found: dict[str, bytes] = {}
-    if isinstance(small, ConfigRecord):
-        found |= {name: value for name, value in small.items() if isinstance(value, bytes)}
-    if isinstance(large, ArrayRecord):
-        found |= {name: array.data for name, array in large.items()}
-    return found
+    arrays = {name: array.data for name, array in large.items()} if isinstance(large, ArrayRecord) else {}
+    fields = small.items() if isinstance(small, ConfigRecord) else ()
+    return {name: value for name, value in fields if isinstance(value, bytes)} | arrays

@@ -112,9 +112,26 @@ def test_parts_travel_unchanged(parts: dict[str, bytes]) -> None:
 
 
 def test_large_parts_that_are_equal_are_one_object() -> None:
-    first, second = (as_records({"head": head, "values": bytes(range(256)) * 40}) for head in (b"a", b"b"))
+    first, second = (as_records({"head": head, "values": bytes(range(256)) * 256}) for head in (b"a", b"b"))
     assert first["large"].object_id == second["large"].object_id
     assert first.object_id != second.object_id
+
+
+def test_small_parts_are_three_objects_with_their_message() -> None:
+    message = Message(as_records({"head": b"a", "values": bytes(LARGE - 1)}), dst_node_id=7, message_type="train")
+    assert len(get_all_nested_objects(message)) == 3
+
+
+def test_nodes_are_listed_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid, now = FakeGrid(None, {7: {}}), 100.0
+    line = FlowerLine(grid)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert line.nodes() == [7]
+    grid.contexts[8] = grid.contexts.pop(7)
+    now = 100.9
+    assert line.nodes() == [7]
+    now = 101.0
+    assert line.nodes() == [8]
 
 
 def test_what_is_not_a_part_is_left_out() -> None:
@@ -149,7 +166,7 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a chunk that it does not have": (with_chunks("[7]"), "IndexError"),
     "no chunk": (with_chunks("[]"), "ValueError: Unexpected set"),
     "no list of chunks": (with_chunks("[0"), "JSONDecodeError"),
-    "a chunk named often": (with_chunks(str([0] * 100)), "its objects count as 6,553,600 bytes; at most 5,000"),
+    "a chunk named often": (with_chunks(str([0] * 100)), "its objects count as 6,55"),
     "of no known kind": (lambda content: b"X" + content, "KeyError: 'X"),
     "without a head": (lambda content: content[:20], "ValueError"),
     "no message": (lambda content: content.replace(b"Message ", b"ConfigRecord ", 1), "Error"),

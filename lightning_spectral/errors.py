@@ -1,5 +1,6 @@
 """The package's own warnings and exceptions, so that users can filter them and tests can expect them."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,11 @@ __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "Spec
 
 class SpectralWarning(UserWarning):
     """The run continues, but the user should know of something: a client left out, a setting changed."""
+
+
+def warn(message: str, level: int = 2) -> None:
+    """Give a `SpectralWarning`; ``level`` as ``stacklevel`` of ``warnings.warn``, seen from where this is called."""
+    warnings.warn(message, SpectralWarning, stacklevel=level + 1)
 
 
 class ClientError(RuntimeError):

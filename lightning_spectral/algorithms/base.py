@@ -37,17 +37,14 @@ class Promises:
     Attributes:
         new_values: What devices send back are new values of the tensors that they were sent.
         values_alone: They send back nothing but these: no losses, and no figures of their turn.
-        same_tensors: A tensor means the same in every round and to every client, so that a device may send later what
-            it owes.
-        one_sum: Its rounds need nothing of single clients but the sum of the changes of whole tensors, in one
-            `MeanChange`.
+        same_tensors: A tensor means the same in every round and to every client, so devices may send parts later.
+        one_sum: Its rounds need nothing of single clients but the sum of changes of whole tensors, one `MeanChange`.
         noise_hides: Noise on `Round.sums` hides what a client has uploaded: they are `MeanChange` objects, nothing else
             that a round releases comes from uploads, clients hold the same terms, and a client is sent the same
             whoever else takes part.
         parts_stay: Any parameters and buffers may stay with clients.
         any_steps: A client's steps may train what is not sent back.
-        clients_may_join: Its state and its weights do not depend on which clients there are, so that others can join
-            during a run.
+        clients_may_join: Neither its state nor its weights depend on who the clients are: others can join a run.
         expected_updates: Its rounds define `Round.expected_update`.
         steps_without_clients: The server takes a step even in a round without clients, from what it keeps of them.
         draws_networks: The server's weights are the mean of random ones: ``state.network(generator)`` returns by name
@@ -103,8 +100,7 @@ class Known:
     Attributes:
         rules: What becomes of buffers, and which tensors stay with clients; ``None`` for what a federation does whose
             user says nothing about either.
-        untrained: Names of parameters that need a gradient, but that no optimizer of the user steps; they must stay as
-            they are.
+        untrained: Names of parameters that need a gradient, but no optimizer of the user steps; they must not change.
         decisions: For a resumed run, what its half had decided (`ServerHalf.decisions`): it stays decided.
     """
 
@@ -308,8 +304,7 @@ class Algorithm(_AtServer, ABC):
     """Decides what the server sends, and how it averages the uploads: a frozen choice, compared and printed.
 
     Several runs can use it at once. What follows from a module belongs to the `ServerHalf` that `bind` returns, what
-    happens in a round to its `Round`, and what a device does to its `ClientSide`. What only some algorithms need has a
-    default.
+    happens in a round to its `Round`, and what a device does to its `ClientSide`. What few need has a default.
 
     Attributes:
         promises: What filters, samplers and callbacks may rely on; a subclass that does not define it promises nothing.

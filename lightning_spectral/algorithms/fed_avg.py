@@ -39,8 +39,7 @@ def dense_mean(server: nn.Module, before: Mapping[str, Tensor], cohort: Cohort) 
 def sum_of(like: Mapping[str, Tensor], cohort: Cohort, counts: Collection[str] = ()) -> MeanChange:
     """A running sum, or mean, of float64 tensors that are given for each client, not of changes of the server's.
 
-    Only names, shapes and device of ``like`` count. The weights are the cohort's coefficients; ``counts`` as for
-    `MeanChange`.
+    Only names, shapes and device of ``like`` count. Weights are coefficients of units; ``counts`` as for `MeanChange`.
     """
     zeros = {name: tensor.new_zeros((), dtype=torch.float64).expand(tensor.shape) for name, tensor in like.items()}
     return MeanChange(zeros, cohort.total, cohort.absolute, counts=counts)

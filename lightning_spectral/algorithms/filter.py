@@ -269,8 +269,7 @@ class Filter:
         gives: The form that they have beyond it; ``None`` for the same.
         needs: What the algorithm must promise: names of the fields of `Promises`.
         reads_single: Whether its end at the server reads the updates of single clients.
-        hides_clients: Whether it hides single clients: the server, or whoever sees what a round releases, knows no
-            figures of them.
+        hides_clients: Whether it hides single clients: the server, or who sees what rounds release, knows none of them.
         weighs: Whether it changes the weights of clients.
         equal_weights: Whether it needs clients that weigh the same.
         outlasts_faults: Whether no client may end the run, whatever its data.
@@ -345,11 +344,10 @@ def conflict(first: Filter, then: Filter) -> str:
     if first.name == then.name:
         return f"{one} and {other} do the same; give one." if one != other else f"Give {one} once."
     for reads, hides in ((first, then), (then, first)):
+        names = type(reads).__name__, type(hides).__name__
         if reads.reads_single and hides.hides_clients:
-            names = type(reads).__name__, type(hides).__name__
             return "{} reads the updates of single clients, which {} hides; leave one out.".format(*names)
         if reads.weighs and hides.equal_weights:
-            names = type(reads).__name__, type(hides).__name__
             return "{} changes the weights of clients, and {} needs equal ones; leave one out.".format(*names)
     if not _reads(then, first):
         return ""
@@ -394,8 +392,7 @@ def check_chain(plan: Plan) -> None:
 
     Raises:
         TypeError: If something is no filter.
-        ValueError: If two do not go together, or the algorithm does not promise what one needs; the message names both
-            and the remedy.
+        ValueError: If two do not go together, or the algorithm does not promise what one needs; it says what to do.
     """
     for each in plan.filters:
         check_is("filters", each, Filter)

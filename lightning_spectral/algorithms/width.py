@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,7 +25,7 @@ from lightning_spectral.algorithms.capacities import KeepRatios
 from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseSide
 from lightning_spectral.arguments import Number, as_patterns, check_fields, first_match, flag
 from lightning_spectral.client.device import StepActions
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is, warn
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.nn.width.plan import NarrowSteps, WidthPlan, cut_for_steps, cut_outputs, cut_to, take
 from lightning_spectral.nn.width.planner import check_cut, width_plan
@@ -159,7 +158,7 @@ class WidthSharding(Algorithm):
         if self.averages_per_width and not self.running_averages(server, buffer_rules(server, plan.buffers)):
             found.append(f"`averages_per_width` finds no BatchNorm with running averages in {kind}; leave it out.")
         for sentence in found:
-            warnings.warn(sentence, SpectralWarning, stacklevel=3)
+            warn(sentence, 3)
         if self.step_widths and not getattr(server, "automatic_optimization", True):
             raise ValueError(
                 "`step_widths` draws one width for each `training_step`, which with manual optimisation takes steps of "
@@ -272,11 +271,9 @@ def narrow_model(model: Any, width: float) -> Any:
             f"`step_widths={algorithm.step_widths}` have some."
         )
     if keep_ratio > widest:
-        warnings.warn(
+        warn(
             f"No client trains the channels of width {keep_ratio:g} above {widest:g}, the largest `keep_ratio`; this "
-            f"model has them as they were. Take width={widest:g} or less.",
-            SpectralWarning,
-            stacklevel=2,
+            f"model has them as they were. Take width={widest:g} or less."
         )
     small: nn.Module = copy_module(server)
     cut_to(small, algorithm.plan_for(server), keep_ratio)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from lightning_spectral.algorithms.fed_avg import DenseHalf, DenseRound
 from lightning_spectral.arguments import Number, as_patterns, check_fields, each, flag
 from lightning_spectral.client.device import ClientSide, StepActions
 from lightning_spectral.client.user_optimizer import StandIn
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is, warn
 from lightning_spectral.functional.checks import has_values
 from lightning_spectral.functional.zampling import (
     BYTES_PER_ENTRY,
@@ -195,11 +194,9 @@ class Zampling(Algorithm):
                 "differ. Put them in one group, or keep the others dense with `exclude=`."
             )
         if first.get("weight_decay"):
-            warnings.warn(
+            warn(
                 f"weight_decay={first['weight_decay']:g} of {type(template).__name__} is not applied to Zampling's "
-                "scores, since it would pull every probability to 0; it applies to dense parameters only.",
-                SpectralWarning,
-                stacklevel=2,
+                "scores, since it would pull every probability to 0; it applies to dense parameters only."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> ZamplingState:

@@ -21,8 +21,7 @@ class WorkerBatches:
     """Loads batches of a data set, in this process or in workers, always with the same result.
 
     Everything that examples and collation draw from the global generators, e.g. for augmentation, is seeded batch by
-    batch, so it depends neither on the number of workers nor on earlier batches. Workers start with the first batch and
-    end with `close`.
+    batch, so it depends neither on the number of workers nor on earlier batches. Workers run until `close`.
 
     Example:
         >>> batches = WorkerBatches([10, 11, 12, 13])

@@ -112,8 +112,7 @@ class StepActions:
 class ClientSide(ABC):
     """The device half of an algorithm: a frozen, picklable object without access to the server or the round.
 
-    It is sent to a device once. From then on the device receives only a `Download` for each client, and sends back only
-    an `Upload`.
+    It is sent to a device once. From then on it gets only a `Download` for each client, and returns only an `Upload`.
 
     Attributes:
         reads_loss: Whether uploads say the client's loss at the downloaded weights, ``Upload.loss_before``; it costs a
@@ -145,8 +144,7 @@ class ClientSide(ABC):
     def start(self, client: nn.Module, download: Download) -> StepActions | Sequence[StepActions] | None:
         """Return what to do in each local step of a client; called before the first. By default nothing.
 
-        Several are phases, one after another, each of which begins with new optimizers. The upload's loss is that of
-        the last one.
+        Several are phases, one after another, each with new optimizers. The upload's loss is that of the last one.
         """
         return None
 
@@ -355,6 +353,7 @@ def _of_algorithm(download: Download, filters: Collection[str]) -> Download:
     return replace(download, client_state=without_filters(download.client_state, filters))
 
 
+@dataclass(eq=False)
 class Device:
     """Turns a `Download` into an `Upload`, without access to the server or the round.
 
@@ -375,33 +374,23 @@ class Device:
         owned: Whether the module is this device's alone, and not the server's.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        instructions: Instructions,
-        optimizers: Sequence[Optimizer],
-        data: Callable[[Download], ClientData],
-        settings: LocalSettings,
-        local_trainer: LocalTrainer = LocalLoop,
-        attach: Callable[[Recorder, Any], None] = log_to,
-        profile: Profile = nullcontext,
-        owned: bool = False,
-    ) -> None:
-        self.module = module
-        self.instructions = instructions
-        self.optimizers = tuple(optimizers)
-        self.data = data
-        self.settings = settings
-        self.generators = GlobalGenerators([settings.placement.device])
-        self.forms = Forms(module, instructions.side.take_form, self.optimizers, owned)
-        self.kept = KeptTensors()
-        self.parties = Parties()
-        self._recorder = Recorder(module)
-        for end in instructions.ends.values():
-            local_trainer = end.trainer(local_trainer, settings)
-        self._local_trainer = local_trainer
-        self._attach = attach
-        self._profile = profile
+    module: nn.Module
+    instructions: Instructions
+    optimizers: Sequence[Optimizer]
+    data: Callable[[Download], ClientData]
+    settings: LocalSettings
+    local_trainer: LocalTrainer = LocalLoop
+    attach: Callable[[Recorder, Any], None] = log_to
+    profile: Profile = nullcontext
+    owned: bool = False
+
+    def __post_init__(self) -> None:
+        self.optimizers = tuple(self.optimizers)
+        self.generators = GlobalGenerators([self.settings.placement.device])
+        self.forms = Forms(self.module, self.instructions.side.take_form, self.optimizers, self.owned)
+        self.kept, self.parties, self._recorder = KeptTensors(), Parties(), Recorder(self.module)
+        for end in self.instructions.ends.values():
+            self.local_trainer = end.trainer(self.local_trainer, self.settings)
         self._train: Train | None = None
         self._measure: Train | None = None
         self._local_optimizers: dict[float, tuple[Form, Mapping[str, StandIn], tuple[LocalOptimizer, ...]]] = {}
@@ -417,7 +406,7 @@ class Device:
         """
         if download.frozen and (missing := self.kept.missing(download)):
             return Upload(download.unit, {}, missing=missing)
-        clock = StageClock(self._profile)
+        clock = StageClock(self.profile)
         try:
             try:
                 with self.settings.alone():
@@ -455,7 +444,7 @@ class Device:
         with clock.measure("load"), _during("loading"):
             download = self.kept.complete(download) if download.frozen else download
             form = self.forms.take(download.capacity, download.tensors.keys())
-            self._attach(self._recorder, self.module)
+            self.attach(self._recorder, self.module)
             isolate_metrics(self._recorder.metrics)
             self.instructions.load(self.module, download)
         module, hooks, kept = self.module, self.settings.local_hooks, self.forms.kept
@@ -471,7 +460,7 @@ class Device:
             task = next(phases)
             changed = self._comparison(form, kept) if is_watched and trains else tuple
             if self._train is None:  # only now the module has the hooks of a client
-                self._train = self._local_trainer(module, self.optimizers, self.settings)
+                self._train = self.local_trainer(module, self.optimizers, self.settings)
             stand_ins = self._local_optimizers[download.capacity][1]
             own, watched = dict(module.named_parameters()), dict[str, nn.Parameter]()
             for name, stand_in in stand_ins.items() if is_watched else ():
@@ -588,13 +577,10 @@ def _during(
     shapes: Callable[[], str] = str,
     passing: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Raise any failure within the block as a `_Failed` that names the stage.
+    """Raise any failure within the block as a `_Failed` that names the stage; those of types ``passing`` as they are.
 
-    Args:
-        stage: The stage.
-        has_other_shapes: Returns whether the client's parameters have other names or shapes than the server's.
-        shapes: Returns the types and shapes of the current batch.
-        passing: Exceptions that are no failures, and are raised as they are.
+    For the remedy, ``has_other_shapes`` says whether the client's parameters have other names or shapes than the
+    server's, and ``shapes`` names those of the current batch.
     """
     try:
         yield
@@ -611,18 +597,10 @@ def _during(
 
 @contextmanager
 def watching(parameters: Mapping[str, nn.Parameter]) -> Iterator[Collection[str]]:
-    """Watch which parameters receive a gradient within the block; the names of those that have not are yielded.
-
-    Args:
-        parameters: The parameters to watch, by the name of the layer that each belongs to.
-    """
+    """Watch which parameters, each by its layer's name, get a gradient within the block; yields the names without."""
     unreached = dict.fromkeys(parameters)
-
-    def note(name: str, parameter: Tensor) -> None:
-        unreached.pop(name, None)
-
     handles = [
-        parameter.register_post_accumulate_grad_hook(partial(note, name))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: unreached.pop(name, None))  # type: ignore[no-untyped-call]
         for name, parameter in parameters.items()
     ]
     try:

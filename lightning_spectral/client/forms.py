@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import FrameType
 from typing import Any
 
@@ -191,9 +192,7 @@ class Forms:
             if type(part) is not kind or changed or missing:
                 parts.append((part, type(part), changed, missing))
         entries = [own for mapping, before in kept.mappings() if (own := _entry_change(mapping, before)) is not None]
-        flags = [
-            (tensor, tensor.requires_grad) for tensor, needed in kept.needed_gradients if tensor.requires_grad != needed
-        ]
+        flags = [(t, t.requires_grad) for t, needed in kept.needed_gradients if t.requires_grad != needed]
         new = [value for _, _, changed, _ in parts for value in changed.values()]
         new += [value for own in entries for found in (own.first, own.changed, own.last) for value in found.values()]
         form = Form(
@@ -253,14 +252,9 @@ class Forms:
 def _entry_change(mapping: dict[Any, Any], before: dict[Any, Any]) -> Entries | None:
     gone = {key for key in before if key not in mapping}
     changed = {key: entry for key, entry in mapping.items() if key in before and before[key] is not entry}
-    added = [key for key in mapping if key not in before]
-    if not gone and not changed and not added:
-        return None
-    keys = list(mapping)
-    first = [key for key in added if all(other in added for other in keys[: keys.index(key)])]
-    return Entries(
-        mapping, {k: mapping[k] for k in first}, changed, {k: mapping[k] for k in added if k not in first}, gone
-    )
+    first = {key: mapping[key] for key in takewhile(lambda key: key not in before, mapping)}
+    last = {key: entry for key, entry in mapping.items() if key not in before and key not in first}
+    return Entries(mapping, first, changed, last, gone) if gone or changed or first or last else None
 
 
 @contextmanager

@@ -85,25 +85,13 @@ SHARED = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, parti
 HOLDERS = (UserDict, UserList, SimpleNamespace, argparse.Namespace, Optimizer)  # of the standard library, and of torch
 GENERATORS: dict[Any, tuple[Callable[[Any], Any], Callable[[Any, Any], Any], Callable[[Any, int], Any]]] = {
     # by class: how to get the state, to set it, and to seed, by methods of the object, which a subclass may override
-    random.Random: (
-        lambda generator: generator.getstate(),
-        lambda generator, state: generator.setstate(state),
-        lambda generator, seed: generator.seed(seed),
-    ),
-    torch.Generator: (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda generator, seed: generator.manual_seed(seed),
-    ),
-    np.random.RandomState: (
-        lambda generator: generator.get_state(),
-        lambda generator, state: generator.set_state(state),
-        lambda generator, seed: generator.seed(seed % 2**32),
-    ),
+    random.Random: (lambda g: g.getstate(), lambda g, state: g.setstate(state), lambda g, seed: g.seed(seed)),
+    torch.Generator: (lambda g: g.get_state(), lambda g, old: g.set_state(old), lambda g, seed: g.manual_seed(seed)),
+    np.random.RandomState: (lambda g: g.get_state(), lambda g, old: g.set_state(old), lambda g, n: g.seed(n % 2**32)),
     np.random.Generator: (
-        lambda generator: generator.bit_generator.state,
-        lambda generator, state: setattr(generator.bit_generator, "state", state),
-        lambda generator, seed: setattr(generator.bit_generator, "state", type(generator.bit_generator)(seed).state),
+        lambda g: g.bit_generator.state,
+        lambda g, state: setattr(g.bit_generator, "state", state),
+        lambda g, seed: setattr(g.bit_generator, "state", type(g.bit_generator)(seed).state),
     ),
 }
 # Whose classes are left alone: `__main__` is the user's
@@ -123,8 +111,7 @@ class KeptState:
 
     `restore` puts it back: the classes of the module's parts, their attributes, the content of containers, arrays and
     data frames, the attributes of objects of the user's own classes, the state of generators, unregistered tensors, and
-    which parameters need a gradient. Gradients are dropped. Objects stay the same objects, so that existing references
-    stay valid.
+    which parameters need a gradient. Gradients are dropped. Objects stay the same, so references stay valid.
 
     Args:
         module: A module.

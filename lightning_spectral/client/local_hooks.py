@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_spectral.arguments import Number, Whole, check_fields
 from lightning_spectral.client.batches import ClientData
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 
 BeforeStep = Callable[[], None]
 Change = Callable[[Tensor], Tensor]  # of logits
@@ -256,11 +255,9 @@ class LogitsHook(LocalHook, ABC):
         finally:
             handle.remove()
         if not changes:  # there was no forward pass
-            warnings.warn(
+            warn(
                 f"{hook} has changed nothing: the layer {self.layer!r} was not called while a client "
-                "trained. Name the one that `training_step` calls.",
-                SpectralWarning,
-                stacklevel=2,
+                "trained. Name the one that `training_step` calls."
             )
 
     def _check_outputs(self, num_outputs: int, largest: int) -> None:

@@ -249,8 +249,7 @@ class Placement:
         forward_context: Entered around each forward pass, e.g. autocast.
         moves_batches: Whether batches go through ``transfer_batch_to_device``; not needed for data and module on the
             CPU, unless the user overrides that hook.
-        scaler: Every client scales its loss with a copy of it, so that half-precision gradients do not vanish; ``None``
-            for no scaling.
+        scaler: Every client scales its loss with a copy, lest half-precision gradients vanish; ``None`` for none.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -290,8 +289,7 @@ class LocalTask:
         before_forward: Called before each ``training_step``; ``None`` for nothing.
         after_forward: Called after each one, before the backward pass of its loss; ``None`` for nothing.
         before_step: For each optimizer, the functions to call in turn before each of its steps.
-        epochs: Passes over the client's data, by numbers from which the order of its examples follows; ``None`` for
-            those of the download.
+        epochs: Passes over the client's data, by numbers that decide its examples' order; ``None`` for the download's.
     """
 
     download: Download

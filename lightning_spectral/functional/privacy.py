@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import warnings
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
-from lightning_spectral.errors import SpectralWarning, from_extra
+from lightning_spectral.errors import from_extra, warn
 
 LEAST_NOISE = 0.05  # below it epsilon is in the thousands, and takes minutes to compute
 GRID = 1e-3  # of privacy losses, by which they are rounded up, for noise that hides something
@@ -92,9 +91,8 @@ def draws(num_examples: int, batch_size: int) -> tuple[float, int]:
 def warn_of_delta(delta: float, number: int, what: str) -> None:
     """Warn of a delta that would allow publishing the data of one of those that it is to hide."""
     if delta * number >= 1:
-        warnings.warn(
+        warn(
             f"`delta={delta:g}` is at least one over the {number} {what}, which would allow publishing all data of one "
             "of them. Make it smaller by a factor of ten or more.",
-            SpectralWarning,
-            stacklevel=3,
+            3,
         )

@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_spectral.errors import SpectralWarning, writing
+from lightning_spectral.errors import warn, writing
 from lightning_spectral.protocol.exchange import digest
 
 NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
@@ -41,8 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     torch compares nothing when it loads a file, so a damaged one could be loaded as other weights. A file's checksums
     are therefore compared before it is loaded, and then the tensors with their digest, which is saved with them.
 
-    A run that fails before it has restored or trained anything writes nothing: it might replace a file that holds
-    rounds.
+    A run that fails before it has restored or trained anything writes nothing, lest it replace a file with rounds.
 
     `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
     with a protocol (``s3://...``) are written and read by Lightning, with the digest.
@@ -125,16 +123,14 @@ def latest_checkpoint(folder: str | Path) -> str | None:
     """Find the checkpoint with the most rounds in a folder, for ``fit(..., ckpt_path=)``.
 
     The number of rounds is read from the file: neither its name nor its age matters, so a folder may be copied. A file
-    that cannot be resumed from, because it is damaged or holds only weights, is skipped with a warning. Nothing in a
-    file is executed.
+    that cannot be resumed from, damaged or with weights only, is skipped with a warning. Nothing in a file is executed.
 
     Args:
         folder: Where a ``ModelCheckpoint`` of one run writes. Sub-folders are searched too, because a metric with a
             slash in its name creates them. The folder need not exist yet. If it is a file, that file is returned.
 
     Returns:
-        A path, or ``None`` if there is no such checkpoint: ``fit`` then starts from scratch. A missing folder is
-        reported.
+        A path, or ``None`` if there is none: ``fit`` then starts from scratch. A missing folder is reported.
 
     Raises:
         ValueError: If it is a pattern, or a file, and cannot be resumed from; or if an intact file holds objects that
@@ -231,7 +227,7 @@ def _skipping(path: Path) -> Iterator[None]:
     try:
         yield
     except DamagedFile as error:
-        warnings.warn(f"{path} cannot be resumed from and is skipped: {error}.", SpectralWarning, stacklevel=4)
+        warn(f"{path} cannot be resumed from and is skipped: {error}.", 4)
 
 
 @contextmanager

@@ -304,8 +304,7 @@ def own_checkpoint(checkpoint: Checkpoint, name: str) -> Iterator[Checkpoint]:
 def leave_out_unpicklable(hparams: MutableMapping[str, Any]) -> None:
     """Remove hyper-parameters that a checkpoint cannot hold, with a warning.
 
-    Those that Lightning could pickle at set-up may have changed: jsonargparse's functions that make optimizers do when
-    they are called.
+    Some that Lightning could pickle at set-up have changed: jsonargparse's functions that make optimizers, when called.
     """
     for name in [name for name, value in hparams.items() if _pickling_error(value) is not None]:
         del hparams[name]

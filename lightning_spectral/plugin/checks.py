@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,7 @@ from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_hooks import LogitsHook, batch_norms
 from lightning_spectral.client.local_loop import metrics_of
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 from lightning_spectral.participation import Sampler, UniformParticipation
 from lightning_spectral.plugin.data import FederatedDataModule, ServerData
 from lightning_spectral.plugin.processes import ClientParallelStrategy
@@ -51,10 +50,8 @@ def check_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Refuse, by name, callbacks of Lightning that would act differently on a federation, or break it."""
     for callback in callbacks:
         for base in type(callback).__mro__:
-            if base.__name__ in REFUSED_CALLBACKS and base.__module__.startswith("lightning.pytorch"):
-                raise ValueError(
-                    f"{type(callback).__name__} cannot act on a federation: {REFUSED_CALLBACKS[base.__name__]}."
-                )
+            if (why := REFUSED_CALLBACKS.get(base.__name__)) and base.__module__.startswith("lightning.pytorch"):
+                raise ValueError(f"{type(callback).__name__} cannot act on a federation: {why}.")
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -154,12 +151,10 @@ def warn_of_other_labels(owner: Any, data: ServerData, capacities: Assigned[floa
     overlap = float(torch.minimum(*shares).sum())
     if overlap < LEAST_OVERLAP and all(bool(share.any()) for share in shares):
         remedy = ", or small_steps=0.95" if hasattr(owner.algorithm, "small_steps") else ""
-        warnings.warn(
+        warn(
             f"Clients that can hold {small:g} of the model have other labels than those that can hold {large:g} (the "
             f"overlap is {overlap:.0%}): what only the latter train pulls the model to their labels, and it may forget "
-            f"those of the former. Use one keep ratio for all{remedy}.",
-            SpectralWarning,
-            stacklevel=2,
+            f"those of the former. Use one keep ratio for all{remedy}."
         )
 
 
@@ -179,13 +174,11 @@ def warn_of_labels(module: pl.LightningModule, data: ServerData) -> None:
         is_wrong &= labels != index
     if wrong := torch.unique(labels[is_wrong]).tolist():
         shown = first_of([str(label) for label in wrong], 3)
-        warnings.warn(
+        warn(
             f"{int(is_wrong.sum())} of {len(labels)} training examples have labels ({shown}) "
             f"that are not among the {num_classes} classes of {type(module).__name__}, 0 to {num_classes - 1}. Unless "
             "`training_step` renumbers or ignores them, relabel them in the data set, leave these examples out, or "
-            "raise the number of classes.",
-            SpectralWarning,
-            stacklevel=2,
+            "raise the number of classes."
         )
 
 
@@ -206,12 +199,10 @@ def warn_of_recompilations(module: pl.LightningModule, num_capacities: int) -> N
     config: Any = importlib.import_module("torch._dynamo.config")
     limit = getattr(config, "recompile_limit", None) or config.cache_size_limit
     if num_capacities + 1 > limit:
-        warnings.warn(
+        warn(
             f"{', '.join(map(repr, compiled[:3]))}: torch compiles a part anew for each of {num_capacities} capacities "
             f"and for validation, but no more than {limit} times; later ones run uncompiled. Raise "
-            f"`torch._dynamo.config.recompile_limit` to {num_capacities + 1}, or give clients fewer keep ratios.",
-            SpectralWarning,
-            stacklevel=2,
+            f"`torch._dynamo.config.recompile_limit` to {num_capacities + 1}, or give clients fewer keep ratios."
         )
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from lightning_spectral import (
     simulation,
 )
 from lightning_spectral.arguments import MOST_NAMES
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 from lightning_spectral.plugin import callbacks
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, check_loadable
@@ -128,7 +127,7 @@ def report_differences(saved: Any, given: Any, command: str) -> None:
             "The checkpoint was written with another configuration, so this run would not continue it; "
             f"change it back, or start a new run without `ckpt_path`:{listed}"
         )
-    warnings.warn(f"The checkpoint's model is used, not the one given, which differs:{listed}", SpectralWarning, 2)
+    warn(f"The checkpoint's model is used, not the one given, which differs:{listed}")
 
 
 def _flat(arguments: Namespace | Mapping[str, Any], name: str = "model") -> dict[str, Any]:

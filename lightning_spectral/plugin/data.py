@@ -51,8 +51,7 @@ EvaluationData: TypeAlias = Dataset | Sequence[Dataset | Iterable[Any]] | Iterab
 class RoundLoader:
     """A single batch for an epoch of Lightning's, with all clients that this process trains in a round.
 
-    The module that the Trainer fits is asked when the batch is fetched: Lightning creates the iterator before a resumed
-    run knows its epoch.
+    The fitted module is asked when the batch is fetched: when Lightning makes the iterator, a resumed run has no epoch.
     """
 
     def __init__(self, host: Any) -> None:
@@ -97,11 +96,8 @@ class ServerData(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         check_evaluation(val=val, test=test)
-        self.val = val
-        self.test = test
-        self.eval_batch_size = eval_batch_size
-        self.collate_fn = collate_fn
-        self.num_workers = num_workers
+        self.val, self.test, self.eval_batch_size = val, test, eval_batch_size
+        self.collate_fn, self.num_workers = collate_fn, num_workers
 
     @property
     def num_clients(self) -> int:
@@ -364,8 +360,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
 
     def check_clients(self) -> None:
-        empty = (self.partition.sizes == 0).nonzero().flatten().tolist()
-        if empty:
+        if empty := (self.partition.sizes == 0).nonzero().flatten().tolist():
             shown = ", ".join(map(str, empty[:5])) + (", ..." if len(empty) > 5 else "")
             raise ValueError(
                 f"{len(empty)} of {self.num_clients} clients have no examples (clients {shown}); use fewer clients or "
@@ -374,8 +369,7 @@ class FederatedDataModule(FixedArguments, ServerData):
             )
 
     def configuration(self) -> dict[str, str | int]:
-        own = {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        return {**own, "partition": self._fingerprint}
+        return {"batch_size": self.batch_size, "drop_last": self.drop_last, "partition": self._fingerprint}
 
     def identity(self) -> Sequence[str]:
         return [self._fingerprint]

@@ -77,16 +77,13 @@ class Federation(Shared):
         callbacks, trainer = self.runtime.round_callbacks(), self.runtime.trainer
         for member in self.members.values():
 
-            def start(turn: Turn, module: Member = member) -> None:
+            def call(hook: str, turn: Turn, module: Member = member) -> None:
                 for callback in callbacks:
-                    callback.on_client_start(trainer, module, turn)
-
-            def end(turn: Turn, module: Member = member) -> None:
-                for callback in callbacks:
-                    callback.on_client_end(trainer, module, turn)
+                    getattr(callback, hook)(trainer, module, turn)
 
             if units := [unit for unit in share.units if unit.model == member.key]:
                 member.engine.round.agree(units)
+                start, end = partial(call, "on_client_start"), partial(call, "on_client_end")
                 member.engine.round.play(self.runtime.until_stopped(units), start, end)
 
     def finish_round(self) -> None:

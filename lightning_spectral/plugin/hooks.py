@@ -437,8 +437,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def full_configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed, and across all processes.
 
-        Among them are settings of the Trainer that change a run's result, except in a quick try, which can continue
-        any run.
+        Among them are those of the Trainer that change a result, except in a quick try, which can continue any run.
         """
         found = self.configuration()
         for name in self.members:
@@ -457,8 +456,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
     def on_load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Check that the configuration is unchanged, restore clients' and algorithms' state, and call the users' hooks.
 
-        Lightning restores weights before it converts the module to the Trainer's precision, which would round those of
-        ``"64-true"``.
+        Lightning restores weights before it converts the precision of the module, which would round ``"64-true"``.
         """
         if self._trainer is not None and self.trainer.state.fn == "fit":
             self._saved.read(checkpoint, self.full_configuration())

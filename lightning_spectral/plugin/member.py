@@ -31,7 +31,7 @@ from lightning_spectral.client.user_optimizer import (
     trainable_parameters,
     untrained_parameters,
 )
-from lightning_spectral.errors import SpectralWarning, refuse_moved
+from lightning_spectral.errors import refuse_moved, warn
 from lightning_spectral.filters.own import STATES, STORED, DeviceStates, Stored, chain
 from lightning_spectral.participation import Sampler
 from lightning_spectral.plugin.checks import is_absolute
@@ -275,12 +275,10 @@ class Member(pl.LightningModule):
             self.lasting.attach("algorithm", self.state)
         if dropped:
             what = "clients" if has_others else f"parameters ({first_of(changed, 3)})"
-            warnings.warn(
+            warn(
                 f"This fit has other {what} than the one before, so what was kept of clients is dropped: "
                 f"{', '.join(KEPT[name] for name in dropped)}. Weights stay as they are. To go on instead, fit the "
-                "same parameters on the same data, or resume from a checkpoint.",
-                SpectralWarning,
-                stacklevel=2,
+                "same parameters on the same data, or resume from a checkpoint."
             )
 
     def _report(self, lines: Iterable[str]) -> None:
@@ -313,13 +311,9 @@ class Member(pl.LightningModule):
         for end in ends.values():
             if isinstance(end, Stored):
                 end.store.to(self.device)
+        known = algorithm, half, told, ends, clients, self.make_executor
         return Engine(
-            algorithm,
-            half,
-            told,
-            ends,
-            clients,
-            self.make_executor,
+            *known,
             seed=self.seed,
             local_epochs=self.local_epochs,
             absolute=is_absolute(sampler),
@@ -360,10 +354,8 @@ class Member(pl.LightningModule):
         is_private = engine.is_private or told.says_nothing
         placement = placement_of(trainer, self.device, self.module, data)
         settings = LocalSettings(placement, self.local_hooks, defines, redirect, alone)
-        device = Device(
-            engine.server, told, templates, data.client_data, settings, local_trainer, attach, engine.profile
-        )
-        return SequentialExecutor(device)
+        known = data.client_data, settings, local_trainer, attach, engine.profile
+        return SequentialExecutor(Device(engine.server, told, templates, *known))
 
     def open_round(self, round_idx: int, units: Sequence[WorkUnit]) -> OpenRound:
         """Open the round for those that train this model."""

@@ -71,12 +71,10 @@ class FederatedModule(FederatedHooks, Member):
             for floating-point numbers; ``"min"`` or ``"max"`` for the clients' smallest or largest value of each entry;
             ``"server"`` to keep the server's value, the default for all others. The first pattern that matches counts.
         dropout: Simulated dropout of clients; ``None`` for none.
-        clock: Simulated duration of each client's turn, with deadline, over-selection and round length; ``None`` for
-            none.
+        clock: Simulated duration of each client's turn, with deadline and over-selection; ``None`` for none.
 
     Note:
-        Each client starts with fresh optimizer state. The learning rate comes from your scheduler, read once per
-        round.
+        Each client starts with fresh optimizer state. Your scheduler sets the learning rate, read once per round.
 
     Example:
         >>> class LitLine(pl.LightningModule):

@@ -54,8 +54,7 @@ class ClientParallelStrategy(DDPStrategy):
 
     Args:
         processes_per_device: Number of processes that share a device, with all of its memory between them: one alone
-            seldom keeps a GPU busy with small models. They exchange sums by gloo, because NCCL takes one process per
-            GPU.
+            seldom keeps a GPU busy with small models. They exchange sums by gloo: NCCL takes one process per GPU.
         **options: Options of ``lightning.pytorch.strategies.DDPStrategy`` that do not concern gradients: ``timeout``,
             ``process_group_backend``, ``start_method``, ``cluster_environment``. ``timeout`` is how long processes wait
             for the slowest one, half an hour by default. They wait for each other once a round: it must be longer than
@@ -196,9 +195,8 @@ class ClientParallelStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Restore the metrics' own synchronisation, and disconnect if other processes may not know of the error.
 
-        A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After any
-        other error the others might wait for this process until the timeout; once it has disconnected, they get an
-        error too.
+        A failure of a client or of the round is raised in every process, and so is the end after SIGTERM. After other
+        errors they might wait for this process until the timeout; once it has disconnected, they fail too.
         """
         self._restore_metrics()
         if not _is_known_to_all(exception) and dist.is_initialized() and dist.get_backend() == "gloo":
@@ -237,8 +235,7 @@ def tune_allocator() -> bool:
 
     By default glibc returns large blocks at once and asks for them again at the next step; every new page costs a page
     fault. Without that, small models on the CPU train 1.25 to 1.4 times as fast, with unchanged peak memory. The
-    setting is permanent for the process: call this function once in each process, before training. To do the same from
-    outside::
+    setting is permanent for the process: call this once in each, before training. To do it from outside::
 
         MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TOP_PAD_=67108864 python train.py
 

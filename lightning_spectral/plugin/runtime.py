@@ -47,9 +47,7 @@ class Runtime:
     @property
     def profile(self) -> Profile:
         profiler = self.trainer.profiler  # type: ignore[attr-defined]
-        return (
-            nullcontext if isinstance(profiler, PassThroughProfiler) else lambda stage: profiler.profile(STAGE(stage))
-        )
+        return nullcontext if isinstance(profiler, PassThroughProfiler) else lambda name: profiler.profile(STAGE(name))
 
     def round_callbacks(self) -> list[RoundCallback]:
         """The round callbacks in the Trainer's order, between those that must come first and `Aggregation`."""

@@ -28,8 +28,7 @@ WHERE = (
 class Share:
     """The units whose turns one process takes in a round, which Lightning sees as a batch.
 
-    This is a plain class, because Lightning looks for tensors in batches that are tuples or dataclasses, and rebuilds
-    them.
+    A plain class, because Lightning looks for tensors in batches that are tuples or dataclasses, and rebuilds them.
 
     Args:
         round_idx: Communication round, from 0.
@@ -165,9 +164,7 @@ def for_evaluation_only(module: pl.LightningModule | pl.LightningDataModule, of:
     for hook in BATCH_HOOKS:
         if is_overridden(of, hook):
             own = getattr(type(of), hook).__get__(of)
-            setattr(
-                module, hook, lambda batch, *args, own=own: batch if isinstance(batch, Share) else own(batch, *args)
-            )
+            setattr(module, hook, lambda one, *args, own=own: one if isinstance(one, Share) else own(one, *args))
 
 
 def redirect(module: pl.LightningModule, methods: Mapping[str, Callable[..., Any]]) -> None:

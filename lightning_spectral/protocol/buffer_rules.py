@@ -34,8 +34,7 @@ class BufferRules:
             are a scalar if all entries follow the same rule, otherwise of the buffer's shape.
         decided: What followed from initial values that were not finite, as plain values or signs, for checkpoints.
         asked: Names of the buffers about which the user, or a filter, has said something.
-        stays: Names of the parameters and buffers that stay with clients: they are sent, but neither sent back nor
-            averaged.
+        stays: Names of the parameters and buffers that stay with clients: sent, but neither sent back nor averaged.
     """
 
     mean: frozenset[str] = frozenset()

@@ -114,9 +114,8 @@ class ClientStore:
         return unit.key in self._written or self._table(unit.key) is not None
 
     def __len__(self) -> int:
-        return sum(len(table.rows) for table in self._tables.values()) + sum(
-            self._table(key) is None for key in self._written
-        )
+        new = sum(self._table(key) is None for key in self._written)
+        return new + sum(len(table.rows) for table in self._tables.values())
 
     def __iter__(self) -> Iterator[Key]:
         committed = {(client, model) for (model, _), table in self._tables.items() for client in table.rows}

@@ -197,8 +197,7 @@ def frozen_parameters(module: nn.Module) -> dict[str, Tensor]:
         ['bias', 'weight']
     """
     averaged = averaged_parameters(module)
-    named = module.named_parameters()
-    return {name: p.detach() for name, p in named if not p.requires_grad and name not in averaged}
+    return {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad and n not in averaged}
 
 
 def digest(tensor: Tensor) -> str:

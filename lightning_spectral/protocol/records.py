@@ -102,8 +102,7 @@ class Masking:
 class Download:
     """What the server sends to a device: everything it needs to train for one client.
 
-    An algorithm sets the first three fields; the server's round fills in the others, which do not depend on the
-    algorithm.
+    An algorithm sets the first three fields; the server's round the others, which do not depend on the algorithm.
 
     Attributes:
         unit: The client, and the model that it trains.
@@ -111,15 +110,12 @@ class Download:
         tensors: Every parameter and buffer of the sub-model by name.
         round_idx: Communication round, from 0.
         local_epochs: Passes over the client's data; 0 trains nothing.
-        options: For each of the user's optimizers, the options of each parameter group, including its learning rate in
-            this round.
+        options: For each of the user's optimizers, the options of each parameter group, e.g. the learning rate.
         seed: The run's seed, from which the order of the data and every other draw on the device are derived.
-        frozen: For each of the tensors that is frozen, a digest of its value; the device keeps the tensor for later
-            rounds.
+        frozen: For each tensor that is frozen, a digest of its value; the device keeps it for later rounds.
         held: Names of the frozen tensors that the client has from an earlier round and that are not sent. Within a
             process they are nevertheless among the tensors; `encode` leaves them out.
-        last_turn: Round of the client's last turn that the server knows of, if its device keeps a state; ``None``
-            before there is one.
+        last_turn: Round of the client's last turn known to the server, if its device keeps a state; ``None`` before.
         client_state: What the client's device kept in that turn (`ClientSide.keep`); empty before there is one. A
             simulation sends it along; a device elsewhere has it, and the server does not.
         masking: What the client masks its update with; ``None`` if it returns its tensors as they are.
@@ -224,8 +220,7 @@ class Upload:
         failure: What failed on the device; ``None`` if nothing did.
         seconds: Wall-clock seconds on the device by stage: ``load`` and ``train``.
         unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
-        untrained_rows: Rows of tensors, by name, that the client's loss does not reach: indices along the first
-            dimension.
+        untrained_rows: Rows of tensors, by name, that the client's loss does not reach: indices in the first dimension.
         discarded: Names of parameters that the user's code changed and no optimizer steps, so that the change is lost.
         missing: Names of the frozen tensors that were not sent because the device had them once, and which it has lost.
             It does not train then; the server sends it the download again, with everything.
@@ -335,8 +330,8 @@ class RoundSummary:
     Attributes:
         round_idx: Communication round, from 0.
         clients: One outcome per client, in the cohort's order.
-        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; with several processes,
-            the longest of them.
+        seconds: Wall-clock seconds per stage: refresh, sample, load, train, aggregate, apply; the longest of any
+            process.
         diagnostics: The algorithm's own figures, e.g. the share of terms that were visited.
         logged: Example-weighted means over the round of the values that clients logged.
         left_out: For each reason that this run allows, the number of clients left out.

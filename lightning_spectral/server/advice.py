@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
@@ -15,7 +14,7 @@ from torch import nn
 from lightning_spectral.algorithms.base import Moment, Round, ServerHalf
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.device import TOO_LARGE, WATCHED_ROUNDS
-from lightning_spectral.errors import RoundError, SpectralWarning
+from lightning_spectral.errors import RoundError, warn
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.protocol.records import ClientOutcome, RoundSummary
 from lightning_spectral.server.metrics import mean_loss
@@ -241,7 +240,7 @@ def untouched_averages(server: nn.Module) -> list[str]:
 
 
 def _warn(round_idx: int, what: str) -> None:
-    warnings.warn(f"Round {round_idx}: {what}", SpectralWarning, stacklevel=4)
+    warn(f"Round {round_idx}: {what}", 4)
 
 
 def smaller_updates(half: ServerHalf) -> str:
@@ -272,8 +271,7 @@ def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = N
         cause: What went wrong.
 
     Raises:
-        RoundError: If a parameter holds a NaN, or a trainable one an infinite value. All processes raise it, since they
-            have the same weights.
+        RoundError: If a parameter holds a NaN, or a trainable one an infinite value; in all processes alike.
     """
     suspects = (
         "Updates of clients are averaged only if they are finite, so most likely the run diverged and the server "

@@ -52,8 +52,7 @@ class Faults:
     Args:
         on_error: An exception in the client's local training.
         on_not_finite: An update with a NaN, an infinite value, or one too large to be summed.
-        on_no_update: No optimizer step, although there was something to train: ``training_step`` returned ``None``
-            for every batch.
+        on_no_update: No optimizer step although there was data: ``training_step`` returned ``None`` for every batch.
         on_no_data: A client to which the partition gives no examples. `Raise` rejects such a partition immediately.
         on_dropped_out: A client that drops out, as simulated by `ClientDropout`.
         on_late: A client that misses the deadline of the `VirtualClock`.

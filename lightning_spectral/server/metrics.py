@@ -27,16 +27,14 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/left_out_<reason>``: clients left out for this reason, for each reason that this run allows.
         - ``fl/bytes_down``, ``fl/bytes_up``: bytes downloaded and uploaded, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
-        - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: measurements for a sampler before
-          the round.
+        - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: what a sampler measured beforehand.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
         A private round has only its index and what depends on noisy sums alone: ``fl/epsilon``, ``fl/clip``, and the
         algorithm's own metrics.
 
         With several models, the names of all metrics except ``fl/round`` begin with the model's name. There is no loss
-        for a round of whose clients none took a step, or none says its loss, nor for a model that no client was asked
-        to train.
+        for a round in which no client took a step or says its loss, nor for a model that no client was asked to train.
     """
     kept, measured = summary.averaged, summary.measured
     own = {

@@ -122,8 +122,7 @@ class FedAdagrad(FedOptimizer):
     Args:
         lr: Server learning rate.
         momentum: Decay :math:`\beta_1` of the first moment, in ``[0, 1)``; the paper uses none.
-        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a parameter's
-            change per round.
+        tau: Added to the square root of the second moment, which starts at ``tau**2``; in units of a round's change.
 
     Reference:
         Reddi et al. (2021), Adaptive federated optimization, Algorithm 2 (FEDADAGRAD).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -221,23 +222,17 @@ class Meetings:
     the same order. If a meeting fails, those who had arrived say so in the store. Those who had arrived and say
     nothing are missing, and so are those who have not arrived.
 
-    Args:
-        rank: Rank of this process, from 0.
-        size: Number of processes.
-
     Attributes:
+        rank, size: Rank of this process, from 0, and number of processes.
         turns: What each process is doing until the next meeting, by rank, as far as this one knows.
         is_broken: Whether a process is missing; there are no more meetings then.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.turns: Mapping[int, str] = {}
-        self.is_broken = False
-        self._count = 0
-        self._is_ending = False
-        self._next_look = 0.0
+        self.is_broken = self._is_ending = False
+        self._count, self._next_look = 0, 0.0
         self._set("meetings", "0")
         self._set("end", "0")
 
@@ -329,23 +324,18 @@ def within(seconds: float, ask: Callable[[], T]) -> T:
         >>> within(9.0, lambda: 2 + 3)
         5
     """
-    answers: list[tuple[Any, BaseException | None]] = []
+    answer: Future[T] = Future()
 
     def work() -> None:
         try:
-            answers.append((ask(), None))
+            answer.set_result(ask())
         except BaseException as error:
-            answers.append((None, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not answers:
+    threading.Thread(target=work, daemon=True).start()
+    if not wait([answer], seconds).done:
         raise TimeoutError
-    value, error = answers[0]
-    if error is not None:
-        raise error
-    return value  # type: ignore[no-any-return]
+    return answer.result()
 
 
 def _store() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -17,7 +16,7 @@ from lightning_spectral.algorithms.base import Algorithm, Round, ServerHalf, pro
 from lightning_spectral.algorithms.filter import Arrival, Opened, ServerEnd, Unusable
 from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.forms import Forms
-from lightning_spectral.errors import ClientError, RoundError, SpectralWarning
+from lightning_spectral.errors import ClientError, RoundError, warn
 from lightning_spectral.filters.own import NORM
 from lightning_spectral.participation import Figure
 from lightning_spectral.participation.cohorts import ClientDirectory
@@ -199,8 +198,7 @@ class Engine:
 
         Raises:
             ClientError: If a client failed in one of several processes.
-            RoundError: If more clients were left out than `Faults` allows; the server's weights are as before the
-                round.
+            RoundError: If more clients were left out than `Faults` allows; the server's weights are unchanged.
         """
         self.gather_round()
         return self.apply_round()
@@ -242,8 +240,7 @@ class Engine:
 
         For losses, a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a
         third of the multiplications of an epoch. For update norms, it trains as it would in the round and obtains the
-        same update, so a client that is drawn afterwards trains twice. It is sent its sub-model and sends one number
-        back.
+        same update, so a client that is drawn afterwards trains twice. It gets its sub-model and returns one number.
 
         Args:
             round_idx: The round that is about to begin.
@@ -284,11 +281,9 @@ class Engine:
                 seconds = (time.perf_counter() - start) / TIMED * count
                 if seconds > LONG:
                     model = f" for model {self.model!r}" if self.model else ""
-                    warnings.warn(
+                    warn(
                         f"Measuring {count} clients{model} takes about {seconds / 60:.1f} minutes before every round. "
-                        'Measure fewer, e.g. measure=100, or none: measure="last", which uses the last known figures.',
-                        SpectralWarning,
-                        stacklevel=2,
+                        'Measure fewer, e.g. measure=100, or none: measure="last", which uses the last known figures.'
                     )
             yield outcome
         self._has_measured = True
@@ -313,9 +308,7 @@ class OpenRound:
     """
 
     def __init__(self, engine: Engine, executor: Executor, round_idx: int, units: Iterable[WorkUnit]) -> None:
-        self.engine = engine
-        self.executor = executor
-        self.round_idx = round_idx
+        self.engine, self.executor, self.round_idx = engine, executor, round_idx
         asked = tuple(units)
         weighed: Sequence[WorkUnit] = sorted(asked, key=lambda unit: unit.key)
         for end in engine.inward:
@@ -331,13 +324,11 @@ class OpenRound:
         self.fallen: dict[Key, Upload] = {}
         self._options = engine.options()
         with self.clock.measure("refresh"), suspecting_weights(engine.server, round_idx):
-            self.cohort = self._cohort()
-            self.algorithm_round: Round = engine.half.open(self.cohort)
+            cohort = self.cohort = self._cohort()
+            self.algorithm_round: Round = engine.half.open(cohort)
             for end in engine.inward:
-                end.begin(Opened(self.algorithm_round, self.cohort))
-            tasks = {
-                unit: engine.task_of(self.algorithm_round, unit, self.cohort.capacity_of(unit)) for unit in self.units
-            }
+                end.begin(Opened(self.algorithm_round, cohort))
+            tasks = {unit: engine.task_of(self.algorithm_round, unit, cohort.capacity_of(unit)) for unit in self.units}
             self.simulated = engine.simulation.outcomes(round_idx, tasks)
 
     def _cohort(self) -> Cohort:
@@ -537,17 +528,14 @@ class OpenRound:
         self.engine.faults.check_round(self.round_idx, outcomes, smaller_updates(self.engine.half))
         if outcomes and not self._moves_server():
             why = ", ".join(f"{len(ids)} {reason}" for reason, ids in clients_by_reason(outcomes).items())
-            warnings.warn(
-                f"Round {self.round_idx}: no client is left to average ({why}); the server's weights are unchanged.",
-                SpectralWarning,
-                stacklevel=3,
+            warn(
+                f"Round {self.round_idx}: no client is left to average ({why}); the server's weights are unchanged.", 3
             )
         if self.engine.is_private and len(outcomes) > 1 and all(outcome.left_out == "error" for outcome in outcomes):
-            warnings.warn(
+            warn(
                 f"Round {self.round_idx}: training fails on every client, so only noise is added. Train on data that "
                 "is not secret, without the filter that hides clients, to see why.",
-                SpectralWarning,
-                stacklevel=3,
+                3,
             )
         with self.clock.measure("aggregate"):
             self.add_up(processes)
@@ -590,13 +578,10 @@ class OpenRound:
 
 
 class Turn:
-    """One unit's turn.
-
-    Args:
-        opened: The round.
-        unit: Whose turn it is.
+    """One unit's turn in a round.
 
     Attributes:
+        unit: Whose turn it is.
         num_examples: Number of the client's training examples.
         round_idx: Communication round, from 0.
         receipt: What the server keeps of the download.
@@ -607,8 +592,7 @@ class Turn:
     receipt: Receipt
 
     def __init__(self, opened: OpenRound, unit: WorkUnit) -> None:
-        self.round, self.round_idx = opened, opened.round_idx
-        self.unit = unit
+        self.round, self.round_idx, self.unit = opened, opened.round_idx, unit
         self.num_examples = opened.num_examples[unit.key]
         self.simulated = opened.simulated.outcomes[unit.key]
         self.download: Download | None = None
@@ -652,12 +636,11 @@ class Turn:
             if not is_clients or self.round.engine.faults.ends_run("error"):
                 raise client_error(self.round_idx, self.unit, failure.stage, failure.message) from failure.cause
         if upload.lost_state and self.download is not None:
-            warnings.warn(
+            warn(
                 f"Round {self.round_idx}: the device of {named(self.unit)} no longer has what it kept in round "
                 f"{self.download.last_turn}, so it begins as in its first turn. Keep such a device's state "
                 "on its disk: ClientData(..., state_folder=...).",
-                SpectralWarning,
-                stacklevel=4,
+                4,
             )
         if self.round.engine.is_private:  # names in the user's code are for warnings about it
             upload = replace(upload.without_figures(), discarded=upload.discarded, put_back=upload.put_back)
@@ -688,11 +671,7 @@ class Turn:
                 )
             # others are to be expected, and a private run says nothing of a client
             if left_out in ("error", "not_finite", "no_update") and not engine.is_private:
-                warnings.warn(
-                    f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.",
-                    SpectralWarning,
-                    stacklevel=3,
-                )
+                warn(f"Round {self.round_idx}: {named(self.unit)} is left out of the average: {what}.", 3)
         outcome = self.outcome(self.upload, left_out)
         self.round.outcomes.append(outcome)
         return outcome
@@ -748,14 +727,10 @@ class Turn:
 
 
 def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Upload]:
-    """Yield one upload for each download, as they arrive.
+    """Yield one upload for each download, as they arrive; downloads are drawn as the executor takes them.
 
     A device that lost frozen tensors is sent the same download once more, with all of them, after the others have
     answered. Its upload then names what was missing.
-
-    Args:
-        executor: Runs the downloads.
-        downloads: Drawn as the executor takes them.
     """
     incomplete: dict[Key, Download] = {}
     missing: dict[Key, tuple[str, ...]] = {}

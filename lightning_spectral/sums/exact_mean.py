@@ -96,8 +96,7 @@ class Weights:
             raise ValueError(f"`total_weight` must be finite and at least 0, got {total}.")
         self.total = total
         self._exponent = math.frexp(total)[1]
-        self.sum = 0
-        self.num_terms = 0
+        self.sum = self.num_terms = 0
 
     @property
     def value(self) -> float:
@@ -219,12 +218,10 @@ class MeanChange(RunningMean):
     .. math:: 2^{-50}\, n\, \tfrac{T}{W}\, \text{unit} + 2^{-51}\, \big(1 + n\, \tfrac{T}{W}\big) \max_c |\Delta_c|.
 
     The first term is the rounding of n weighted changes to the grid. In the second term, the 1 is the rounding of the
-    products, of the sum and of the division; the rest is the rounding of the weights, which vanishes if they are whole
-    numbers.
+    products, of the sum and of the division; the rest is the rounding of weights, zero for whole numbers.
 
     A client may hold a part of a tensor ``by_index``: slices along a dimension, such as singular terms, or single
-    entries. Slice i averages over its holders, :math:`\sum_c w_c \Delta_{ci} / \sum_c w_c`; slices held by no client do
-    not change.
+    entries. Slice i averages over holders, :math:`\sum_c w_c \Delta_{ci} / \sum_c w_c`; others stay.
 
     Args:
         before: The whole tensors that clients started from, by name; they are read again for every client.
@@ -238,9 +235,8 @@ class MeanChange(RunningMean):
         counts: Names of tensors that say which part of the model a client holds, and nothing about what it has learnt.
 
     Attributes:
-        before: As given.
+        before, counts: As given.
         names: Names of the tensors.
-        counts: As given.
         is_fixed: Whether the weights, the slices' holders and the counts stay as they are; see `fix`.
         held: For each tensor in ``by_index``, the weight of each slice's holders, in steps, int64.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -49,7 +48,7 @@ from lightning_spectral.arguments import Number, as_patterns, check_fields, firs
 from lightning_spectral.client.device import StepActions
 from lightning_spectral.client.user_optimizer import StandIn
 from lightning_spectral.designs import Design
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is, warn
 from lightning_spectral.functional.figures import marginal_entropy
 from lightning_spectral.functional.spectra import KEEP_RATIO, TAU, WEIGHT_LR, looks_random, singular_terms
 from lightning_spectral.nn.cost import CostsBesides
@@ -344,28 +343,25 @@ class SpectralSharding(Algorithm):
         if plan.optimizers:
             estimates = any(getattr(callback, "estimates_averages", False) for callback in plan.callbacks)
             if self.small_steps and self.is_mixed and not estimates and (norms := layers_with_averages(plan.module)):
-                warnings.warn(
+                warn(
                     f"With `small_steps` the running averages of {first_of(list(norms), 3)} are mostly those of small "
                     "steps, and evaluation of the whole model reads them. Add the callback BatchNormEstimation(), or "
                     "use another norm.",
-                    SpectralWarning,
-                    stacklevel=3,
+                    3,
                 )
             return
         if not held.sharded:
-            warnings.warn(
+            warn(
                 f"SpectralSharding shards no layer of {type(plan.module).__name__}, so clients train whatever is not "
                 "frozen as with FedAvg(); `validate` says why for each layer.",
-                SpectralWarning,
-                stacklevel=3,
+                3,
             )
         if held.whole:
             listed = ", ".join(f"{name} (N = {count})" for name, count in held.whole.items())
-            warnings.warn(
+            warn(
                 f"`term_granularity={held.choices.term_granularity}` rounds up to all terms of {listed}, so every "
                 "client holds them whole whatever its keep ratio; lower it to shard them, or list them in `exclude`.",
-                SpectralWarning,
-                stacklevel=3,
+                3,
             )
 
     def _check_optimizer(self, template: Optimizer, plan: ModulePlan, module: nn.Module) -> None:
@@ -378,20 +374,16 @@ class SpectralSharding(Algorithm):
             one = next((each for each in matrices if min(each.shape) >= TELLING), matrices[-1])
             random = looks_random(torch.linalg.svdvals(one.double()), (len(one), one.shape[1]))
             rate = ", upwards: twice the dense model's, then more; torch's default of 1e-3 is often ten times too small"
-            warnings.warn(
+            warn(
                 f"{kind} rescales gradients by their own history, so neither clip_tau={self.clip_tau:g} nor "
                 f"clip_weight_lr={self.clip_weight_lr:g} bounds its steps. Use SGD, for which both are exact; or tune "
-                f"its learning rate anew{rate if random else ''}. clip_tau=float('inf') silences this.",
-                SpectralWarning,
-                stacklevel=2,
+                f"its learning rate anew{rate if random else ''}. clip_tau=float('inf') silences this."
             )
         if decays := sorted({group["weight_decay"] for group in template.param_groups if group.get("weight_decay")}):
             listed = ", ".join(f"{decay:g}" for decay in decays)
-            warnings.warn(
+            warn(
                 f"weight_decay={listed} of {kind} does not act on the factors of sharded layers; it is added to their "
-                f"Frobenius decay of {self.frobenius_decay:g}.",
-                SpectralWarning,
-                stacklevel=2,
+                f"Frobenius decay of {self.frobenius_decay:g}."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> TuckerState | None:

@@ -1,7 +1,5 @@
 """Bounds on updates: how far a single client may move the server."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -48,17 +46,14 @@ class UpdateBound(Filter):
     @torch.no_grad()
     def shortened(self, download: Download, upload: Upload, norm: float, usual: float) -> Upload:
         """An upload whose values are finite, shortened if its ``norm`` demands it; otherwise the same object."""
-        sent, returned = download.tensors, upload.tensors
-        both = dict(both_ways(sent, returned))
-        weights = [tensor for tensor in sent.values() if tensor.is_floating_point()]
+        returned, both = upload.tensors, dict(both_ways(download.tensors, upload.tensors))
+        weights = [tensor for tensor in download.tensors.values() if tensor.is_floating_point()]
         count = sum(tensor.numel() for tensor in both.values())
         limit = self.limit(lambda: max(norm_of(weights), math.sqrt(count)), usual)
         if norm <= limit:
             return upload
-        shortened = {
-            name: wide(before).lerp(wide(returned[name]), limit / norm).to(before) for name, before in both.items()
-        }
-        return replace(upload, tensors={**returned, **shortened})
+        moved = {name: wide(own).lerp(wide(returned[name]), limit / norm).to(own) for name, own in both.items()}
+        return replace(upload, tensors={**returned, **moved})
 
     def server(self, fit: Fit) -> "BoundEnd":
         return BoundEnd(self)

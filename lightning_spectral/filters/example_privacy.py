@@ -1,9 +1,6 @@
 """Differential privacy of examples: how much each moves a local step, the noise that hides it, and the epsilon."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import secrets
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +26,7 @@ from lightning_spectral.client.local_loop import (
     has_own_way,
     loss_of,
 )
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 from lightning_spectral.filters.privacy import ClientPrivacy, check_budget
 from lightning_spectral.functional.privacy import Rounds, calibrated, draws, epsilon, grid_of, shortened, warn_of_delta
 from lightning_spectral.nn.layers.terms import sharded_layers
@@ -109,7 +106,6 @@ class ExamplePrivacy(Filter):
         own = [f"`{name}`" for name in ("backward", "optimizer_step") if has_own_way(module, name)]
         nothing, kinds = [getattr(LocalHook, name) for name in GIVEN_DATA], map(type, plan.local_hooks)
         reading = [each.__name__ for each in kinds if [getattr(each, name) for name in GIVEN_DATA] != nothing]
-        is_measured = isinstance(who, Sampler) and who.figure
         beside = [each for each in plan.filters if isinstance(each, ClientPrivacy)]
         callback = plan.callback_that("reads_clients")
         refused = {
@@ -117,7 +113,7 @@ class ExamplePrivacy(Filter):
             f"manual optimisation in {kind}; return the loss": not getattr(module, "automatic_optimization", True),
             f"{' and '.join(own)} of {kind}, which may use gradients before they have noise; leave it out": own,
             f"{first_of(reading, 3)}, which sees a client's data and adds no noise; leave it out": reading,
-            f"{type(who).__name__}, which measures clients; use Uniform": is_measured,
+            f"{type(who).__name__}, which measures clients; use Uniform": isinstance(who, Sampler) and who.figure,
             f"{callback}, which reads clients' data without noise; leave it out": callback,
             "ClientPrivacy, which hides who takes part, while epsilons of clients tell; give one": beside,
         }
@@ -210,8 +206,7 @@ class ExampleLoop(LocalLoop):
             losses.append(loss.detach())
         total += self._numbers(size).mul_(self._std / grid).round_().to(total)
         total *= grid / (self._rate * len(task.data.indices))
-        gradients = torch.split(total, [p.numel() for p in trained])
-        for parameter, part in zip(trained, gradients, strict=True):
+        for parameter, part in zip(trained, torch.split(total, [p.numel() for p in trained]), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)
         self._after_closure(optimizer, self.before_step[0])
         self._take(optimizer)
@@ -275,11 +270,9 @@ class EpsilonEnd(ServerEnd):
         spent = {outcome.client_id for outcome in outcomes if outcome.left_out == "spent"} - self._told
         self._told |= spent
         if spent and self._fit.processes.rank == 0:
-            warnings.warn(
+            warn(
                 f"Round {outcomes[0].round_idx}: clients {first_of(sorted(map(str, spent)), 9)} have spent their "
-                f"`target_epsilon={self._choice.target_epsilon:g}`, and take no part any more.",
-                SpectralWarning,
-                stacklevel=2,
+                f"`target_epsilon={self._choice.target_epsilon:g}`, and take no part any more."
             )
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:

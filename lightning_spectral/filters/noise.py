@@ -1,7 +1,5 @@
 """Noise that a device adds to its own updates, so that not even the server sees them without."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -25,22 +25,19 @@ def chain(filters: Sequence[Filter], fit: Fit, store: ClientStore, keeps_state: 
     unpacked, and what it knows of clients is next to the network. The algorithm keeps in ``store`` what it keeps of
     single clients; ``keeps_state`` says whether devices keep something from turn to turn.
     """
-    made = {each.name: each.server(fit) for each in filters}
-    packing = next((each.name for each in filters if each.gives is not None), None)
-    place = len(made) if packing is None else list(made).index(packing)
-    names, rules = list(made), fit.half.rules
-    own: dict[str, ServerEnd | None] = {
+    made, rules = [(each.name, each.server(fit)) for each in filters], fit.half.rules
+    place = next((index for index, each in enumerate(filters) if each.gives is not None), len(made))
+    ends: dict[str, ServerEnd | None] = {
+        **dict(made[:place]),
         "norms": Norms(fit.figure == "stale update") if "update" in fit.figure else None,
         "finite values": Finite(),
         "limits": Limits(rules, fit.half.server) if rules.limits else None,
-    }
-    known: dict[str, ServerEnd | None] = {
+        **dict(made[place:]),
         STATES: DeviceStates() if keeps_state else None,
         STORED: Stored(store, "store_bytes"),
         FROZEN: FrozenBase(fit.half.frozen_tensors),
     }
-    inner, outer = ({name: made[name] for name in part} for part in (names[:place], names[place:]))
-    return {name: end for name, end in {**inner, **own, **outer, **known}.items() if end is not None}
+    return {name: end for name, end in ends.items() if end is not None}
 
 
 class FrozenBase(ServerEnd):
@@ -49,9 +46,6 @@ class FrozenBase(ServerEnd):
     A client counts as having what it was sent once one of its updates has come back, and no more once its device has
     said that it lost some of it. A tensor whose value at the server changes between rounds, e.g. in a callback, is sent
     to all clients once more. Values are compared by digests, which take a second or two per gigabyte in each round.
-
-    Attributes:
-        digests: For each frozen tensor, by name, a digest of its value when the last round opened.
 
     Example:
         >>> from lightning_spectral.protocol.exchange import frozen_parameters
@@ -70,7 +64,7 @@ class FrozenBase(ServerEnd):
 
     def __init__(self, frozen: Callable[[], Tensors]) -> None:
         self._frozen = frozen
-        self.digests: dict[str, str] = {}
+        self.digests: dict[str, str] = {}  # of the values of frozen tensors, by name, when the last round opened
         self._version = 0  # counts the changes of any of them
         self._since: dict[str, int] = {}  # for each parameter, the version in which it got its value
         self._num_bytes: dict[str, int] = {}
@@ -82,11 +76,7 @@ class FrozenBase(ServerEnd):
         self.refresh()
 
     def refresh(self) -> None:
-        """Compare the frozen tensors with their values when the last round opened.
-
-        Raises:
-            ValueError: If they are not those of the first round of the fit.
-        """
+        """Compare the frozen tensors with their values when the last round opened; `ValueError` if they are others."""
         frozen = self._frozen()
         self._names = frozenset(frozen) if self._names is None else self._names
         if others := sorted(self._names ^ frozen.keys()):

@@ -1,7 +1,5 @@
 """Packed uploads: a device sends its largest changes, or all in eight bits, and what is left in a later turn."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -25,8 +23,7 @@ class Packing(Filter):
     """How devices pack the changes of their parameters for the upload, with losses that error feedback makes up for.
 
     What packing loses, a device keeps and adds to its next upload, so each client keeps one number per parameter; where
-    it seldom takes part, much comes late, or never. Downloads, buffers, and parameters that it would not make smaller
-    are sent whole.
+    it seldom takes part, much comes late, or never. Downloads, buffers, and parameters that it would not shrink stay.
     """
 
     gives: ClassVar[Form | None] = Form.PACKED
@@ -36,8 +33,7 @@ class Packing(Filter):
     def pack(self, change: Tensor) -> dict[str, Tensor]:
         """Pack a tensor with at least one entry, float32 or float64.
 
-        Names, types and shapes of the parts, by which the server checks an upload, follow from the tensor's type and
-        shape alone.
+        Names, types and shapes of the parts, by which uploads are checked, follow from the tensor's type and shape.
         """
 
     @abstractmethod
@@ -84,15 +80,12 @@ class TopK(Packing):
 
     def pack(self, change: Tensor) -> dict[str, Tensor]:
         flat = change.reshape(-1)
-        chosen = flat.abs().topk(max(1, round(self.share * len(flat))), sorted=False).indices
-        places = chosen.sort().values
+        places = flat.abs().topk(max(1, round(self.share * len(flat))), sorted=False).indices.sort().values
         return {"places": places.int(), "values": flat[places]}
 
     def unpack(self, parts: Tensors, shape: torch.Size) -> Tensor:
-        places, values = parts["places"].long(), parts["values"]
-        size = math.prod(shape)
-        ascend = (places[:1] >= 0).all() & (places.diff() > 0).all() & (places[-1:] < size).all()
-        if not bool(ascend):
+        places, values, size = parts["places"].long(), parts["values"], math.prod(shape)
+        if not bool((places[:1] >= 0).all() & (places.diff() > 0).all() & (places[-1:] < size).all()):
             raise ValueError(f"its places must ascend, from 0 to at most {size - 1}")
         return values.new_zeros(size).index_copy_(0, places, values).view(shape)
 
@@ -108,8 +101,7 @@ class Int8(Packing):
         254² = 64516 entries share a scale.
 
     Reference:
-        Seide et al. (2014), 1-bit SGD, who have a scale for each column and feed back errors. Alistarh et al. (2017),
-        QSGD.
+        Seide et al. (2014), 1-bit SGD, with a scale for each column and error feedback. Alistarh et al. (2017), QSGD.
 
     Example:
         >>> parts = Int8().pack(torch.tensor([[127.0, 3.4], [0.0, 0.0]]))
@@ -201,7 +193,5 @@ def saves(packing: Packing, dtype: torch.dtype, shape: torch.Size) -> bool:
         >>> [saves(TopK(0.4), torch.float32, torch.Size(shape)) for shape in ([2, 5], [1])]
         [True, False]
     """
-    if not dtype.is_floating_point or math.prod(shape) == 0:
-        return False
     tensor = torch.zeros(shape, dtype=dtype)
-    return num_bytes(packing.pack(wide(tensor))) < tensor.nbytes
+    return dtype.is_floating_point and tensor.numel() > 0 and num_bytes(packing.pack(wide(tensor))) < tensor.nbytes

@@ -1,7 +1,5 @@
 """Personal parameters: each client keeps its own of some tensors, and the federation shares the rest."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,8 +110,7 @@ class Personal(Filter):
             >>> Personal(["2.*", "1.running_*"]).stays(net)
             ('2.weight', '2.bias', '1.running_mean', '1.running_var')
         """
-        known = chain.from_iterable(all_names(module).values())
-        check_matches("Personal", self.patterns, known, "parameter or buffer")
+        check_matches("Personal", self.patterns, chain.from_iterable(all_names(module).values()), "parameter or buffer")
         names = named_by_any(module, partial(matches_any, patterns=self.patterns))
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         if trained and trained.issubset(names):

@@ -1,10 +1,7 @@
 """Differential privacy of clients: how much each contributes, how much noise hides it, and the epsilon that results."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import math
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +13,7 @@ from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, P
 from lightning_spectral.arguments import Number, Whole, check_fields, first_of
 from lightning_spectral.client.forms import Forms
 from lightning_spectral.client.kept_state import KeptState
-from lightning_spectral.errors import RoundError, SpectralWarning, check_is
+from lightning_spectral.errors import RoundError, check_is, warn
 from lightning_spectral.filters.private_sums import PrivateSums
 from lightning_spectral.functional.privacy import LEAST_NOISE, Rounds, calibrated, epsilon, warn_of_delta
 from lightning_spectral.participation import Uniform
@@ -112,16 +109,13 @@ class ClientPrivacy(Filter):
     def check(self, plan: Plan) -> None:
         """Raise ``ValueError`` if clients do not take part independently, or a callback shows single ones."""
         who = plan.participation
-        is_poisson = type(who) is Uniform and who.design is None and not who.normalize
-        if who is not None and not is_poisson:
+        if not (who is None or (type(who) is Uniform and who.design is None and not who.normalize)):
             raise ValueError(
                 "ClientPrivacy needs clients that take part independently of each other and of their data: "
                 f"participation=Uniform(active=10), without `design` and `normalize`; got {who}."
             )
-        if callback := plan.callback_that("shows_clients"):
-            raise ValueError(
-                f"{callback} shows clients' data without noise; leave it out where there is ClientPrivacy."
-            )
+        if shown := plan.callback_that("shows_clients"):
+            raise ValueError(f"{shown} shows clients' data without noise; leave it out where there is ClientPrivacy.")
 
     def server(self, fit: Fit) -> "PrivateEnd":
         fit.refuse_averages("ClientPrivacy")  # a variance with noise may be negative
@@ -163,8 +157,7 @@ class PrivateFit:
     Attributes:
         rate, weight: Probability of each client to take part, and its weight in a sum.
         multiplier: Standard deviation of the noise on all that a round releases, in units of a client's contribution.
-        sum_multiplier: The same of the noise on the sums; it is larger if votes on the bound are released, too.
-        vote_noise: Standard deviation of the noise on these votes.
+        sum_multiplier, vote_noise: Those on the sums, larger if votes on the bound are released too, and on these.
     """
 
     def __init__(
@@ -196,12 +189,10 @@ class PrivateFit:
         votes = 0.0 if not self.vote_noise else (2 * self.vote_noise) ** -2
         self.sum_multiplier = (self.multiplier**-2 - votes) ** -0.5
         if self.sum_multiplier > MOST_FOR_VOTES * self.multiplier:
-            warnings.warn(
+            warn(
                 f"With {active:g} clients a round, votes on the clip take much of what may be released, so the noise "
                 f"on updates is {self.sum_multiplier:.3g} times the clip instead of {self.multiplier:.3g}. Raise "
-                "`active`, or leave `clip_quantile` out.",
-                SpectralWarning,
-                stacklevel=2,
+                "`active`, or leave `clip_quantile` out."
             )
         warn_of_delta(choice.delta, num_clients, "clients")
 
@@ -211,8 +202,7 @@ class PrivateFit:
             f"privacy: noise of {self.sum_multiplier:.4g} times the clip, clients take part with probability "
             f"{self.rate:.4g}; epsilon is {self.epsilon(self.first_round + 1):.3g} after the next round. It hides "
             "whole clients, each with all of its examples. Left out, because it has no noise: losses, what clients "
-            "log, how many take part and fail, their bytes and seconds, and the ledger's rows."
-            f"{known}"
+            f"log, how many take part and fail, their bytes and seconds, and the ledger's rows.{known}"
         )
 
     def rounds(self, num_rounds: int) -> list[Rounds]:
@@ -254,8 +244,7 @@ class PrivateEnd(ServerEnd):
     @cached_property
     def _possible_units(self) -> Mapping[Key, WorkUnit]:
         """The units of all clients that may take part, so that nobody's download or weight depends on others."""
-        clients = self._fit.sizes().nonzero().squeeze(1).tolist()
-        units = (WorkUnit(client, coefficient=self.fit.weight) for client in clients)
+        units = (WorkUnit(i, coefficient=self.fit.weight) for i in self._fit.sizes().nonzero().squeeze(1).tolist())
         return {unit.key: unit for unit in units}
 
     def weigh(self, units: Sequence[WorkUnit]) -> Sequence[WorkUnit]:

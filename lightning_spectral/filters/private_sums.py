@@ -58,8 +58,7 @@ class PrivateSums:
 
     def __init__(self, sums: Sequence[MeanChange], weight: float, clip: float, multiplier: float) -> None:
         self.sums, self.weight, self.clip, self.multiplier = tuple(sums), weight, clip, multiplier
-        self.votes = 0.0
-        self._votes = torch.zeros(1, dtype=torch.int64)
+        self.votes, self._votes = 0.0, torch.zeros(1, dtype=torch.int64)
         self._totals = [(mean, name, steps.long()) for mean in self.sums for name, steps in mean.take()]
         room = min((NEAR * FINE * mean.step(name) for mean, name, _ in self._totals), default=math.inf)
         if FARTHEST * multiplier * clip * weight > room:
@@ -84,9 +83,7 @@ class PrivateSums:
         All ``processes`` call this together. The noise comes from the ``normals`` of one of them, and the noise of
         `votes` has the standard deviation ``vote_noise``.
         """
-        parts = [
-            (mean.step(n), part) for mean, n, total in self._totals for part in torch.split(total.view(-1), MESSAGE)
-        ]
+        parts = [(mean.step(n), part) for mean, n, own in self._totals for part in torch.split(own.view(-1), MESSAGE)]
         if normals is not None:
             for step, part in parts:
                 noise = normals(len(part)).mul_(self.multiplier * self.clip * self.weight / step)

@@ -1,8 +1,5 @@
 """Robust means: updates are combined by a rule that a few clients who lie cannot move far; and lies to try it on."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, Plan, ServerEnd
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields, each
-from lightning_spectral.errors import SpectralWarning, check_is
+from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters.robust_rules import Changes, RobustRule
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.exchange import both_ways
@@ -33,8 +30,7 @@ class Robust(Filter):
     The server holds all of them back until the last has arrived, on the CPU: as much memory as the sub-models of a
     round. Then each client's change is replaced by the rule's center at the entries that it holds, or only those that
     the rule chooses go on; the algorithm averages what it gets, as ever. So entries are compared among the clients that
-    hold them: singular terms with the same terms, channels with the same channels. Changes of factors are compared, not
-    of their products.
+    hold them: singular terms with the same terms, channels with the same channels. Factors are compared, not products.
 
     Args:
         rule: `Krum`, `MultiKrum`, `Median`, `TrimmedMean` or `GeometricMedian` of ``lightning_spectral.server``. It
@@ -74,8 +70,7 @@ class RobustEnd(ServerEnd):
     rule: RobustRule
 
     def begin(self, opened: Opened) -> None:
-        self._opened, self._held = opened, dict[Key, Arrival]()
-        self._num_used = 0
+        self._opened, self._held, self._num_used = opened, dict[Key, Arrival](), 0
 
     def arrive(self, arrival: Arrival) -> Arrival:
         upload = arrival.upload
@@ -90,11 +85,9 @@ class RobustEnd(ServerEnd):
         everybody: dict[Key, Told] = {key: own for part in processes.gather(told) for key, own in part.items()}
         if len(everybody) < self.rule.least:
             if everybody:
-                warnings.warn(
+                warn(
                     f"Round {self._opened.cohort.round_idx}: {self.rule} needs at least {self.rule.least} updates, and "
-                    f"{len(everybody)} arrived; the server's weights are unchanged.",
-                    SpectralWarning,
-                    stacklevel=2,
+                    f"{len(everybody)} arrived; the server's weights are unchanged."
                 )
             return
         keys = sorted(everybody)

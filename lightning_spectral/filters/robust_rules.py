@@ -1,7 +1,5 @@
 """Rules that combine updates so that a minority of clients cannot move the result far, whatever it sends."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,8 +54,7 @@ class Changes:
         return center[self._where(client, name)].view_as(self._changes[client][name])
 
     def _where(self, client: int, name: str) -> Tensor:
-        own = self._changes[client].get(name)
-        if own is None:
+        if (own := self._changes[client].get(name)) is None:
             return torch.zeros(0, dtype=torch.int64)
         places = self._places[client].get(name)
         return torch.arange(own.numel()) if places is None else places.reshape(-1).cpu()
@@ -137,8 +134,7 @@ class TrimmedMean(_Center):
 class GeometricMedian(_Center):
     r"""The point whose distances from all updates have the smallest sum, by Weiszfeld's algorithm.
 
-    It begins at the median of each entry, so that a few updates that are far away do not decide where. All clients
-    count alike.
+    It begins at the median of each entry, so that a few far away do not decide where. All clients count alike.
 
     Reference:
         Pillutla et al. (2022), Robust aggregation for federated learning, Algorithm 2, with equal weights.
@@ -233,8 +229,7 @@ def _distances_to(stacked: Mapping[str, tuple[Tensor, Tensor]], centers: Mapping
 def _squared_distances(changes: Changes) -> Tensor:
     """The squared distance of each pair of updates over what both hold, scaled to all; infinite if that is nothing."""
     number, entries = len(changes), 0
-    squares = torch.zeros(number, number, dtype=torch.float64)
-    shared = torch.zeros(number, number, dtype=torch.float64)
+    squares, shared = torch.zeros(2, number, number, dtype=torch.float64)
     for name in changes.names:
         values, held = changes.stacked(name)
         entries += held.shape[1]

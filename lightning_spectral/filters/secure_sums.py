@@ -1,9 +1,6 @@
 """Secure sums: the server gets the sum of a round's updates, but no single update."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +15,7 @@ from lightning_spectral.algorithms.filter import Arrival, Ask, Filter, Fit, Form
 from lightning_spectral.arguments import Number, check_fields
 from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
-from lightning_spectral.errors import RoundError, SpectralWarning, from_extra
+from lightning_spectral.errors import RoundError, from_extra, warn
 from lightning_spectral.filters.bounds import UsualUpdateNorm
 from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.exchange import norm_of
@@ -67,8 +64,7 @@ class SecureSums(Filter):
             have to collude to see the update of one that took part.
 
     Note:
-        Needs cryptography, the extra ``secure``. Masks are drawn by the system's generator; no bit of the result
-        depends on them.
+        Needs cryptography, the extra ``secure``. Masks are the system's random numbers; results do not depend on them.
 
     Reference:
         Bonawitz et al. (2017), "Practical secure aggregation for privacy-preserving machine learning".
@@ -103,8 +99,7 @@ class SecureSums(Filter):
         return SecureEnd(self)
 
     def least(self, num_clients: int) -> int:
-        """Number of clients without which a round fails, of those that were asked."""
-        # never one, whose sum is its update
+        """Number of clients without which a round fails, of those asked; never one, whose sum is its update."""
         return max(2, math.ceil(round(self.threshold * num_clients, 9)))
 
 
@@ -172,11 +167,9 @@ class SecureEnd(ServerEnd):
         limit = UsualUpdateNorm().limit(lambda: max(norm_of(sent), math.sqrt(sum(map(torch.numel, sent)))), usual)
         if norm > limit:
             who = ", ".join(map(str, sorted(self._sum.arrived)))
-            warnings.warn(
+            warn(
                 f"Round {round_idx}: the mean change of clients {who} has norm {norm:.3g}, and at most {limit:.3g} is "
-                "added, so the server's weights are unchanged. If that happens again, look in their devices' logs.",
-                SpectralWarning,
-                stacklevel=2,
+                "added, so the server's weights are unchanged. If that happens again, look in their devices' logs."
             )
             for steps in mean.steps.values():
                 steps.zero_()
@@ -303,7 +296,7 @@ class MaskedSum:
         for client, why in failed.items():
             if step == "reveal" and why.reason == "error":  # others are warned of, or raised, as they are left out
                 text = f"Round {self.round_idx}: the update of client {client} is in the sum, although {why}."
-                warnings.warn(text, SpectralWarning, stacklevel=2)
+                warn(text)
         return found
 
     def _check(self, count: int, did: str, left_out: Iterable[ExclusionReason]) -> None:

@@ -1,7 +1,5 @@
 """Weights of clients in the average of a round."""
 
-# Annotations are evaluated eagerly here, as in `algorithms/base.py`.
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

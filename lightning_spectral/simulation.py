@@ -1,7 +1,4 @@
-"""Simulated dropout and device speed: which clients of a round report back, and when.
-
-Both are decided before training, so that no client trains in vain, and without waiting for anyone.
-"""
+"""Simulated dropout and device speed: which clients report back, and when; decided before training, without waiting."""
 
 from __future__ import annotations
 
@@ -212,14 +209,11 @@ class Simulation:
         outcomes = {unit.key: self._outcome_alone(round_idx, unit, task) for unit, task in tasks.items()}
         if self.clock is None:
             return SimulatedRound(outcomes)
-
-        def finish(unit: WorkUnit) -> tuple[float, int]:
-            # among devices that finish together the order is drawn, so that it does not depend on client ids
-            return outcomes[unit.key].seconds, derived_seed(self.seed, "photo finish", round_idx, *unit.ids)
-
         finished = [unit for unit in tasks if outcomes[unit.key].left_out is None]
         if self.clock.keep_first is not None:
-            finished.sort(key=finish)
+            # among devices that finish together the order is drawn, so that it does not depend on client ids
+            photo = self.seed, "photo finish", round_idx
+            finished.sort(key=lambda unit: (outcomes[unit.key].seconds, derived_seed(*photo, *unit.ids)))
         kept = finished[: self.clock.keep_first]
         for unit in finished[len(kept) :]:
             outcomes[unit.key] = SimulatedOutcome("surplus", outcomes[unit.key].seconds)
@@ -257,10 +251,9 @@ class Conditions:
     clock: VirtualClock | None = None
 
     def __post_init__(self) -> None:
-        if self.dropout is not None:
-            check_is("dropout", self.dropout, ClientDropout)
-        if self.clock is not None:
-            check_is("clock", self.clock, VirtualClock)
+        for name, kind in (("dropout", ClientDropout), ("clock", VirtualClock)):
+            if getattr(self, name) is not None:
+                check_is(name, getattr(self, name), kind)
 
     def check(self, num_clients: int, clients_per_round: int) -> None:
         """Raise ``ValueError`` if the conditions do not fit the federation."""
@@ -287,7 +280,5 @@ class Conditions:
         """Assign probabilities and devices to clients, once for all rounds."""
         chance = None if self.dropout is None else self.dropout.probability
         probabilities = None if chance is None else assign(chance, num_clients, seed, "dropout probability")
-        if self.clock is None:
-            return Simulation(seed, probabilities)
-        profiles = assign(self.clock.profiles, num_clients, seed, "device profile")
+        profiles = None if self.clock is None else assign(self.clock.profiles, num_clients, seed, "device profile")
         return Simulation(seed, probabilities, self.clock, profiles)

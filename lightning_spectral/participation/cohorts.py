@@ -27,8 +27,7 @@ class ClientDirectory:
     Attributes:
         sizes: Number of training examples of each client, int64, shape ``(num_clients,)``.
         capacities: Keep ratio of each client.
-        available: Whether each client can train this model, if it has examples, bool, shape ``(num_clients,)``;
-            ``None`` if all can.
+        available: Which clients can train this model if they have examples, bool, ``(num_clients,)``; by default all.
         examples_per_epoch: Maps a client's number of examples to how many of them it trains on in a local epoch.
 
     Example:
@@ -91,8 +90,7 @@ class SampledCohorts:
 
     def __init__(self, sampler: Sampler, population: Population, keys: Sequence[str], seed: int) -> None:
         sampler.check(population)
-        self.sampler, self.population, self.seed = sampler, population, seed
-        self.keys = tuple(keys)
+        self.sampler, self.population, self.seed, self.keys = sampler, population, seed, tuple(keys)
         self.figures = torch.full(population.num_examples.shape, math.nan, dtype=torch.float64)
         self.units: list[WorkUnit] = []
         self.drawn: tuple[int, Assignment] | None = None
@@ -101,8 +99,7 @@ class SampledCohorts:
     @property
     def usual_size(self) -> int:
         """Number of units in a round; if that is random, a number that is rarely exceeded."""
-        possible = int((self.population.shares > 0).sum())
-        active = self.sampler.active
+        possible, active = int((self.population.shares > 0).sum()), self.sampler.active
         if self.sampler.design is not None or active >= possible:
             return int(min(possible, active))
         return min(possible, math.ceil(active + MARGIN * math.sqrt(active)))
@@ -113,15 +110,13 @@ class SampledCohorts:
         figures = self.figures if self.sampler.figure else None
         drawn = self.sampler.assign(self.population, figures, round_idx, generator)
         triples = zip(drawn.clients, drawn.models, drawn.coefficients, strict=True)
-        units = [WorkUnit(client, self.keys[model], coefficient) for client, model, coefficient in triples]
-        self.units = units[:most]
+        self.units = [WorkUnit(client, self.keys[model], weight) for client, model, weight in triples][:most]
         self.drawn = round_idx, drawn
 
     def due(self, round_idx: int, model: int) -> list[WorkUnit]:
         """The units whose figure for one model is to be measured before a round."""
         self.measured.pop(model, None)
-        able = (self.population.shares[:, model] > 0).nonzero().squeeze(1)
-        how = self.sampler.measure
+        able, how = (self.population.shares[:, model] > 0).nonzero().squeeze(1), self.sampler.measure
         if how == "last":
             return []
         if how != "all":
@@ -160,13 +155,11 @@ class SampledCohorts:
         return {**active, "step_size": size, **self._variances(model, drawn.probs)}
 
     def _variances(self, model: int, all_probs: Tensor) -> dict[str, float]:
-        design, joint = self.sampler.design, None
-        if isinstance(self.sampler, FullParticipation) or not (design is None or isinstance(design, JointDesign)):
+        design = self.sampler.design
+        is_known = design is None or (isinstance(design, JointDesign) and len(all_probs) <= MOST_PROCESSORS)
+        if isinstance(self.sampler, FullParticipation) or not is_known:
             return {}
-        if design is not None:
-            if len(all_probs) > MOST_PROCESSORS:
-                return {}
-            joint = self.sampler.joint_probs(all_probs, model)
+        joint = None if design is None else self.sampler.joint_probs(all_probs, model)
         weights, probs = self.population.weights[:, model], all_probs[:, model]
         found = {"step_size_variance": step_size_variance(weights, probs, joint)}
         known = self.figures[self.population.owner, model].nan_to_num(nan=0.0) * weights
@@ -182,5 +175,4 @@ class SampledCohorts:
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Restore the known figures."""
-        self.figures = state_dict.get("figures", self.figures).clone()
-        self.drawn = None
+        self.figures, self.drawn = state_dict.get("figures", self.figures).clone(), None

@@ -85,8 +85,7 @@ class Population:
         num_examples: Examples of each client for each model, int64, shape ``(N, S)``.
         processors: Number B of processors of each client, at least 1, int64, shape ``(N,)``. Each trains one model in
             a round; two of one client may draw the same model.
-        available: Whether each client could train each model if it had examples, bool, shape ``(N, S)``; by default
-            always.
+        available: Whether each client could train each model if it had examples, bool, ``(N, S)``; by default always.
 
     Example:
         >>> population = Population(torch.tensor([[30, 10], [10, 0]]), processors=torch.tensor([2, 1]))
@@ -154,8 +153,7 @@ class Assignment:
     """Who trains what in a round: distinct pairs of a client and a model.
 
     Attributes:
-        probs: Probability of each processor to train each model, float64, shape ``(P, S)``; coefficients are divided by
-            it.
+        probs: Probability of each processor to train each model, which divides coefficients, float64, ``(P, S)``.
         clients: Client of each pair, in the order drawn.
         models: Model index of each pair.
         coefficients: Coefficient of each pair: in the sum of its model's updates, or, if normalized, its weight in an
@@ -205,10 +203,9 @@ def outcome_to_assignment(
         weights = population.num_examples[population.owner] * relative
     else:
         weights = population.weights / p
-    coefficients = weights[drawn, models]
     pairs: dict[tuple[int, int], float] = {}
-    for client, model, coefficient in zip(owners.tolist(), models.tolist(), coefficients.tolist(), strict=True):
-        pairs[client, model] = pairs.get((client, model), 0.0) + coefficient
+    for client, model, weight in zip(owners.tolist(), models.tolist(), weights[drawn, models].tolist(), strict=True):
+        pairs[client, model] = pairs.get((client, model), 0.0) + weight
     active = models.bincount(minlength=probs.shape[1])
     return Assignment(probs, [c for c, _ in pairs], [m for _, m in pairs], list(pairs.values()), active)
 
@@ -230,8 +227,7 @@ ROUNDING = 1e-12
 class Sampler(ABC):
     """A way to sample clients for several models: a frozen dataclass that implements :meth:`probs`.
 
-    The unit is a processor: a client with B of them can train B models at once. A processor trains one model or
-    nothing.
+    The unit is a processor: a client with B of them can train B models at once. Each trains one model or nothing.
 
     Args:
         active: Expected number m of active processors in a round, above zero.
@@ -457,12 +453,10 @@ class FullParticipation(Sampler):
     """Every client trains every model that it can in every round, whatever its number of processors.
 
     This is the reference that other samplers approximate; nothing is drawn. All processors count as active for every
-    model they can train, so rows of the probabilities sum to more than one. Pairs are in the order of clients, then
-    models.
+    model they can train, so rows of probabilities may sum to more than one. Pairs are in order of clients, then models.
 
     Args:
-        normalize: Whether coefficients are numbers of examples, to be divided by their sum, instead of shares. Both
-            give the same average.
+        normalize: Whether coefficients count examples, to be divided by their sum; with shares the average is the same.
 
     Reference:
         The baseline "Full Participation" of Zhang et al. (2024).
@@ -505,8 +499,7 @@ class Uniform(Sampler):
 
     Args:
         active: Expected number m of active processors in a round, above zero.
-        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, the choice makes no
-            difference.
+        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, any gives the same.
         normalize: See :class:`Sampler`.
 
     Reference:
@@ -538,9 +531,8 @@ def uniform_probs(can: Tensor, active: float) -> Tensor:
 class RoundRobin(Sampler):
     """Every processor is equally likely to be active; the model it then trains rotates.
 
-    In round t, processor p trains model number (p + t) mod c of the c models that it can train.
-
-    Its arguments are those of :class:`Uniform`.
+    In round t, processor p trains model number (p + t) mod c of the c models that it can train. Its arguments are those
+    of :class:`Uniform`.
 
     Note:
         Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
@@ -563,10 +555,8 @@ class RoundRobin(Sampler):
 
     def probs(self, scores: Tensor, round_idx: int = 0) -> Tensor:
         can = scores > 0
-        counts = can.sum(1, keepdim=True)
-        turn = (torch.arange(len(can))[:, None] + round_idx) % counts.clamp(min=1)
-        on_turn = can & (can.cumsum(1) - 1 == turn)
-        return uniform_probs(on_turn, self.active)
+        turn = (torch.arange(len(can))[:, None] + round_idx) % can.sum(1, keepdim=True).clamp(min=1)
+        return uniform_probs(can & (can.cumsum(1) - 1 == turn), self.active)
 
     def long_run_probs(self, scores: Tensor, probs: Tensor) -> Tensor:
         return uniform_probs(scores > 0, self.active)

@@ -67,9 +67,8 @@ def _check_no_columns(argument: str, data: Any) -> None:
     """
     if not isinstance(data, tuple | list) or not data or not all(isinstance(one, Tensor | np.ndarray) for one in data):
         return
-    if isinstance(data, tuple) or (
-        len({tuple(one.shape[:1]) for one in data}) == 1 and len({one.ndim for one in data}) > 1
-    ):
+    lengths, dims = {tuple(one.shape[:1]) for one in data}, {one.ndim for one in data}
+    if isinstance(data, tuple) or (len(lengths) == 1 and len(dims) > 1):
         parts = argument if isinstance(data[0], Tensor) else f"map(torch.from_numpy, {argument})"
         raise TypeError(
             f"`{argument}` must be a data set, got a {type(data).__name__} of {type(data[0]).__name__}s; write "

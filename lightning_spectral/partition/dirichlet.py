@@ -35,9 +35,8 @@ class DirichletPartitioner(Partitioner):
         num_clients: Number of clients C, at least 1.
         alpha: Concentration, positive, dimensionless; small means few classes per client. For clients that
             all look like the data set use :class:`IIDPartitioner`, not a large ``alpha``.
-        symmetric: ``False``: concentration :math:`\alpha p`, with p the class proportions of the data set
-            (sum :math:`\alpha`). ``True``: concentration :math:`\alpha` for each class present (sum
-            :math:`\alpha K`).
+        symmetric: ``False``: concentration :math:`\alpha p`, with p the class proportions of the data set (sum
+            :math:`\alpha`). ``True``: concentration :math:`\alpha` for each class present (sum :math:`\alpha K`).
         sizes: How much each client has, as for `IIDPartitioner`; ``None`` for equal sizes.
 
     Note:
@@ -48,8 +47,7 @@ class DirichletPartitioner(Partitioner):
         whose streams may change between versions: compare :meth:`Partition.fingerprint`.
 
     Reference:
-        Hsu, Qi & Brown (2019); the convention is that of Korzhenkov & Louizos (2024), and with ``symmetric=True`` that
-        of Niu et al. (2022).
+        Hsu, Qi & Brown (2019). Conventions: Korzhenkov & Louizos (2024); with ``symmetric=True``, Niu et al. (2022).
 
     Example:
         >>> labels = torch.arange(10).repeat(100)
@@ -96,10 +94,9 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
 
     The law is exact and takes at most ``1 + (number of classes that run out)`` multinomial draws. Drawing from the
     renormalised prior of the classes that still have examples is the same as drawing from the full prior and skipping
-    the labels of classes that have run out. So all missing labels are drawn at once: the first ``supply`` of each class
-    are accepted and the others skipped, whatever their order. The skipped labels are then drawn again. From here on
-    every label of an exhausted class would be skipped, so these classes are left out. If the prior has no mass left on
-    the classes that have examples, the rest is a uniform draw from the remaining examples.
+    the labels of classes that have run out. So all missing labels are drawn at once, and of each class the first
+    ``supply`` are accepted; what was skipped is drawn again, without the classes that have run out. If the prior has no
+    mass left on the others, the rest is a uniform draw from the remaining examples.
 
     Args:
         log_prior: Logarithm of the class probabilities up to a constant, shape ``(K,)``; ``-inf`` is zero.
@@ -167,9 +164,8 @@ def draw_slot_classes(draw: CountLaw, class_sizes: Ints, client_sizes: Ints, rng
 
     There are as many slots as the sum of ``client_sizes``, which is at most that of ``class_sizes``.
     """
-    left = class_sizes.copy()
+    left, ends = class_sizes.copy(), client_sizes.cumsum()
     slots = np.empty(client_sizes.sum(), dtype=np.int64)
-    ends = client_sizes.cumsum()
     for start, end in zip(ends - client_sizes, ends, strict=True):
         counts = draw(left, end - start, rng)
         slots[start:end] = np.repeat(np.arange(len(counts)), counts)
@@ -196,9 +192,8 @@ def draw_dirichlet_slots(
         counts = rng.multinomial(sizes, weights / weights.sum(1, keepdims=True))
         fits = ((counts.cumsum(0) <= left[live]).all(1) & has_mass).cumprod().astype(bool)
         num_whole = int(fits.sum())
-        whole = counts[:num_whole]
-        slots.append(np.repeat(np.tile(live, num_whole), whole.ravel()))
-        left[live] -= whole.sum(0)
+        slots.append(np.repeat(np.tile(live, num_whole), counts[:num_whole].ravel()))
+        left[live] -= counts[:num_whole].sum(0)
         first += num_whole
         if num_whole < len(sizes):
             supply = left[live]
@@ -226,9 +221,8 @@ class PachinkoPartitioner(Partitioner):
         alpha: Concentration over superclasses, positive, dimensionless; small means few superclasses per client.
         beta: Concentration over the classes of each superclass, positive, dimensionless.
         symmetric: ``False``: concentrations :math:`\alpha p` and :math:`\beta p_s`, with p the proportions of the
-            superclasses in the data set and :math:`p_s` those of the classes in superclass s; their sums are
-            :math:`\alpha` and :math:`\beta`. ``True``: :math:`\alpha` for each superclass and :math:`\beta` for each
-            class.
+            superclasses in the data set and :math:`p_s` those of the classes in superclass s, with sums :math:`\alpha`
+            and :math:`\beta`. ``True``: :math:`\alpha` for each superclass and :math:`\beta` for each class.
 
     Note:
         The two conventions differ greatly. For CIFAR-100, with 500 examples per client and concentrations of 1 and 10,
@@ -236,8 +230,7 @@ class PachinkoPartitioner(Partitioner):
 
     Reference:
         Li & McCallum (2006); Reddi et al. (2021), whose split of CIFAR-100 over 500 clients is ``alpha=0.1, beta=10,
-        symmetric=True``. Korzhenkov & Louizos (2024) use 100 clients and concentrations of 1 and 10, and do not say
-        which convention.
+        symmetric=True``. Korzhenkov & Louizos (2024) use 100 clients, concentrations 1 and 10, and name no convention.
 
     Example:
         >>> labels = torch.arange(6).repeat(100)
@@ -280,9 +273,8 @@ class PachinkoPartitioner(Partitioner):
 def two_stages(class_sizes: Ints, superclasses: Ints, alpha: float, beta: float, symmetric: bool) -> CountLaw:
     """Law that draws the number of examples of each superclass, then of each of its classes.
 
-    This is equivalent to drawing one label after another, each a superclass and then a class: a superclass runs out
-    exactly when all its classes have, so the draw of superclasses does not depend on that of their classes. The sizes
-    and the superclasses of the classes have shape ``(K,)``.
+    That equals drawing one label after another, each a superclass and then a class: a superclass runs out exactly when
+    all its classes have, so its draw does not depend on theirs. Sizes and superclasses of classes have shape ``(K,)``.
     """
     members = [np.flatnonzero(superclasses == one) for one in np.unique(superclasses)]
     sizes = np.array([class_sizes[own].sum() for own in members])

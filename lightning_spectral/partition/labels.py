@@ -45,8 +45,7 @@ def dataset_labels(dataset: Dataset[Any]) -> Tensor:
 def labels_in_examples(dataset: Dataset[Any], labels: Tensor) -> Tensor:
     """What `dataset_labels` found, after the ``target_transform`` that the data set applies to what it stores.
 
-    The transform is called once for each class. Labels that become anything but one integer, such as a one-hot vector,
-    are unchanged.
+    The transform is called once for each class. Labels that do not become one integer, such as one-hot vectors, stay.
 
     Example:
         >>> class Letters(list):  # as torchvision has them
@@ -73,8 +72,7 @@ def labels_in_examples(dataset: Dataset[Any], labels: Tensor) -> Tensor:
 def check_labels_of_examples(dataset: Dataset[Any], labels: Tensor) -> None:
     """Check labels that a data set stores against a sample of its examples, spread evenly over it.
 
-    An example agrees if its stored label, perhaps transformed, is among its parts. Examples without an integer tell
-    nothing.
+    An example agrees if its stored label, perhaps transformed, is among its parts, or if it has no integer.
 
     Raises:
         ValueError: If an example has integers, but not its label: someone has permuted or relabelled one of the two.
@@ -129,10 +127,8 @@ def class_indices(labels: Labels, num_examples: int) -> Tensor:
         labels = np.asarray(list(labels) if is_lazy else labels)
         if labels.dtype.kind == "U" or (labels.dtype == object and all(isinstance(label, str) for label in labels)):
             labels = np.unique(labels, return_inverse=True)[1]
-    if labels.ndim != 1 or len(labels) != num_examples:
-        raise ValueError(
-            f"`labels` must hold one class per example, shape ({num_examples},), got shape {tuple(labels.shape)}."
-        )
+    if (shape := tuple(labels.shape)) != (num_examples,):
+        raise ValueError(f"`labels` must hold one class per example, shape ({num_examples},), got shape {shape}.")
     return _as_classes(labels, "`labels`")
 
 
@@ -162,8 +158,7 @@ def stored_labels(dataset: Any) -> Tensor | None:
 
 def _read(dataset: Any) -> Tensor:
     labels = []
-    for index in range(len(dataset)):
-        example = dataset[index]
+    for index, example in enumerate(dataset[index] for index in range(len(dataset))):
         if not isinstance(example, tuple | list) or len(example) < 2:
             column = ", e.g. the column: labels=train['label']" if isinstance(example, Mapping) else ""
             raise ValueError(
@@ -182,8 +177,7 @@ def _as_classes(values: Any, owner: str) -> Tensor:
         labels = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{owner} must be integers, got {type(values).__name__}; {_REMEDY}") from error
-    if labels.is_floating_point() or labels.is_complex() or labels.ndim > 1:
-        raise ValueError(
-            f"{owner} must be one integer per example, got {labels.dtype} of shape {tuple(labels.shape)}; {_REMEDY}"
-        )
+    kind, shape = labels.dtype, tuple(labels.shape)
+    if kind.is_floating_point or kind.is_complex or len(shape) > 1:
+        raise ValueError(f"{owner} must be one integer per example, got {kind} of shape {shape}; {_REMEDY}")
     return labels.cpu().long()

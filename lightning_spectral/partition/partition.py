@@ -325,17 +325,13 @@ class NaturalPartitioner(Partitioner):
                 raise ValueError(f"`names` must be distinct, got {twice!r} twice.")
             if unknown := set(found) - client_of_key.keys():
                 raise ValueError(f"{len(unknown)} keys are not among `names`, e.g. {next(iter(unknown))!r}; add them.")
-        clients = [client_of_key[key] for key in found]
-        # the way to set fields of a frozen dataclass
-        object.__setattr__(self, "num_clients", len(client_of_key))
-        object.__setattr__(self, "client_names", tuple(client_of_key))
-        object.__setattr__(self, "client_of_example", torch.tensor(clients, dtype=torch.int64))
+        owner = torch.tensor([client_of_key[key] for key in found], dtype=torch.int64)
+        names = tuple(client_of_key)  # by `vars`, since the fields are frozen
+        vars(self).update(num_clients=len(names), client_names=names, client_of_example=owner)
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
-        if self.client_of_example.numel() != num_examples:
-            raise ValueError(
-                f"`keys` must hold one key per example ({num_examples}), got {self.client_of_example.numel()}."
-            )
+        if (number := len(self.client_of_example)) != num_examples:
+            raise ValueError(f"`keys` must hold one key per example ({num_examples}), got {number}.")
         names = () if self.client_names == tuple(range(self.num_clients)) else tuple(map(str, self.client_names))
         return replace(Partition.from_assignment(self.client_of_example, self.num_clients), names=names)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, UserStep, isolate_metrics
-from lightning_spectral.errors import RoundError, SpectralWarning
+from lightning_spectral.errors import RoundError, warn
 from lightning_spectral.nn.torch_modules import layers_with_averages
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.processes import processes_of
@@ -165,4 +164,4 @@ def _run_steps(trainer: pl.Trainer, model: Any, layers: list[_BatchNorm], batche
             f"{said}, which is more than `Faults` allow. Batches mix the examples of all clients: look for the broken "
             "ones, or make batches smaller, FederatedDataModule(eval_batch_size=...)."
         )
-    warnings.warn(f"{said}.", SpectralWarning, stacklevel=2)
+    warn(f"{said}.")

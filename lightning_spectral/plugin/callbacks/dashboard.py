@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from lightning_spectral.algorithms.base import Observed
 from lightning_spectral.algorithms.term_draws import TermDraws
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 from lightning_spectral.partition import report
 from lightning_spectral.plugin.callbacks.diagnostics import SpectralDiagnostics
 from lightning_spectral.plugin.callbacks.record import RoundHistory, history_of
@@ -93,7 +92,7 @@ class RoundDashboard(RoundCallback):
         self._opened, self._finished, self._drawn = {}, [], set()  # left by a fit that failed
         writes = trainer.is_global_zero and not trainer.fast_dev_run
         if writes and not trainer.loggers:
-            warnings.warn(NO_LOGGER, SpectralWarning, stacklevel=2)
+            warn(NO_LOGGER)
         self._shows = writes and bool(trainer.loggers) and isinstance(pl_module, Host)
         has_pages = any(isinstance(logger, Pages) for logger in trainer.loggers)
         self._draws = self._shows and has_pages and find_spec("matplotlib") is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from lightning_spectral.algorithms.base import promises_of
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
-from lightning_spectral.errors import ClientError, SpectralWarning
+from lightning_spectral.errors import ClientError, warn
 from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.logs import log_values
@@ -366,11 +365,10 @@ def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids
 
 
 def _warn_of_silence(module: pl.LightningModule, consequence: str) -> None:
-    warnings.warn(
+    warn(
         f"`{type(module).__name__}.validation_step` logs no mean and no metric with `self.log`, so {consequence}; "
         "log there, and not in `on_validation_epoch_end`.",
-        SpectralWarning,
-        stacklevel=3,
+        3,
     )
 
 

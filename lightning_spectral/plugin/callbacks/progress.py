@@ -44,8 +44,7 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
         super().__init__(count("refresh_rate", refresh_rate), count("process_position", process_position))
         self._progress: dict[str, Any] = {}
         self._losses: dict[str, tuple[float, int]] = {}
-        self._bytes = [0, 0]
-        self._start = 0.0
+        self._bytes, self._start = [0, 0], 0.0
         self._done = self._cohort = 0
 
     @property
@@ -143,8 +142,7 @@ class RoundLines(RoundCallback):
     def __init__(self, every_n_seconds: float = 10.0) -> None:
         self.every_n_seconds: float = Number(at_least=0, finite=False)("every_n_seconds", every_n_seconds)
         self._bytes = self._first_round = 0
-        self._start = self._last = 0.0
-        self._has_logged = False
+        self._start, self._last, self._has_logged = 0.0, 0.0, False
         self._losses: dict[str, float] = {}
         self._new = NewlyLogged()
         self._validated: dict[str, float] = {}

@@ -189,8 +189,7 @@ class RoundHistory(RoundCallback):
         self.path = None if path is None else Path(path)
         self.config: dict[str, Any] = dict(check_is("config", {} if config is None else config, Mapping))
         self.rows: list[dict[str, float]] = []
-        self.turns = PackedTurns()
-        self.keeps_turns = False
+        self.turns, self.keeps_turns = PackedTurns(), False
         self._from_clients: set[str] = set()
         self._final = PackedRows()  # all but the last, in the checkpoint
         self._new = NewlyLogged()
@@ -208,8 +207,7 @@ class RoundHistory(RoundCallback):
     # -- the rows
 
     def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
-        own = round_metrics(summary)
-        own.update({name: entry.value for name, entry in logged_by_clients(summary).items()})
+        own = round_metrics(summary) | {name: entry.value for name, entry in logged_by_clients(summary).items()}
         last = self.rows[-1] if self.rows else {}
         if last.get("fl/round") != own["fl/round"] or own.keys() & last.keys() != {"fl/round"}:
             self.rows.append({})  # the last row is not that of another model
@@ -406,10 +404,7 @@ class CommunicationLedger(RoundCallback):
         for row in self.rows:
             if not row.measured:
                 sent[row.keep_ratio].append((row.downlink_bytes - row.frozen_bytes, row.uplink_bytes))
-        return {
-            ratio: (fmean(down for down, _ in turns), fmean(up for _, up in turns))
-            for ratio, turns in sorted(sent.items())
-        }
+        return {ratio: (fmean(d for d, _ in own), fmean(u for _, u in own)) for ratio, own in sorted(sent.items())}
 
 
 def history_of(trainer: Any) -> RoundHistory | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 
-from lightning_spectral.errors import SpectralWarning
+from lightning_spectral.errors import warn
 from lightning_spectral.plugin.user_hooks import Host
 from lightning_spectral.protocol.records import RoundSummary
 from lightning_spectral.server.round import Turn
@@ -36,12 +35,10 @@ class RoundCallback(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(pl_module, Host):
-            warnings.warn(
+            warn(
                 f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches, so "
                 "the callback will do nothing; wrap the module: FederatedModule(module, clients_per_round=...), or "
-                "remove the callback.",
-                SpectralWarning,
-                stacklevel=2,
+                "remove the callback."
             )
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:

@@ -31,6 +31,10 @@ def _lines(*metrics: str, over: str = ROUND) -> Panel:
     return {"panel": "lines", "metrics": list(metrics), "over": over}
 
 
+def _accuracy(metric: str) -> list[Panel]:
+    return [_lines(metric), _lines(f"over_bytes/{metric}", over=BYTES)]
+
+
 def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> View:
     """One run: whether it learns, what it costs, how well its sub-models represent the weights, who its clients were.
 
@@ -47,11 +51,7 @@ def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> Vi
     """
     own = f"{model}/" if model else ""
     sections = {
-        "Accuracy": [
-            _lines(f"{own}{metric}"),
-            _lines(f"over_bytes/{own}{metric}", over=BYTES),
-            _lines(f"{own}fl/loss"),
-        ],
+        "Accuracy": [*_accuracy(own + metric), _lines(f"{own}fl/loss")],
         "Bytes": [_lines(f"{own}fl/bytes_down", f"{own}fl/bytes_up"), _lines(BYTES)],
         "Spectra": [
             _lines(f"{own}fl/discrepancy", f"{own}fl/client_error"),
@@ -81,7 +81,7 @@ def comparison_view(metric: str, model: str = "", group_by: str = STRATEGY) -> V
     """
     own = f"{model}/" if model else ""
     sections = {
-        "Accuracy": [_lines(f"{own}{metric}"), _lines(f"over_bytes/{own}{metric}", over=BYTES)],
+        "Accuracy": _accuracy(own + metric),
         "Sub-models": [_lines(f"{own}fl/discrepancy"), _lines(f"{own}fl/terms_visited")],
         "Fairness": [_lines(f"{own}fl/clients/{metric}/{spread}") for spread in ("std", "lowest_decile", "jain")],
     }
@@ -103,10 +103,8 @@ def workspace(view: View, entity: str, project: str) -> Workspace:
         "bins": lambda one: wr.LinePlot(title=one["name"], x=ROUND, y=[one["name"]]),  # wandb draws it as a heat map
         "pictures": lambda one: wr.MediaBrowser(media_keys=one["names"]),
     }
-    sections = [
-        ws.Section(name=title, panels=[draw[one["panel"]](one) for one in panels], is_open=True)
-        for title, panels in view["sections"].items()
-    ]
+    drawn = {title: [draw[one["panel"]](one) for one in panels] for title, panels in view["sections"].items()}
+    sections = [ws.Section(name=title, panels=panels, is_open=True) for title, panels in drawn.items()]
     return ws.Workspace(
         entity=entity,
         project=project,

@@ -353,7 +353,7 @@ def _of_algorithm(download: Download, filters: Collection[str]) -> Download:
     return replace(download, client_state=without_filters(download.client_state, filters))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Device:
     """Turns a `Download` into an `Upload`, without access to the server or the round.
 

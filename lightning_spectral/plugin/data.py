@@ -266,8 +266,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
         self.train: Any = train
-        self.partitioner = partitioner
-        self.drop_last = flag("drop_last", drop_last)
+        self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]

@@ -216,8 +216,7 @@ class Cohorts:
 
     def count_again(self) -> None:
         """Draw from clients as a restored checkpoint numbers them: they may be elsewhere, and perhaps not all there."""
-        if self.sampled is not None:
-            before = self.sampled
+        if (before := self.sampled) is not None:
             self.sampled = SampledCohorts(before.sampler, self._plan.population(), before.keys, before.seed)
             rows = min(len(before.figures), len(self.sampled.figures))
             self.sampled.figures[:rows] = before.figures[:rows]

@@ -298,6 +298,23 @@ def decile_means(values: Tensor) -> tuple[float, float]:
     return float(ordered[:size].mean()), float(ordered[-size:].mean())
 
 
+def wilson_intervals(shares: Tensor, sizes: Tensor) -> Tensor:
+    r"""95 % intervals of shares p of n examples, :math:`\frac{p + z^2/2n \pm z\sqrt{p(1-p)/n + z^2/4n^2}}{1 + z^2/n}`.
+
+    Both have shape ``(K,)``; the result has shape ``(K, 2)``, float64, and z is 1.96.
+
+    Reference:
+        Wilson (1927), Probable inference, the law of succession, and statistical inference.
+
+    Example:
+        >>> wilson_intervals(torch.tensor([0.5]), torch.tensor([10]))
+        tensor([[0.2366, 0.7634]], dtype=torch.float64)
+    """
+    p, n, z = shares.double()[:, None], sizes[:, None], 1.959964
+    half = z * (p * (1 - p) / n + (z / n) ** 2 / 4).sqrt()
+    return (p + z**2 / (2 * n) + half * torch.tensor([-1, 1])) / (1 + z**2 / n)
+
+
 def jain_index(values: Tensor) -> float:
     r"""Jain's index, :math:`(\sum x)^2 / (K \sum x^2)`: 1 if all values are equal, 1/K if one client has it all.
 

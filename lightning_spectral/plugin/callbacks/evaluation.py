@@ -22,7 +22,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.client.kept_state import trying
 from lightning_spectral.client.local_loop import Recorder, call_with_accepted, isolate_metrics
 from lightning_spectral.errors import ClientError, warn
-from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index
+from lightning_spectral.functional.figures import decile_means, gini_coefficient, jain_index, wilson_intervals
 from lightning_spectral.plugin.callbacks.round_callback import RoundCallback
 from lightning_spectral.plugin.logs import log_values
 from lightning_spectral.plugin.processes import ClientParallelStrategy, processes_of
@@ -152,11 +152,13 @@ class ClientTable(Tabular):
         model: The model's name; empty if there is only one.
 
     Example:
-        >>> table = ClientTable(9, (ClientRow(0, 3, {"acc": 1.0}), ClientRow(4, 1, {"acc": 0.5})))
+        >>> table = ClientTable(9, (ClientRow(0, 30, {"acc": 1.0}), ClientRow(4, 10, {"acc": 0.5})))
         >>> print(table)
         client  examples  acc
-        0       3         1
-        4       1         0.5
+        0       30        1 (0.89-1.00)
+        4       10        0.5 (0.24-0.76)
+        <BLANKLINE>
+        Deciles may be of as few as 10 examples.
         >>> table.figures()["acc/mean"], table.figures()["acc/weighted_mean"]
         (0.75, 0.875)
     """
@@ -209,13 +211,30 @@ class ClientTable(Tabular):
             found.update({f"{name}/{figure}": value for figure, value in figures.items()})
         return found
 
+    def intervals(self, metric: str) -> dict[int, tuple[float, float]]:
+        """Wilson's 95 % interval for each client, if the metric is a share of examples, as an accuracy is.
+
+        It is one if every value times the client's number of examples is a whole number, up to rounding.
+        """
+        rows = [row for row in self.rows if metric in row.metrics]
+        values = torch.tensor([row.metrics[metric] for row in rows], dtype=torch.float64)
+        sizes = torch.tensor([row.num_examples for row in rows])
+        hits = values * sizes
+        if not ((values >= 0) & (values <= 1) & ((hits - hits.round()).abs() < 1e-3)).all():
+            return {}
+        spans = zip(rows, wilson_intervals(values, sizes).tolist(), strict=True)
+        return {row.client_id: (low, high) for row, (low, high) in spans}
+
     def _blocks(self) -> list[Block]:
+        spans = {n: {c: f" ({a:.2f}-{b:.2f})" for c, (a, b) in self.intervals(n).items()} for n in self.metrics}
         named = any(row.name for row in self.rows)
         lines = [["client", *["name"] * named, "examples", *self.metrics]]
         for row in self.rows:
-            cells = (f"{row.metrics[name]:.4g}" if name in row.metrics else "" for name in self.metrics)
+            own = {name: f"{value:.4g}{spans[name].get(row.client_id, '')}" for name, value in row.metrics.items()}
+            cells = (own.get(name, "") for name in self.metrics)
             lines.append([str(row.client_id), *[row.name] * named, str(row.num_examples), *cells])
-        return [lines]
+        fewest = sum(sorted(row.num_examples for row in self.rows)[: math.ceil(len(self.rows) / 10)])
+        return [lines, *[f"Deciles may be of as few as {fewest} examples."] * (fewest < 30)]
 
 
 class ClientEvaluation(RoundCallback):
@@ -312,10 +331,8 @@ class ClientEvaluation(RoundCallback):
         return {"tables": [asdict(table) for table in self.tables.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tables = {}
-        for table in state_dict["tables"]:
-            rows = tuple(ClientRow(**row) for row in table["rows"])
-            self.tables[table["model"]] = ClientTable(table["round_idx"], rows, table["model"])
+        tables = ({**one, "rows": tuple(ClientRow(**row) for row in one["rows"])} for one in state_dict["tables"])
+        self.tables = {table["model"]: ClientTable(**table) for table in tables}
 
 
 def evaluate_clients(trainer: pl.Trainer, model: Any, round_idx: int, client_ids: list[int]) -> tuple[ClientRow, ...]:

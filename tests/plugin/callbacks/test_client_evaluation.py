@@ -10,6 +10,7 @@ import torch
 from federation import Fit, Fitted, seeded
 from observed_runs import Draws, Stirring, assert_only_adds, metrics_by_hand
 from one_by_one import Noisy
+from scipy.stats import binomtest
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from toy_models import variant
@@ -90,12 +91,25 @@ def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: Ten
     owners = ls.NaturalPartitioner(["Ulm"] * 40 + ["Graz"] * 80)
     evaluation = ls.ClientEvaluation()
     fit(lit, ls.FederatedDataModule(toy, owners, client_val_fraction=0.25), clients_per_round=2, callbacks=[evaluation])
-    head, *rows = (row.split() for row in str(evaluation.table).splitlines())
+    head, *rows, _, few = (row.split() for row in str(evaluation.table).splitlines())
+    assert few[-2:] == ["10", "examples."]
     assert head[:3] == ["client", "name", "examples"]
     assert [row[:3] for row in rows] == [["0", "Ulm", "10"], ["1", "Graz", "20"]]
     resumed = ls.ClientEvaluation()
     resumed.load_state_dict(evaluation.state_dict())
     assert resumed.table == evaluation.table
+
+
+@pytest.mark.parametrize("spoilt", [None, 0.5, -0.1, 2.0, float("nan")])
+def test_shares_of_examples_have_the_intervals_of_wilson(spoilt: float | None) -> None:
+    sizes, hits = (1, 6, 40, 40, 5_000), (1, 2, 0, 40, 4_321)
+    values = [float(np.float32(k) / np.float32(n)) for k, n in zip(hits, sizes, strict=True)]
+    rows = [ClientRow(i, n, {"acc": p}) for i, (n, p) in enumerate(zip(sizes, values, strict=True))]
+    table = ClientTable(0, tuple([*rows, ClientRow(5, 1, {} if spoilt is None else {"acc": spoilt})]))
+    tests = (binomtest(k, n).proportion_ci(method="wilson") for k, n in zip(hits, sizes, strict=True))
+    oracle = {i: pytest.approx((one.low, one.high), abs=1e-6) for i, one in enumerate(tests)}
+    assert table.intervals("acc") == (oracle if spoilt is None else {})
+    assert ("0.3333 (0.10-0.70)" in str(table)) is (spoilt is None)
 
 
 def test_a_value_that_may_be_negative_has_no_share() -> None:

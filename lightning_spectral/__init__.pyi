@@ -23,6 +23,7 @@ from lightning_spectral.algorithms import Algorithm as Algorithm
 from lightning_spectral.algorithms import AlternatingFactors as AlternatingFactors
 from lightning_spectral.algorithms import Ditto as Ditto
 from lightning_spectral.algorithms import FedAvg as FedAvg
+from lightning_spectral.algorithms import FedBuff as FedBuff
 from lightning_spectral.algorithms import FedDyn as FedDyn
 from lightning_spectral.algorithms import FrozenA as FrozenA
 from lightning_spectral.algorithms import LoRA as LoRA

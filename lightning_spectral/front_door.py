@@ -11,8 +11,8 @@ from types import MappingProxyType, ModuleType
 
 _NAMES = {
     "algorithms": """
-        Algorithm AlternatingFactors Ditto FIARSE FedAvg FedDyn FrozenA LoRA PaddedFactors QFedAvg SampledTerms Scaffold
-        SpectralSharding StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table
+        Algorithm AlternatingFactors Ditto FIARSE FedAvg FedBuff FedDyn FrozenA LoRA PaddedFactors QFedAvg SampledTerms
+        Scaffold SpectralSharding StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table
         largest_that_fits
     """,
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",

@@ -21,6 +21,7 @@ from lightning_spectral.algorithms.lora.aggregation import (
 from lightning_spectral.algorithms.lora.algorithm import LoRA, save_peft_adapter
 from lightning_spectral.algorithms.memory.controls import FedDyn, Scaffold
 from lightning_spectral.algorithms.memory.ditto import Ditto
+from lightning_spectral.algorithms.memory.fed_buff import FedBuff
 from lightning_spectral.algorithms.memory.stale_updates import StaleUpdates
 from lightning_spectral.algorithms.q_fed_avg import QFedAvg
 from lightning_spectral.algorithms.spectral.aggregation import MatrixMeans, TermAggregation, TermMeans
@@ -38,6 +39,7 @@ __all__ = [
     "DenseRound",
     "Ditto",
     "FedAvg",
+    "FedBuff",
     "FedDyn",
     "FoldedTerms",
     "FrozenA",

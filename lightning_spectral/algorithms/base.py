@@ -49,6 +49,8 @@ class Promises:
         steps_without_clients: The server takes a step even in a round without clients, from what it keeps of them.
         draws_networks: The server's weights are the mean of random ones: ``state.network(generator)`` returns by name
             those that a generator draws.
+        draws_cohorts: It decides who takes part unless a sampler does: ``state.cohort(participation, num_clients,
+            generator)`` returns their ids.
         remedies: For promises that another choice of the class could keep, how to write it, without a full stop.
     """
 
@@ -63,6 +65,7 @@ class Promises:
     expected_updates: bool = False
     steps_without_clients: bool = False
     draws_networks: bool = False
+    draws_cohorts: bool = False
     remedies: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -251,7 +251,10 @@ class Cohorts:
                 (member,) = self._members.values()
                 participation = cast(UniformParticipation, self._plan.participation)
                 generator = derived_generator(self._plan.seed, "participation", round_idx)
-                cohort = participation.cohort(member.engine.clients.num_clients, generator).tolist()[: self._most_units]
+                draw, num_clients = participation.cohort, member.engine.clients.num_clients
+                if promises_of(member.algorithm).draws_cohorts:
+                    draw = partial(cast(Any, member.state).cohort, participation)
+                cohort = draw(num_clients, generator).tolist()[: self._most_units]
                 sizes = member.engine.clients.sizes_of(cohort)
                 return [WorkUnit(client_id, coefficient=size) for client_id, size in zip(cohort, sizes, strict=True)]
         if self.sampled.drawn is None or self.sampled.drawn[0] != round_idx:

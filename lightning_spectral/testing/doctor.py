@@ -40,6 +40,7 @@ ALGORITHMS: Mapping[str, tuple[ours.Algorithm, bool]] = MappingProxyType(
         "Ditto": (ours.Ditto(), True),
         "QFedAvg": (ours.QFedAvg(), True),
         "StaleUpdates": (ours.StaleUpdates(), True),
+        "FedBuff": (ours.FedBuff(concurrency=4), True),
     }
 )
 

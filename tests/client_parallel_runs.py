@@ -260,6 +260,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "FIARSE": {"algorithm": ls.FIARSE({0.25: 0.5, 1.0: 0.5}), "module": WithBatchNorm, "rounds": 3},
     "Ditto": {"algorithm": ls.Ditto(), "module": WithBatchNorm, "rounds": 3},
+    "FedBuff": {"algorithm": ls.FedBuff(9), "module": WithBatchNorm, "clients_per_round": 4, "rounds": 4},
     "q-FedAvg": {"algorithm": ls.QFedAvg(q=2.0), "module": WithBatchNorm, "rounds": 3},
     "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "rounds": 3},
     "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "rounds": 3},

@@ -27,6 +27,7 @@ ALGORITHMS = {
     "FedDyn": ls.FedDyn(alpha=0.1),
     "Ditto": ls.Ditto(),
     "q-FedAvg": ls.QFedAvg(),
+    "FedBuff": ls.FedBuff(concurrency=6, durations={1.0: 0.5, 3.0: 0.5}, max_staleness=4),
     "LoRA": ls.LoRA({1: 0.5, 3: 0.5}),
     "LoRA, alternating": ls.LoRA(2, aggregation=ls.AlternatingFactors()),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}, scaler=True, plan=PLAN),

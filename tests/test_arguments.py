@@ -50,6 +50,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "DirichletPartitioner": lambda: {"num_clients": 3, "alpha": 1.0},
     "EffectiveLRClip": lambda: {"tau": 10.0},
     "ExamplePrivacy": lambda: {"clip": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
+    "FedBuff": lambda: {"concurrency": 3},
     "FederatedDataModule": lambda: {"train": TOY, "partitioner": ls.IIDPartitioner(2)},
     "FederatedModule": lambda: {"module": LitNet(nn.Linear(3, 1))},
     "FrobeniusDecay": lambda: {"coefficients": {}},

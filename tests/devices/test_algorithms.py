@@ -25,6 +25,7 @@ ALGORITHMS: dict[str, ls.Algorithm] = {
     "FedAvg": ls.FedAvg(),
     "store": Remembering(),
     "Scaffold": ls.Scaffold(),
+    "FedBuff": ls.FedBuff(concurrency=3, max_staleness=2),
     "StaleUpdates": ls.StaleUpdates(),
     "StaleUpdates, terms": ls.StaleUpdates(num_terms=1, unseen="mean", beta=0.5),
     "MIFA": ls.StaleUpdates.mifa(),

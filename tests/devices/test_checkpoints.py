@@ -27,6 +27,7 @@ OTHERS: dict[str, Any] = {
     "SpectralSharding": ls.SpectralSharding(keep_ratio=0.5),
     "Zampling": ls.Zampling(compression=2, degree=3),
     "LoRA": ls.LoRA(2, train=["net.1.*"]),
+    "FedBuff": ls.FedBuff(concurrency=3, max_staleness=2),
     "step widths": ls.WidthSharding(keep_ratio=0.8, step_widths=(0.4, 0.8), averages_per_width=True),
 }
 

@@ -44,6 +44,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
         ("FedAvg", ls.FedAvg()),
         ("Scaffold", ls.Scaffold()),
         ("{class_path: FedDyn, init_args: {alpha: 0.1}}", ls.FedDyn(alpha=0.1)),
+        ("{class_path: FedBuff, init_args: {concurrency: 9, durations: [1.0, 2]}}", ls.FedBuff(9, [1.0, 2.0])),
         ("{class_path: Ditto, init_args: {pull: 0.5}}", ls.Ditto(pull=0.5)),
         ("{class_path: QFedAvg, init_args: {q: 2.0}}", ls.QFedAvg(q=2.0)),
         ("{class_path: FIARSE, init_args: {keep_ratio: {0.25: 0.5, 1.0: 0.5}, exclude: [head.*]}}",

@@ -55,6 +55,7 @@ RESTING = {
     "SCAFFOLD, bounded controls": ls.Scaffold(control_bound=0.5),
     "Ditto": ls.Ditto(pull=0.5),
     "q-FedAvg": ls.QFedAvg(q=2.0),
+    "FedBuff": ls.FedBuff(concurrency=3, max_staleness=1),
     "LoRA with restarts": ls.LoRA(2, merge_every=2),
     "width": ls.WidthSharding(ls.RandomChannels(), keep_ratio=WIDTHS, scaler=True, plan=PLAN),
     "width, first channels": ls.WidthSharding(ls.PrefixChannels(), keep_ratio=WIDTHS, plan=PLAN),

@@ -112,7 +112,7 @@ class Flights(nn.Module):
     def cohort(self, size: UniformParticipation, num_clients: int, generator: Generator) -> Tensor:
         """The clients whose updates fill the next buffer, in the order of arrival, int64, shape ``(k,)``.
 
-        The same generator gives the same ones until there is another: checkpoints ask again when the server has stepped.
+        The same generator gives the same ones until there is another: checkpoints ask again after the server's step.
         """
         draw = generator.initial_seed(), size.clients_per_round, num_clients
         if self.buffer is None or self.buffer.draw != draw:

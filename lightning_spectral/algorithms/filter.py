@@ -237,12 +237,14 @@ class Plan(Setting):
         filters: What acts on updates, the one next to the algorithm first.
         participation: Who takes part; ``None`` if that is not known.
         local_hooks: What acts while clients train.
+        clock: The `VirtualClock`; ``None`` without one, or before a fit.
     """
 
     algorithm: Algorithm
     filters: Sequence[Filter] = ()
     participation: UniformParticipation | Sampler | None = None
     local_hooks: Sequence[LocalHook] = ()
+    clock: Any = None
 
     @cached_property
     def stays(self) -> frozenset[str]:

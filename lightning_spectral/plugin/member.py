@@ -162,8 +162,8 @@ class Member(pl.LightningModule):
 
     def plan(self, **known: Any) -> Plan:
         """What it is made of, with what else is known now."""
-        known = {"participation": self.shared.plan.participation, "local_hooks": self.local_hooks, **known}
-        return Plan(self.module, self.algorithm, self.filters, buffers=self.buffer_rules, **known)
+        own = self.algorithm, self.filters, self.shared.plan.participation, self.local_hooks, self.conditions.clock
+        return Plan(self.module, *own, buffers=self.buffer_rules, **known)
 
     @property
     def data(self) -> Any:

@@ -241,8 +241,8 @@ class FedBuff(FedAvg):
     durations and a concurrency of K this is `FedAvg`, bit for bit.
 
     Time is simulated: who arrives when follows from durations and draws alone, so a round knows its clients when it
-    opens, and each of them trains from its own version. A `VirtualClock`, which lets all clients of a round start
-    together, knows nothing of it: leave out ``clock``.
+    opens, and each of them trains from its own version. A `VirtualClock` is refused: it lets all clients of a round
+    start together.
 
     Args:
         concurrency: Number of clients that train at any time, at least 1.
@@ -256,7 +256,7 @@ class FedBuff(FedAvg):
 
     Raises:
         ValueError: If an argument is out of range; when a fit starts, if there are fewer clients than ``concurrency``
-            or other than ``durations`` lists, or a sampler draws them.
+            or other than ``durations`` lists, if a sampler draws them, or if there is a clock.
 
     Note:
         The server keeps ``max_staleness + 1`` versions of all but frozen parameters, on its device and in checkpoints.
@@ -301,6 +301,11 @@ class FedBuff(FedAvg):
             raise ValueError(
                 "With FedBuff, a round's clients are those whose updates fill the buffer, but participation="
                 f"{sampler!r} would draw others; leave it out, and set `clients_per_round`, the size of the buffer."
+            )
+        if (clock := getattr(plan, "clock", None)) is not None:
+            raise ValueError(
+                f"FedBuff simulates time itself, in which clients do not start together as with clock={clock!r}; leave "
+                "it out, and give FedBuff(durations=...)."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> Flights:

@@ -10,6 +10,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Union, get_args, get_origin
 
 import lightning.pytorch as pl
@@ -313,6 +314,13 @@ def test_unavailable_models_are_lists_of_names(lit: pl.LightningModule) -> None:
 def test_a_server_optimizer_that_is_none_is_refused_before_training(wrong: Any, lit: Any, data: Any, fit: Fit) -> None:
     with pytest.raises(TypeError, match=r"`server_optimizer` must return a torch optimizer, got "):
         fit(lit, data, server_optimizer=wrong)
+
+
+def test_a_server_that_would_step_by_a_thousandth_is_warned_of(lit: Any) -> None:
+    with pytest.warns(ls.errors.SpectralWarning, match=r"a thousandth of averaging; write functools\.partial") as said:
+        ls.FederatedModule(lit, server_optimizer=torch.optim.SGD)
+    assert said[0].filename == __file__
+    ls.FederatedModule(lit, server_optimizer=partial(torch.optim.SGD, lr=1.0))  # warnings are errors
 
 
 def test_harmless_forms_are_accepted() -> None:

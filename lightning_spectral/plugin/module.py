@@ -18,7 +18,7 @@ from lightning_spectral.algorithms import Algorithm, FedAvg
 from lightning_spectral.algorithms.filter import Plan, check_chain
 from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
-from lightning_spectral.errors import check_is
+from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters import Filter  # and all of them, for configs that name them
 from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Sampler, UniformParticipation
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
@@ -446,6 +446,12 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
     elif isinstance(server_optimizer, Optimizer):
         got = f"{name} of some parameters; write lambda parameters: torch.optim.{name}(parameters, lr=...)"
     elif server_optimizer is None or callable(server_optimizer):
+        if server_optimizer is torch.optim.SGD:
+            warn(
+                "`server_optimizer=torch.optim.SGD` has torch's default rate, a thousandth of averaging; write "
+                "functools.partial(torch.optim.SGD, lr=1.0), or leave it out.",
+                3,
+            )
         return
     else:
         got = (

@@ -302,10 +302,10 @@ class FedBuff(FedAvg):
                 "With FedBuff, a round's clients are those whose updates fill the buffer, but participation="
                 f"{sampler!r} would draw others; leave it out, and set `clients_per_round`, the size of the buffer."
             )
-        if (clock := getattr(plan, "clock", None)) is not None:
+        if getattr(plan, "clock", None) is not None:
             raise ValueError(
-                f"FedBuff simulates time itself, in which clients do not start together as with clock={clock!r}; leave "
-                "it out, and give FedBuff(durations=...)."
+                "FedBuff simulates time itself, and with `clock` all clients of a round start together; leave it out, "
+                "and give FedBuff(durations=...)."
             )
 
     def new_state(self, server: nn.Module, seed: int) -> Flights:

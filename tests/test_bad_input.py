@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Given], Any], type[Exception], str]] = {
     ),
     "a cohort larger than can be summed": (
         lambda given: ls.FederatedModule(given.lit, clients_per_round=1048577), ValueError,
-        r"`clients_per_round` must be in \[1, 1048576\], or None, got 1048577",
+        r"`clients_per_round` must be in \[1, 1048576\], got 1048577",
     ),
     "a cohort cut to nobody": (
         lambda given: given.fit(clients_per_round=3, trainer={"limit_train_batches": 0.2}), ValueError,
@@ -259,9 +259,9 @@ class TestConstructor:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"clients_per_round": 0}, r"`clients_per_round` must be in \[1, 1048576\], or None, got 0"),
+            ({"clients_per_round": 0}, r"`clients_per_round` must be in \[1, 1048576\], got 0"),
             ({"local_epochs": -1}, "`local_epochs` must be at least 0, got -1"),
-            ({"clients_per_round": 2.5}, r"`clients_per_round` must be a whole number, or None, got 2\.5"),
+            ({"clients_per_round": 2.5}, r"`clients_per_round` must be a whole number, got 2\.5; or a share"),
             ({"local_epochs": 1.5}, r"`local_epochs` must be a whole number, got 1\.5"),
             ({"algorithm": ls.FedAvg}, r"got the class FedAvg; write FedAvg\(\.\.\.\)"),
             ({"algorithm": ls.Collective()}, r"got the strategy Coll.*; write SpectralSharding\(strategy=Collective\("),
@@ -281,8 +281,10 @@ class TestConstructor:
             ({"algorithm": nn.Sequential(nn.Linear(2, 2))}, r"must be an instance of Algorithm, got a Sequential\.$"),
             ({"local_epochs": torch.eye(2)}, r"`local_epochs` must be a whole number, got a Tensor\.$"),
             ({"server_optimizer": ls.server.FedAdam}, r"got the class FedAdam; write FedAdam\(\.\.\.\)"),
-            ({"clients_per_round": True}, "`clients_per_round` must be a whole number, or None, got True; write 1"),
+            ({"clients_per_round": True}, "`clients_per_round` must be a whole number, got True; write 1"),
             ({"local_epochs": True}, "`local_epochs` must be a whole number, got True; write 1"),
+            ({"clients_per_round": 1.0}, r"got 1\.0; write 1 for one client, or participation=FullParticip"),
+            ({"clients_per_round": -0.1}, r"`clients_per_round` must be a whole number, got -0\.1; or a share"),
             ({"seed": 1.5}, "`seed` must be a whole number, got 1.5"),
         ],
     )

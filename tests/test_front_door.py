@@ -177,7 +177,7 @@ def test_names_from_elsewhere_are_answered_with_a_line_that_works(name: str) -> 
         (lambda: ls.FederatedModule(None, strategy=None), r"no argument `strategy`: write algorithm=ls\.Spectral"),
         (lambda: ls.FederatedModule(None, num_rounds=9), r"no argument `num_rounds`: write Trainer\(max_epochs=100\)"),
         (lambda: ls.FederatedModule(None, lr=0.1), "no argument `lr`: write the rate into the optimizer"),
-        (lambda: ls.FederatedModule(None, fraction_fit=0.1), "no argument `fraction_fit`: write clients_per_round=10"),
+        (lambda: ls.FederatedModule(None, fraction_fit=0.1), "no argument `fraction_fit`: write clients_per_round=0.1"),
         (lambda: ls.SpectralSharding(local_epochs=2), "no argument `local_epochs`: write FederatedModule"),
     ],
 )

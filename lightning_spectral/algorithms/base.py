@@ -121,7 +121,8 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that belong in a `
         "compression": "filters=[TopK(0.1)]",
         **dict.fromkeys(("mu", "proximal_mu"), "local_hooks=[ls.client.ProximalTerm(0.01)]"),
         **dict.fromkeys(("server_lr", "momentum"), "server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.9)"),
-        **dict.fromkeys(("clients_per_round", "fraction_fit"), "clients_per_round=10"),
+        "clients_per_round": "clients_per_round=10",
+        "fraction_fit": "clients_per_round=0.1",
         "local_epochs": "local_epochs=1",
     }
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -245,6 +246,12 @@ class Plan(Setting):
     participation: UniformParticipation | Sampler | None = None
     local_hooks: Sequence[LocalHook] = ()
     clock: Any = None
+
+    @property
+    def cohort_size(self) -> float:
+        """Number of clients in every round; infinite if it varies, or is a share of clients not counted yet."""
+        size = getattr(self.participation, "clients_per_round", math.inf)
+        return size if isinstance(size, int) else math.inf
 
     @cached_property
     def stays(self) -> frozenset[str]:

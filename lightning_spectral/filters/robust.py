@@ -12,7 +12,6 @@ from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Opened, P
 from lightning_spectral.arguments import Number, OneOf, Whole, check_fields, each
 from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters.robust_rules import Changes, RobustRule
-from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.exchange import both_ways
 from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import ClientOutcome, Key
@@ -51,11 +50,10 @@ class Robust(Filter):
         check_is("rule", self.rule, RobustRule)
 
     def check(self, plan: Plan) -> None:
-        who = plan.participation
-        if isinstance(who, UniformParticipation) and who.clients_per_round < self.rule.least:
+        if plan.cohort_size < self.rule.least:
             raise ValueError(
                 f"{self.rule} needs at least {self.rule.least} clients a round, got clients_per_round="
-                f"{who.clients_per_round}; raise it, or expect fewer liars."
+                f"{plan.cohort_size}; raise it, or expect fewer liars."
             )
 
     def server(self, fit: Fit) -> "RobustEnd":

@@ -17,7 +17,6 @@ from lightning_spectral.client.device import DeviceEnd, DeviceTurn
 from lightning_spectral.client.masking import context_of, flat, unflat
 from lightning_spectral.errors import RoundError, from_extra, warn
 from lightning_spectral.filters.bounds import UsualUpdateNorm
-from lightning_spectral.participation import UniformParticipation
 from lightning_spectral.protocol.exchange import norm_of
 from lightning_spectral.protocol.records import (
     EXPLANATIONS,
@@ -87,8 +86,7 @@ class SecureSums(Filter):
             import cryptography  # noqa: F401
 
     def check(self, plan: Plan) -> None:
-        who = plan.participation
-        if isinstance(who, UniformParticipation) and who.clients_per_round < 2:
+        if plan.cohort_size < 2:
             raise ValueError("SecureSums needs at least two clients a round: the sum of one is its update.")
 
     def device(self, half: ServerHalf) -> "MaskEnd":

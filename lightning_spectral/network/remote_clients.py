@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,7 @@ from lightning_spectral.algorithms.filter import Filter, conflict
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import Collate
 from lightning_spectral.client.local_loop import LocalTrainer, LossLoop
-from lightning_spectral.errors import RecordError, RoundError, SpectralWarning, check_is
+from lightning_spectral.errors import RecordError, RoundError, check_is, warn
 from lightning_spectral.filters import UpdateBound, UsualUpdateNorm
 from lightning_spectral.network.executor import RemoteExecutor
 from lightning_spectral.network.gate import SMALL, UploadGate, read_metrics
@@ -75,7 +74,7 @@ class RemoteClients(ServerData):
         val: Validation data, as in `FederatedDataModule`.
         test: Test data, likewise.
         wait_for: Number of clients with which a run begins; ``None`` for those of a round. Needed if all clients train
-            in every round.
+            in every round, or a share, which is one of those that there are when the round begins.
         patience: Seconds to wait for enough clients, at the start and in every round; for a client that is gone only
             once, until it comes back. A new device has as long to import your module, and at least 120 seconds.
         deadline: Seconds that a client may take for a round, or to evaluate; ``None`` for as long as the network
@@ -148,8 +147,7 @@ class RemoteClients(ServerData):
 
         Raises:
             RoundError: If they are not there in time.
-            ValueError: If a callback needs their examples, or all clients train in every round and ``wait_for`` is not
-                given.
+            ValueError: If a callback needs their examples, or ``wait_for`` is needed and not given.
         """
         if stage != "fit":
             return
@@ -160,11 +158,11 @@ class RemoteClients(ServerData):
                     f"{type(callback).__name__} needs clients' examples at the server, and they are on other machines; "
                     "leave it out: the server averages the running statistics that clients upload."
                 )
-        wanted = self.wait_for or self._usual_size()
+        wanted = self.wait_for or self._usual_size(0)
         if wanted == math.inf:
-            raise ValueError("All clients train in every round: say with how many a run begins, such as `wait_for=3`.")
+            raise ValueError("All clients train, or a share: say with how many a run begins, such as `wait_for=3`.")
         wanted, self._begun, patience = math.ceil(wanted), None, self.roster.patience
-        if self.keep_first is not None and (self._is_sampled or self.keep_first > self._usual_size()):
+        if self.keep_first is not None and (self._is_sampled or self.keep_first > self._usual_size(wanted)):
             raise ValueError(
                 f"`keep_first={self.keep_first}` needs at least as many `clients_per_round`, and no sampler, whose "
                 "weights count on all whom it draws."
@@ -198,7 +196,8 @@ class RemoteClients(ServerData):
         self.roster.is_closed = self._is_sampled or not all(
             promises_of(member.algorithm).clients_may_join for member in self._module.federation.members.values()
         )
-        self.roster.wait_for(math.ceil(min(self._usual_size(), self.roster.num_expected())), f"Round {round_idx}")
+        usual = self._usual_size(expected := self.roster.num_expected())
+        self.roster.wait_for(math.ceil(min(usual, expected)), f"Round {round_idx}")
 
     def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor:
         """The executor that sends downloads to devices.
@@ -256,10 +255,7 @@ class RemoteClients(ServerData):
             try:
                 found[client_id] = read_metrics(answer)
             except RecordError as error:
-                name = roster.names[client_id]
-                warnings.warn(
-                    f"Round {round_idx}: client {name!r} is not evaluated: {error}.", SpectralWarning, stacklevel=2
-                )
+                warn(f"Round {round_idx}: client {roster.names[client_id]!r} is not evaluated: {error}.")
         return found
 
     def identity(self) -> Sequence[str]:
@@ -284,9 +280,12 @@ class RemoteClients(ServerData):
     def _is_sampled(self) -> bool:
         return isinstance(self._module.participation, Sampler)
 
-    def _usual_size(self) -> float:
-        participation = self._module.participation
-        return float(participation.active if self._is_sampled else participation.clients_per_round)
+    def _usual_size(self, num_clients: int) -> float:
+        """Number of clients in a round; infinite if all of them train, or a share and there is no number yet."""
+        who = self._module.participation
+        if self._is_sampled:
+            return float(who.active)
+        return who.size(num_clients) if num_clients or isinstance(who.clients_per_round, int) else math.inf
 
 
 def clients_of_models(

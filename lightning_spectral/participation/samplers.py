@@ -4,7 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from lightning_spectral.functional.sampling.inclusion import assignment_probs, m
 from lightning_spectral.sums.exact_mean import MOST_TERMS
 
 __all__ = [
-    "CLIENTS_PER_ROUND",
     "Assignment",
     "Figure",
     "FullParticipation",
@@ -28,10 +28,29 @@ __all__ = [
     "Uniform",
     "UniformParticipation",
     "UpdateVarianceReduced",
+    "cohort_size",
     "outcome_to_assignment",
 ]
 
-CLIENTS_PER_ROUND = Whole(at_least=1, at_most=MOST_TERMS)
+
+def cohort_size(argument: str, value: Any) -> Any:
+    """Return a number of clients as a plain number, and, as a float below 1, a share of them; a rule of arguments.
+
+    Example:
+        >>> cohort_size("clients_per_round", 1.0)
+        Traceback (most recent call last):
+        ValueError: `clients_per_round` is a share of the clients below 1, or a number of them, got 1.0; write 1 for one
+        client, or participation=FullParticipation() for all.
+    """
+    if isinstance(value, Real) and not isinstance(value, Integral):
+        if 0 < (share := float(value)) < 1:
+            return share
+        if share == 1:
+            raise ValueError(
+                f"`{argument}` is a share of the clients below 1, or a number of them, got {value!r}; write 1 for one "
+                "client, or participation=FullParticipation() for all."
+            )
+    return Whole(at_least=1, at_most=MOST_TERMS, hint="or a share of the clients, in (0, 1)")(argument, value)
 
 
 @dataclass(frozen=True)
@@ -39,23 +58,34 @@ class UniformParticipation:
     """A fixed number k of clients, drawn uniformly without replacement, in random order, at a cost proportional to k.
 
     Args:
-        clients_per_round: Size of the cohort, at least 1, and at most as many as can be summed exactly.
+        clients_per_round: Size of the cohort, at least 1, and at most as many as can be summed exactly; or, as a float
+            in (0, 1), its share of the clients that there are when a round begins, to the nearest whole number.
+
+    Raises:
+        TypeError, ValueError: If it is neither; 1.0 would be ambiguous.
 
     Example:
         >>> participation = UniformParticipation(clients_per_round=3)
         >>> cohort = participation.cohort(10**12, torch.Generator().manual_seed(0))
         >>> cohort.shape, len(cohort.unique())
         (torch.Size([3]), 3)
+        >>> UniformParticipation(0.1).size(28), UniformParticipation(0.1).size(3)
+        (3, 1)
     """
 
-    clients_per_round: int
+    clients_per_round: int | float
 
     def __post_init__(self) -> None:
-        check_fields(self, clients_per_round=CLIENTS_PER_ROUND)
+        check_fields(self, clients_per_round=cohort_size)
+
+    def size(self, num_clients: int) -> int:
+        """Number of clients in a cohort of this number of clients."""
+        wanted = self.clients_per_round
+        return wanted if isinstance(wanted, int) else max(1, round(wanted * num_clients))
 
     def check(self, num_clients: int) -> None:
         """Raise ``ValueError`` if no cohort can be drawn from this number of clients; called at set-up."""
-        if self.clients_per_round > num_clients:
+        if self.size(num_clients) > num_clients:
             raise ValueError(
                 f"`clients_per_round` must be at most num_clients={num_clients}, "
                 f"got {self.clients_per_round}; lower it or add clients."
@@ -64,7 +94,7 @@ class UniformParticipation:
     def cohort(self, num_clients: int, generator: torch.Generator) -> Tensor:
         """Distinct client ids in ``[0, num_clients)``, int64, shape ``(k,)``, in the order in which they are served."""
         self.check(num_clients)
-        size = self.clients_per_round
+        size = self.size(num_clients)
         if 4 * size >= num_clients:
             return torch.randperm(num_clients, generator=generator)[:size].clone()
         # the first k distinct values of an i.i.d. stream are a uniform ordered sample without replacement

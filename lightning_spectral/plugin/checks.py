@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.base import promises_of
+from lightning_spectral.algorithms.filter import check_chain
 from lightning_spectral.arguments import first_of
 from lightning_spectral.client.local_hooks import LogitsHook, batch_norms
 from lightning_spectral.client.local_loop import metrics_of
@@ -96,6 +97,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
     remark_on_few_labels(owner, data)
     if isinstance(participation, UniformParticipation):
         participation.check(data.num_clients)
+        check_chain(owner.plan(participation=UniformParticipation(participation.size(data.num_clients))))
         if owner.faults.ends_run("no_data"):
             data.check_clients()
     for hook in owner.local_hooks:

@@ -211,7 +211,7 @@ class Cohorts:
         if self._most_units > (most := MOST_TERMS * len(self._members)):
             raise ValueError(
                 f"A round must have at most {most} turns, so that its updates can be summed exactly, got "
-                f"{self._most_units}; lower the sampler's `active`."
+                f"{self._most_units}; lower `active` or `clients_per_round`."
             )
 
     def count_again(self) -> None:
@@ -232,7 +232,8 @@ class Cohorts:
                 "FederatedModule does not know who takes part in a round; give it `clients_per_round=10`, or "
                 "`participation=LossVarianceReduced(active=10)`."
             )
-        return cast(UniformParticipation, self._plan.participation).clients_per_round
+        (name,) = self._members
+        return cast(UniformParticipation, self._plan.participation).size(self._plan.data_of(name).num_clients)
 
     @property
     def _most_units(self) -> int:

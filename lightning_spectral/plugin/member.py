@@ -64,7 +64,7 @@ MOVED = {  # arguments that belong elsewhere, or have other names
     "secure_sums": "filters=[SecureSums()]",
     "privacy": "filters=[ClientPrivacy(...)]",
     **{name: PLACES[name] for name in ("personal", "compression", "mu", "server_lr", "fraction_fit")},
-    **dict.fromkeys(("num_clients", "cohort_size"), PLACES["fraction_fit"]),
+    **dict.fromkeys(("num_clients", "cohort_size"), PLACES["clients_per_round"]),
     **dict.fromkeys(("num_rounds", "rounds", "max_rounds"), "Trainer(max_epochs=100), an epoch of which is a round"),
     **dict.fromkeys(("lr", "learning_rate", "client_lr"), "the rate into the optimizer of `configure_optimizers`"),
     **dict.fromkeys(("epochs", "num_epochs", "local_steps"), PLACES["local_epochs"]),

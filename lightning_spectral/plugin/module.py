@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, cast
@@ -20,7 +20,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters import Filter  # and all of them, for configs that name them
-from lightning_spectral.participation import CLIENTS_PER_ROUND, Population, Sampler, UniformParticipation
+from lightning_spectral.participation import Population, Sampler, UniformParticipation, cohort_size
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
 from lightning_spectral.plugin.hooks import FederatedHooks, passed_on
@@ -55,7 +55,7 @@ class FederatedModule(FederatedHooks, Member):
     Args:
         module: Your LightningModule, used as it is. It holds the server's weights, so training updates it in place.
         algorithm: Decides what clients hold, e.g. `SpectralSharding`; `FedAvg` by default.
-        clients_per_round: Size of each round's cohort, which is drawn uniformly.
+        clients_per_round: Size of each round's cohort, which is drawn uniformly: a number, or, as 0.1, a share.
         participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
         local_epochs: Passes over a client's data in a round: a number, ``{number: share of clients}`` or a list.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
@@ -97,7 +97,7 @@ class FederatedModule(FederatedHooks, Member):
         module: pl.LightningModule,
         *,
         algorithm: Algorithm | None = None,
-        clients_per_round: int | None = None,
+        clients_per_round: int | float | None = None,
         participation: Sampler | None = None,
         local_epochs: PerClient[int] = 1,
         server_optimizer: ServerOptimizer | None = None,
@@ -114,7 +114,9 @@ class FederatedModule(FederatedHooks, Member):
         _check_server_optimizer(server_optimizer)
         _check_local_hooks(local_hooks)
         self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
-        self.clients_per_round = replace(CLIENTS_PER_ROUND, optional=True)("clients_per_round", clients_per_round)
+        self.clients_per_round = clients_per_round
+        if clients_per_round is not None:
+            self.clients_per_round = cohort_size("clients_per_round", clients_per_round)
         self.seed: int = Whole()("seed", seed)
         check_user_module(module)
         self.module = module

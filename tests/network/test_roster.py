@@ -262,6 +262,21 @@ def test_nodes_that_appear_later_join(fit: Fit) -> None:
     assert len({row.client_id for row in fitted.ledger.rows}) > 4
 
 
+def test_a_share_is_one_of_the_clients_that_a_round_begins_with(fit: Fit) -> None:
+    line = toy_line(LitMLP)
+    later = {node: line.there.pop(node) for node in list(line.there)[4:]}
+
+    def appear(question: Question, answer: Any) -> Any:
+        line.there.update(later)
+        return answer
+
+    line.spoil = appear
+    fitted = fit(seeded(LitMLP), remote(line, wait_for=4), max_epochs=3, clients_per_round=0.5)
+    assert [sum(row.round_idx == round_idx for row in fitted.ledger.rows) for round_idx in range(3)] == [2, 6, 6]
+    with pytest.raises(ValueError, match=r"or a share: say with how many a run begins, such as `wait_for=3`"):
+        fit(seeded(LitMLP), remote(line, wait_for=None), clients_per_round=0.5)
+
+
 def test_a_node_that_vanishes_has_dropped_out(fit: Fit) -> None:
     line = toy_line(LitMLP)
 

@@ -5,14 +5,21 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from federation import Fit, check_resumes, same_state, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from toy_models import LitMLP
 
+import lightning_spectral as ls
 from lightning_spectral.participation import UniformParticipation
+
+PROFILE = ls.simulation.DeviceProfile(1e6, 1e6, 1e9)
 
 
 def deviation(draw: Callable[[int, torch.Generator], Tensor], num_clients: int, size: int) -> float:
@@ -88,3 +95,37 @@ def test_cohort_larger_than_the_federation_is_refused_early_and_late() -> None:
     for refuse in (participation.check, lambda n: participation.cohort(n, torch.Generator())):
         with pytest.raises(ValueError, match=r"at most num_clients=4, got 5; lower it or add clients"):
             refuse(4)
+
+
+@pytest.mark.parametrize(
+    ("share", "num_clients", "size"), [(0.1, 1, 1), (0.1, 14, 1), (0.1, 16, 2), (0.1, 10**12, 10**11), (0.999, 10, 10)]
+)
+def test_share_is_rounded_to_the_nearest_number_of_clients(share: float, num_clients: int, size: int) -> None:
+    participation = UniformParticipation(share)
+    participation.check(num_clients)
+    assert participation.size(num_clients) == size
+
+
+def test_share_trains_as_its_number_does_and_resumes(fit: Fit, data: ls.FederatedDataModule, tmp_path: Path) -> None:
+    by_number = fit(seeded(LitMLP), data, clients_per_round=4, max_epochs=4)
+    assert same_state(fit(seeded(LitMLP), data, clients_per_round=0.3, max_epochs=4).tensors, by_number.tensors)
+    check_resumes(fit, LitMLP, data, tmp_path, clients_per_round=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"filters": [ls.Robust(ls.server.Krum(1))]},
+            r"needs at least 4 clients a round, got clients_per_round=2",
+        ),
+        ({"clock": ls.VirtualClock(PROFILE, keep_first=3)}, r"`keep_first=3` is more than clients_per_round=2"),
+        ({"trainer": {"limit_train_batches": 0.1}}, r"limit_train_batches=0\.1 of 2 clients trains none"),
+    ],
+)
+def test_what_a_share_is_too_small_for_is_refused_once_clients_are_counted(
+    options: dict[str, Any], message: str, fit: Fit, data: ls.FederatedDataModule
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit(seeded(LitMLP), data, clients_per_round=0.15, **options)
+    fit(seeded(LitMLP), data, clients_per_round=0.9, **options)

@@ -49,6 +49,7 @@ from lightning_spectral.errors import SpectralWarning as SpectralWarning
 from lightning_spectral.filters import Attack as Attack
 from lightning_spectral.filters import ClientPrivacy as ClientPrivacy
 from lightning_spectral.filters import ExamplePrivacy as ExamplePrivacy
+from lightning_spectral.filters import FedNova as FedNova
 from lightning_spectral.filters import Filter as Filter
 from lightning_spectral.filters import Int8 as Int8
 from lightning_spectral.filters import LocalNoise as LocalNoise

@@ -18,8 +18,8 @@ _NAMES = {
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
     "filters": """
-        Attack ClientPrivacy ExamplePrivacy Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums TopK
-        UpdateBound UsualUpdateNorm Weights
+        Attack ClientPrivacy ExamplePrivacy FedNova Filter Int8 LocalNoise MaxUpdateNorm Personal Robust SecureSums
+        TopK UpdateBound UsualUpdateNorm Weights
     """,
     "nn": """
         EffectiveLRClip LayerChoices SpectralShardedConv1d SpectralShardedConv2d SpectralShardedConv3d

@@ -246,6 +246,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm},
     "robust": {"algorithm": SPECTRAL, "filters": [ls.Robust(ls.server.Median())], "rounds": 3},
     "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "rounds": 3},
+    "work divided": {"filters": [ls.FedNova()], "local_epochs": [1, 3] * 6, "module": WithBatchNorm, "rounds": 3},
     "largest changes": {"filters": [ls.TopK(0.1)], "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "rounds": 3},
     "private": {

@@ -280,6 +280,7 @@ class Filter:
         reads_single: Whether its end at the server reads the updates of single clients.
         hides_clients: Whether it hides single clients: the server, or who sees what rounds release, knows none of them.
         weighs: Whether it changes the weights of clients.
+        reads_steps: Whether its end at the server reads how many steps single clients took.
         equal_weights: Whether it needs clients that weigh the same.
         outlasts_faults: Whether no client may end the run, whatever its data.
     """
@@ -290,6 +291,7 @@ class Filter:
     reads_single: ClassVar[bool] = False
     hides_clients: ClassVar[bool] = False
     weighs: ClassVar[bool] = False
+    reads_steps: ClassVar[bool] = False
     equal_weights: ClassVar[bool] = False
     outlasts_faults: ClassVar[bool] = False
 
@@ -358,6 +360,8 @@ def conflict(first: Filter, then: Filter) -> str:
             return "{} reads the updates of single clients, which {} hides; leave one out.".format(*names)
         if reads.weighs and hides.equal_weights:
             return "{} changes the weights of clients, and {} needs equal ones; leave one out.".format(*names)
+        if reads.reads_steps and "values_alone" in hides.needs:
+            return "{} reads how many steps a client took, and {} lets it say nothing; leave one out.".format(*names)
     if not _reads(then, first):
         return ""
     does = "packs" if first.gives is Form.PACKED else "masks"

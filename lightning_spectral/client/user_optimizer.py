@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -213,6 +213,33 @@ def _groups_of(
         group.names.append(name)
         group.parameters.append(parameter)
     return sorted(found.values(), key=lambda group: group.index)
+
+
+def work_of(num_steps: int, options: Iterable[Iterable[Options]]) -> float:
+    """How far so many steps go along a constant gradient, in learning rates; without momentum, or if not SGD's, 1 each.
+
+    Args:
+        num_steps: Number of steps.
+        options: For each optimizer, the options of its parameter groups.
+
+    Raises:
+        ValueError: If there are several momenta, or one is not below 1.
+
+    Example:
+        >>> momentum = {"momentum": 0.5, "dampening": 0.0, "nesterov": False}
+        >>> [work_of(2, [[group]]) for group in (momentum, {**momentum, "nesterov": True}, {})]
+        [2.5, 3.25, 2.0]
+    """
+    names, groups = ("momentum", "dampening", "nesterov"), [group for each in options for group in each]
+    momenta = {tuple(float(group[name]) if "dampening" in group else 0.0 for name in names) for group in groups}
+    if len({rho and (rho, *others) for rho, *others in momenta}) > 1 or any(rho >= 1 for rho, *_ in momenta):
+        raise ValueError(f"Give all parameters one momentum, below 1, so that steps can be counted; got {momenta}.")
+    rho, dampening, nesterov = next(iter(momenta), (0.0, 0.0, 0.0))
+    if rho == 0:
+        return float(num_steps)
+    steady = (1.0 - dampening) / (1.0 - rho)  # what is left of gradients in the buffer, after many steps
+    buffered = num_steps * steady + (1.0 - steady) * (1.0 - rho**num_steps) / (1.0 - rho)
+    return num_steps + rho * buffered if nesterov else buffered
 
 
 def _check_follows(optimizer: Optimizer, server: Mapping[int, str]) -> None:

@@ -24,7 +24,7 @@ from lightning_spectral.filters.personal import Personal
 from lightning_spectral.filters.privacy import ClientPrivacy
 from lightning_spectral.filters.robust import Attack, Robust
 from lightning_spectral.filters.secure_sums import SecureSums
-from lightning_spectral.filters.weights import Weights
+from lightning_spectral.filters.weights import FedNova, Weights
 
 __all__ = [
     "Arrival",
@@ -33,6 +33,7 @@ __all__ = [
     "DeviceEnd",
     "DeviceTurn",
     "ExamplePrivacy",
+    "FedNova",
     "Filter",
     "Fit",
     "Form",

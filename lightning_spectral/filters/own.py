@@ -122,10 +122,8 @@ class FrozenBase(ServerEnd):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        if not self.digests:
-            return {}
-        known = {"digests": dict(self.digests), "since": dict(self._since)}
-        return {"version": self._version, "holders": dict(self._holders), **known}
+        known = {"digests": dict(self.digests), "since": dict(self._since), "holders": dict(self._holders)}
+        return {"version": self._version, **known} if self.digests else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._version, self._holders = state_dict["version"], dict(state_dict["holders"])

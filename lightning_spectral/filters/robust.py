@@ -112,10 +112,7 @@ class RobustEnd(ServerEnd):
     def _moved(self, arrival: Arrival, center: Mapping[str, Tensor]) -> Arrival:
         """An update that has moved by the center instead, as far as there is one."""
         sent, returned = arrival.sent.tensors, arrival.upload.tensors
-        moved = {
-            name: (sent[name].double() + change.to(sent[name].device)).to(returned[name].dtype)
-            for name, change in center.items()
-        }
+        moved = {n: (sent[n].double() + own.to(sent[n].device)).to(returned[n].dtype) for n, own in center.items()}
         like = next(iter(sent.values()), torch.empty(0)).device
         tensors = {name: moved[name] if name in moved else tensor.to(like) for name, tensor in returned.items()}
         return replace(arrival, upload=replace(arrival.upload, tensors=tensors), is_held=False)
@@ -172,8 +169,8 @@ class AttackEnd(RobustEnd):
     def passed_on(self, keys: Sequence[Key], changes: Changes) -> Sequence[Mapping[str, Tensor] | None]:
         cohort, c, who = self._opened.cohort, self.rule.strength, self.rule.clients
         if not isinstance(who, Sequence):
-            shares = {True: who, False: 1.0 - who}
-            who = assign(shares, self.num_clients, cohort.seed, "liars").indices.logical_not().nonzero()
+            liars = assign({True: who, False: 1.0 - who}, self.num_clients, cohort.seed, "liars")
+            who = liars.indices.logical_not().nonzero()
         lie = torch.tensor([client in who for client, _ in keys])
         told: list[dict[str, Tensor]] = [{} for _ in keys]
         for name in changes.names:

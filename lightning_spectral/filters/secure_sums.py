@@ -111,8 +111,7 @@ class MaskEnd(DeviceEnd):
         return upload if turn.download.masking is None else turn.parties.masked(turn.download, upload), {}
 
     def sized(self, turn: DeviceTurn, upload: Upload) -> Upload:
-        steps = {name: torch.zeros_like(tensor, dtype=torch.int64) for name, tensor in upload.tensors.items()}
-        return replace(upload, tensors=steps)
+        return replace(upload, tensors={n: torch.zeros_like(t, dtype=torch.int64) for n, t in upload.tensors.items()})
 
 
 class SecureEnd(ServerEnd):

@@ -1,14 +1,20 @@
-"""Weights of clients in the average of a round."""
+"""Weights of clients in the average of a round: others than numbers of examples, or none for more local steps."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
-from lightning_spectral.algorithms.filter import Filter, Fit, Form, Plan, ServerEnd
+import torch
+from torch import nn
+
+from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Form, Opened, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import OneOf
+from lightning_spectral.client.user_optimizer import work_of
+from lightning_spectral.filters.personal import Personal
 from lightning_spectral.participation import Sampler
-from lightning_spectral.protocol.records import WorkUnit
+from lightning_spectral.protocol.exchange import both_ways
+from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 
 Named = Literal["examples", "uniform"]
 Weigh = Callable[[int, int], float]
@@ -24,8 +30,7 @@ class Weights(Filter):
             not of a script or a notebook, if processes are to share the run.
 
     Note:
-        An average divides by the sum of the weights of the clients that report, so only ratios matter. The weights of
-        an unbiased sampler are not divided, and would be biased by others: they are refused.
+        Only ratios matter, as averages are divided by the sum of weights. Those of unbiased samplers are not: refused.
 
     Example:
         >>> Weights("uniform")
@@ -47,15 +52,20 @@ class Weights(Filter):
         return f"Weights(by={by})"
 
     def check(self, plan: Plan) -> None:
-        who = plan.participation
-        if isinstance(who, Sampler) and not who.normalize:
-            raise ValueError(
-                f"The weights of {type(who).__name__} make its average unbiased, and Weights would replace them; leave "
-                "Weights out, or use `clients_per_round`, or normalize=True."
-            )
+        check_divided(self, plan)
 
     def server(self, fit: Fit) -> "WeightsEnd":
         return WeightsEnd(self, fit)
+
+
+def check_divided(weighing: Filter, plan: Plan) -> None:
+    """Raise ``ValueError`` if weights are those of an unbiased sampler, which a filter would change."""
+    who, kind = plan.participation, type(weighing).__name__
+    if isinstance(who, Sampler) and not who.normalize:
+        raise ValueError(
+            f"The weights of {type(who).__name__} make its average unbiased, and {kind} would replace them; leave "
+            f"{kind} out, or use `clients_per_round`, or normalize=True."
+        )
 
 
 @dataclass(eq=False)
@@ -74,3 +84,72 @@ class WeightsEnd(ServerEnd):
                 raise ValueError(f"Weights must be finite and at least 0, got {weight} for client {client_id}.")
             weighed.append(unit._replace(coefficient=float(weight)))
         return weighed
+
+
+@dataclass(frozen=True)
+class FedNova(Filter):
+    r"""Divides each client's change by its work, so that clients which take more steps count for no more.
+
+    With weights p, which sum to one, changes :math:`\Delta_i` and work :math:`\tau_i`, trained parameters move by
+
+    .. math:: \Big(\sum_i p_i \tau_i\Big) \sum_i p_i \frac{\Delta_i}{\tau_i}, \qquad
+        \tau_i = \sum_{k=1}^{n_i} \frac{1 - \rho^k}{1 - \rho}
+
+    for :math:`n_i` steps of SGD with momentum :math:`\rho`, and likewise with ``nesterov`` and ``dampening``, as the
+    user's optimizer says; for others :math:`\tau_i = n_i`. The first sum is logged, as ``fl/mean_work``. Learning rates
+    are taken to be the same in all steps of a turn, as schedules leave them; proximal terms are not counted, and steps
+    of `Ditto`'s own models are. Who says too few steps counts for more: put a bound before this filter if some may lie.
+
+    Raises:
+        ValueError: In a round, if the user's optimizer has several momenta, or one of 1 or more.
+
+    Reference:
+        Wang et al. (2020), Tackling the objective inconsistency problem in heterogeneous federated optimization.
+
+    Example:
+        >>> FedNova().needs
+        ('new_values', 'one_sum')
+    """
+
+    reads_single: ClassVar[bool] = True
+    reads_steps: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
+    needs: ClassVar[Sequence[str]] = ("new_values", "one_sum")
+
+    def check(self, plan: Plan) -> None:
+        check_divided(self, plan)
+        if any(isinstance(each, Personal) and each.epochs for each in plan.filters):
+            raise ValueError("FedNova counts all steps, and those of Personal(epochs=...) are its own; leave one out.")
+
+    def server(self, fit: Fit) -> "FedNovaEnd":
+        return FedNovaEnd(fit.half.server)
+
+
+@dataclass(eq=False)
+class FedNovaEnd(ServerEnd):
+    """Divides changes when they arrive, and multiplies their mean."""
+
+    server: nn.Module
+
+    def begin(self, opened: Opened) -> None:
+        self._options = opened.cohort.options
+        work_of(1, self._options)  # refuses what it cannot count
+
+    @torch.no_grad()
+    def arrive(self, arrival: Arrival) -> Arrival:
+        sent, upload = arrival.sent, arrival.upload
+        if not upload.num_steps and sent.local_epochs:
+            raise Unusable("error", "it does not say how many steps it took, by which FedNova divides")
+        trained = {name for name, parameter in self.server.named_parameters() if parameter.requires_grad}
+        both, work = both_ways(sent.tensors, upload.tensors), work_of(upload.num_steps, self._options) or 1.0
+        moved = {n: own.double().lerp(upload.tensors[n].double(), 1 / work) for n, own in both if n in trained}
+        return replace(arrival, upload=replace(upload, tensors={**upload.tensors, **moved}))
+
+    def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
+        works = [(o.unit.coefficient, work_of(o.num_steps, self._options)) for o in outcomes if not o.left_out]
+        total = math.fsum(weight for weight, _ in works) or 1.0
+        mean = math.fsum(weight * work for weight, work in works) / total
+        for parameter in self.server.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(mean)
+        return {"mean_work": mean}

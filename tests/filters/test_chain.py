@@ -46,7 +46,9 @@ def test_the_page_is_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [*itertools.permutations(SHOWN, 2)], ids=lambda pair: "-".join(type(each).__name__ for each in pair)
+    "pair",
+    [*itertools.permutations([*SHOWN, ls.FedNova()], 2)],
+    ids=lambda pair: "-".join(type(each).__name__ for each in pair),
 )
 def test_a_pair_is_built_or_refused_by_its_sentence(pair: tuple[Filter, Filter]) -> None:
     said = conflict(*pair)

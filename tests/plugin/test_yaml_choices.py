@@ -155,6 +155,7 @@ CHOICES: dict[str, list[tuple[str, object]]] = {
          [ls.ClientPrivacy(clip=0.5, noise_multiplier=1.0, delta=1e-5)]),
         ("[{class_path: Robust, init_args: {rule: Median}}, {class_path: Weights, init_args: {by: uniform}}]",
          [ls.Robust(ls.server.Median()), ls.Weights("uniform")]),
+        ("[FedNova]", [ls.FedNova()]),
         ("[{class_path: Robust, init_args: {rule: {class_path: TrimmedMean, init_args: {share: 0.2}}}}]",
          [ls.Robust(ls.server.TrimmedMean(0.2))]),
         ("[{class_path: Attack, init_args: {lie: ipm, strength: 2.0, clients: 0.3}}]",

@@ -65,7 +65,7 @@ class SimulatedTask:
     Attributes:
         keep_ratio: Share of singular terms of its sub-model.
         num_examples: Examples that it trains on in a local epoch.
-        local_epochs: Passes over them.
+        local_epochs: Passes over them, the last one perhaps in part.
         num_parameters: Parameters of its sub-model.
         downlink_bytes: Bytes that it is sent.
         uplink_bytes: Bytes that it sends back.
@@ -73,7 +73,7 @@ class SimulatedTask:
 
     keep_ratio: float
     num_examples: int
-    local_epochs: int
+    local_epochs: float
     num_parameters: int = 0
     downlink_bytes: int = 0
     uplink_bytes: int = 0

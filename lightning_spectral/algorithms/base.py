@@ -124,6 +124,7 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that belong in a `
         "clients_per_round": "clients_per_round=10",
         "fraction_fit": "clients_per_round=0.1",
         "local_epochs": "local_epochs=1",
+        "local_steps": "local_steps=20",
     }
 )
 

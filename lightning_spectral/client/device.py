@@ -99,7 +99,7 @@ class StepActions:
         before_step: Called with the optimizer before it steps, once all gradients are computed; ``None`` for nothing.
         after_forward: Called after each ``training_step``, before the backward pass of its loss; ``None`` for nothing.
         prepare: Called before the phase; ``None`` for nothing.
-        epochs: Passes over the client's data in this phase; ``None`` for the turn's ``local_epochs``.
+        epochs: Passes over the client's data in this phase; ``None`` for as long as the turn.
     """
 
     before_forward: Callable[[], None] | None = None
@@ -483,7 +483,7 @@ class Device:
             before = {name: tensor for name, tensor in download.tensors.items() if name in own}
             if not any(bool((own[name] != tensor).any()) for name, tensor in before.items()):
                 return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
-            num_steps = data.num_batches * download.local_epochs  # optimizers that step by other methods, as SAM does
+            num_steps = download.num_steps(data.num_batches)  # optimizers that step by other methods, as SAM does
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = side.collect(module, download)
@@ -557,8 +557,10 @@ class Device:
                 acts.append(None if actions.before_step is None else partial(actions.before_step, optimizer))
                 before_step.append([act for act in acts if act is not None])
             around = actions.before_forward, actions.after_forward
-            end = first_epoch + (download.local_epochs if actions.epochs is None else actions.epochs)
-            yield LocalTask(download, data, self._recorder, *around, before_step, range(first_epoch, end))
+            own, length = actions.epochs, data.num_batches
+            steps = download.num_steps(length) if own is None else own * length
+            end = first_epoch + math.ceil(steps / max(length, 1))
+            yield LocalTask(download, data, self._recorder, *around, before_step, range(first_epoch, end), steps)
             first_epoch = end
         for parameter in needed:  # a phase may train only some of them
             parameter.requires_grad_()

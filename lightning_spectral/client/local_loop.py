@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -290,6 +291,7 @@ class LocalTask:
         after_forward: Called after each one, before the backward pass of its loss; ``None`` for nothing.
         before_step: For each optimizer, the functions to call in turn before each of its steps.
         epochs: Passes over the client's data, by numbers that decide its examples' order; ``None`` for the download's.
+        steps: Batches after which training stops, in the last of them; ``None`` for whole passes.
     """
 
     download: Download
@@ -299,6 +301,7 @@ class LocalTask:
     after_forward: Callable[[], None] | None = None
     before_step: Sequence[Sequence[BeforeStep]] = ((),)
     epochs: range | None = None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -352,9 +355,11 @@ class LocalLoop:
         self.scaler = copy.deepcopy(self.placement.scaler)  # no client inherits a scale from another
         recorder.task, recorder.num_steps = task, 0
         losses: list[tuple[Tensor, int]] = []  # of each batch, with its size; read once, when the client is done
-        for local_epoch in range(task.download.local_epochs) if task.epochs is None else task.epochs:
+        epochs = range(task.download.local_epochs) if task.epochs is None else task.epochs
+        for number, local_epoch in enumerate(epochs):
+            most = None if task.steps is None else task.steps - number * task.data.num_batches
             user.on_train_epoch_start()
-            for batch_idx, (batch, size) in enumerate(self._epoch(task, local_epoch)):
+            for batch_idx, (batch, size) in enumerate(islice(self._epoch(task, local_epoch), most)):
                 recorder.num_examples, recorder.batch_idx = size, batch_idx
                 batch = recorder.batch = self._moved(batch)
                 if user.on_train_batch_start(batch, batch_idx) == -1:
@@ -559,7 +564,7 @@ class LossLoop(LocalLoop):
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Evaluate one client's data."""
-        return replace(super().__call__(replace(task, epochs=range(1))), num_steps=0)
+        return replace(super().__call__(replace(task, epochs=range(1), steps=None)), num_steps=0)
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         output = self._forward(task, batch, batch_idx)

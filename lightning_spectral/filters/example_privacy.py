@@ -161,7 +161,7 @@ class ExampleLoop(LocalLoop):
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
-        if task.epochs not in (None, range(task.download.local_epochs)):
+        if task.epochs and (task.epochs.start or task.steps != task.download.num_steps(task.data.num_batches)):
             raise ValueError(f"{GOES_NOT} training in phases, as in Ditto and with `epochs` of Personal; leave it out.")
         seed, data = self.choice.noise_seed, task.data
         key = secrets.token_bytes(32) if seed is None else repr((seed, *task.download.ids)).encode()
@@ -221,7 +221,7 @@ class EpsilonEnd(ServerEnd):
         self._choice, self._fit, self._batch_size = choice, fit, batch_size
         self._turns: dict[int, tuple[Rounds, ...]] = {}  # of each client, in stretches with the same noise and draws
         self._largest = 0.0  # epsilon of any of them
-        self._epochs: dict[int, int] = {}  # of a turn
+        self._steps: dict[int, int] = {}  # of a turn
         self._told: set[int] = set()
 
     def remarks(self) -> Sequence[str]:
@@ -235,7 +235,7 @@ class EpsilonEnd(ServerEnd):
         """A client's steps if it takes one more turn."""
         size, before = int(self._fit.sizes()[client_id]), self._turns.get(client_id, ())
         (rate, steps), multiplier = draws(size, self._batch_size), self._choice.multiplier(size, self._batch_size)
-        steps *= self._epochs.get(client_id, 1)
+        steps = self._steps.get(client_id, steps)
         if before and before[-1][:2] == (rate, multiplier):
             before, steps = before[:-1], steps + before[-1][2]
         return (*before, (rate, multiplier, steps))
@@ -249,8 +249,9 @@ class EpsilonEnd(ServerEnd):
         return target is not None and self._epsilon_after(client_id) > target
 
     def send(self, download: Download) -> Download:
-        self._epochs[download.unit.client_id] = download.local_epochs
-        if self._has_spent(download.unit.client_id):
+        client_id = download.unit.client_id
+        self._steps[client_id] = download.num_steps(draws(int(self._fit.sizes()[client_id]), self._batch_size)[1])
+        if self._has_spent(client_id):
             raise Unusable("spent")
         return download
 
@@ -259,8 +260,8 @@ class EpsilonEnd(ServerEnd):
         return replace(arrival, figures={**arrival.figures, FIGURE: after})
 
     def gather(self, processes: Peers) -> Iterable[Arrival]:
-        for of_others in processes.gather(self._epochs):
-            self._epochs |= of_others
+        for of_others in processes.gather(self._steps):
+            self._steps |= of_others
         return ()
 
     def note(self, outcomes: Sequence[ClientOutcome]) -> None:
@@ -282,9 +283,8 @@ class EpsilonEnd(ServerEnd):
         return all(map(self._has_spent, self._fit.sizes().nonzero().squeeze(1).tolist()))
 
     def state_dict(self) -> dict[str, Any]:
-        known = {"turns": dict(self._turns), "epochs": dict(self._epochs), "largest": self._largest}
-        return known if self._turns else {}
+        return {"turns": dict(self._turns), "steps": dict(self._steps), "largest": self._largest} if self._turns else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._turns = {client: tuple(map(tuple, turns)) for client, turns in state_dict["turns"].items()}
-        self._epochs, self._largest = dict(state_dict["epochs"]), state_dict["largest"]
+        self._steps, self._largest = dict(state_dict["steps"]), state_dict["largest"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from lightning_spectral.client.batches import examples_per_epoch
 from lightning_spectral.designs import JointDesign
 from lightning_spectral.functional.figures import sampled_update_variance, sampled_variance, step_size_variance
 from lightning_spectral.participation.samplers import Assignment, FullParticipation, Population, Sampler
@@ -28,7 +29,8 @@ class ClientDirectory:
         sizes: Number of training examples of each client, int64, shape ``(num_clients,)``.
         capacities: Keep ratio of each client.
         available: Which clients can train this model if they have examples, bool, ``(num_clients,)``; by default all.
-        examples_per_epoch: Maps a client's number of examples to how many of them it trains on in a local epoch.
+        batch_sizes: Examples per local step of each client; ``None`` if only devices know.
+        drop_last: Whether a client drops a smaller last batch of an epoch.
 
     Example:
         >>> from lightning_spectral.protocol.per_client import assign
@@ -41,7 +43,8 @@ class ClientDirectory:
     sizes: Tensor
     capacities: Assigned[float]
     available: Tensor | None = None
-    examples_per_epoch: Callable[[int], int] = int
+    batch_sizes: Assigned[int] | None = None
+    drop_last: bool = False
 
     def begin_round(self, round_idx: int) -> None:
         """Refresh which clients are available before a round's cohort is drawn; in a simulation, all are."""
@@ -63,7 +66,16 @@ class ClientDirectory:
 
     def epoch_of(self, client_id: int) -> int:
         """Number of examples that a client trains on in a local epoch."""
-        return self.examples_per_epoch(int(self.sizes[client_id]))
+        size, sizes = int(self.sizes[client_id]), self.batch_sizes
+        return size if sizes is None else examples_per_epoch(size, sizes.of(client_id), self.drop_last)
+
+    def passes_of(self, client_id: int, local_epochs: int, local_steps: int | None = None) -> float:
+        """Passes over a client's data in a turn; in so many batches one, if only devices know how large they are."""
+        if local_steps is None or self.batch_sizes is None:
+            return local_epochs
+        examples, size = max(1, self.epoch_of(client_id)), self.batch_sizes.of(client_id)
+        whole, rest = divmod(local_steps, -(-examples // size))
+        return whole + rest * size / examples
 
     def capacity_of(self, client_id: int) -> float:
         """Keep ratio of a client."""

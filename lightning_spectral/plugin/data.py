@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import Filter
 from lightning_spectral.arguments import Number, Whole, flag
-from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader, examples_per_epoch
+from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader
 from lightning_spectral.client.local_loop import LocalTrainer
 from lightning_spectral.errors import check_is
 from lightning_spectral.participation.cohorts import ClientDirectory
@@ -35,7 +35,7 @@ from lightning_spectral.partition.datasets import check_dealt, check_evaluation
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.plugin.user_hooks import Share, as_host
-from lightning_spectral.protocol.per_client import Assigned
+from lightning_spectral.protocol.per_client import Assigned, assign
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.executor import Executor
@@ -349,8 +349,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        per_epoch = partial(examples_per_epoch, batch_size=self.batch_size, drop_last=self.drop_last)
-        return ClientDirectory(self.partition.sizes, capacities, available, per_epoch)
+        batch_sizes = assign(self.batch_size, self.num_clients, self.seed, "batch sizes")
+        return ClientDirectory(self.partition.sizes, capacities, available, batch_sizes, self.drop_last)
 
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""

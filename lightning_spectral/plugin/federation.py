@@ -288,6 +288,7 @@ class Cohorts:
         for unit in units if processes.size > 1 else ():
             member = members[unit.model]
             clients = member.engine.clients
-            predicted = predicted_work(clients.epoch_of(unit.client_id), clients.capacity_of(unit.client_id))
+            examples = clients.epoch_of(unit.client_id) * member.engine.passes_of(unit.client_id)
+            predicted = predicted_work(examples, clients.capacity_of(unit.client_id))
             work.append(predicted * (sum(p.numel() for p in member.module.parameters()) if len(members) > 1 else 1))
         return Share(round_idx, shares(units, work, processes.size), processes.rank)

@@ -67,7 +67,7 @@ MOVED = {  # arguments that belong elsewhere, or have other names
     **dict.fromkeys(("num_clients", "cohort_size"), PLACES["clients_per_round"]),
     **dict.fromkeys(("num_rounds", "rounds", "max_rounds"), "Trainer(max_epochs=100), an epoch of which is a round"),
     **dict.fromkeys(("lr", "learning_rate", "client_lr"), "the rate into the optimizer of `configure_optimizers`"),
-    **dict.fromkeys(("epochs", "num_epochs", "local_steps"), PLACES["local_epochs"]),
+    **dict.fromkeys(("epochs", "num_epochs"), PLACES["local_epochs"]),
     "server_momentum": PLACES["server_lr"],
     "batch_size": "FederatedDataModule(..., batch_size=32)",
     "strategy": "algorithm=ls.SpectralSharding(strategy=ls.TopN()), or ls.FedAvg()",
@@ -101,6 +101,7 @@ class Member(pl.LightningModule):
     faults: Faults
     server_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     local_epochs: PerClient[int]
+    local_steps: PerClient[int] | None
     local_hooks: tuple[LocalHook, ...]
     filters: tuple[Filter, ...]
     buffer_rules: Rules
@@ -316,6 +317,7 @@ class Member(pl.LightningModule):
             *known,
             seed=self.seed,
             local_epochs=self.local_epochs,
+            local_steps=self.local_steps,
             absolute=is_absolute(sampler),
             model=self.name,
             figure=figure,

@@ -58,6 +58,8 @@ class FederatedModule(FederatedHooks, Member):
         clients_per_round: Size of each round's cohort, which is drawn uniformly: a number, or, as 0.1, a share.
         participation: A sampler that draws the cohort instead, e.g. ``LossVarianceReduced(active=10)``.
         local_epochs: Passes over a client's data in a round: a number, ``{number: share of clients}`` or a list.
+        local_steps: Instead of ``local_epochs``, batches on which a client trains in a round, in as many passes as that
+            takes; likewise.
         server_optimizer: A function from the server's parameters to the optimizer that steps once per round on the
             pseudo-gradient, e.g. ``BoundedMomentum()``; ``None`` for plain averaging, whatever the algorithm.
         local_hooks: Hooks that act while clients train, in the order given: on gradients before each step, e.g.
@@ -100,6 +102,7 @@ class FederatedModule(FederatedHooks, Member):
         clients_per_round: int | float | None = None,
         participation: Sampler | None = None,
         local_epochs: PerClient[int] = 1,
+        local_steps: PerClient[int] | None = None,
         server_optimizer: ServerOptimizer | None = None,
         local_hooks: Sequence[LocalHook] = (),
         seed: int = 0,
@@ -114,6 +117,15 @@ class FederatedModule(FederatedHooks, Member):
         _check_server_optimizer(server_optimizer)
         _check_local_hooks(local_hooks)
         self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
+        self.local_steps = local_steps
+        if local_steps is not None:
+            hint = "local_epochs=0 trains nothing"
+            self.local_steps = check_per_client("local_steps", local_steps, Whole(at_least=1, hint=hint))
+            if self.local_epochs != 1:
+                raise ValueError(
+                    f"`local_epochs={local_epochs!r}` and `local_steps={local_steps!r}` both say how long clients "
+                    "train; leave one out."
+                )
         self.clients_per_round = clients_per_round
         if clients_per_round is not None:
             self.clients_per_round = cohort_size("clients_per_round", clients_per_round)
@@ -193,7 +205,7 @@ class FederatedModule(FederatedHooks, Member):
     @property
     def _chosen(self) -> dict[str, Any]:
         """Choices that are shown and compared only if there are any."""
-        return {"filters": self.filters, "buffers": self.buffer_rules}
+        return {"filters": self.filters, "buffers": self.buffer_rules, "local_steps": self.local_steps}
 
     def configuration(self) -> dict[str, str | int]:
         server, epochs = self.server_optimizer, self.local_epochs

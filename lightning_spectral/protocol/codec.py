@@ -26,7 +26,7 @@ with from_extra("network"):
     from msgspec import MsgspecError, Raw, msgpack
     from safetensors import torch as safetensors
 
-VERSION = 6  # raise it when a field of a record, or anything else that is written, changes
+VERSION = 7  # raise it when a field of a record, or anything else that is written, changes
 MOST_HEAD_BYTES = 2**24
 _TENSOR = 1  # MessagePack's code for what holds the position of a tensor
 _SUM_BYTES = hashlib.sha256().digest_size

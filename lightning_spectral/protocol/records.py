@@ -109,7 +109,8 @@ class Download:
         capacity: The keep ratio of the sub-model to train.
         tensors: Every parameter and buffer of the sub-model by name.
         round_idx: Communication round, from 0.
-        local_epochs: Passes over the client's data; 0 trains nothing.
+        local_epochs: Passes over the client's data; 0 trains nothing. With ``local_steps``, 1.
+        local_steps: Batches after which the client stops, in as many passes as that takes; ``None`` for whole passes.
         options: For each of the user's optimizers, the options of each parameter group, e.g. the learning rate.
         seed: The run's seed, from which the order of the data and every other draw on the device are derived.
         frozen: For each tensor that is frozen, a digest of its value; the device keeps it for later rounds.
@@ -126,6 +127,7 @@ class Download:
     tensors: Tensors
     round_idx: int = 0
     local_epochs: int = 1
+    local_steps: int | None = None
     options: tuple[tuple[Options, ...], ...] = ()
     seed: int = 0
     frozen: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +140,10 @@ class Download:
     def ids(self) -> tuple[int | str, ...]:
         """The ids from which the device's random draws are derived, with the seed and their purpose."""
         return self.round_idx, *self.unit.ids
+
+    def num_steps(self, num_batches: int) -> int:
+        """Number of batches on which a client trains that has so many in an epoch."""
+        return num_batches * self.local_epochs if self.local_steps is None else self.local_steps
 
     @property
     def travelling(self) -> Tensors:

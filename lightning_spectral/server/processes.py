@@ -203,7 +203,7 @@ def shares(units: Sequence[WorkUnit], work: Sequence[float], num_processes: int)
     return [[units[index] for index in share] for share in deal(work, num_processes)]
 
 
-def predicted_work(num_examples: int, keep_ratio: float) -> float:
+def predicted_work(num_examples: float, keep_ratio: float) -> float:
     """Predicted time of a client's turn, in units of one example through the whole model.
 
     Half of a step's time does not depend on the number of terms: activations, batches, and the layers that stay dense.

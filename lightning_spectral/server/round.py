@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch import nn
 
@@ -67,6 +68,7 @@ class Engine:
         make_executor: Creates the executor that runs the device half; called when the first round opens.
         seed: The run's seed.
         local_epochs: Passes over a client's data in a round; 0 trains nothing. May differ between clients.
+        local_steps: Instead of these, batches on which a client trains; likewise.
         absolute: Whether units' coefficients are used as weights without being divided by their sum; see `Cohort`.
         options: Called once a round; returns the options of the parameter groups of each of the user's optimizers.
         model: The model's name; empty if there is only one.
@@ -89,6 +91,7 @@ class Engine:
     make_executor: Callable[[Engine], Executor]
     seed: int
     local_epochs: PerClient[int] = 1
+    local_steps: PerClient[int] | None = None
     absolute: bool = False
     options: Callable[[], tuple[tuple[Options, ...], ...]] = tuple
     model: str = ""
@@ -101,7 +104,7 @@ class Engine:
     make_measuring: Callable[[Engine], Executor] | None = None
     round_is_open: bool = field(default=False, init=False)
     server_is_stepping: bool = field(default=False, init=False)
-    _tasks: dict[tuple[float, int], SimulatedTask] = field(default_factory=dict, init=False)
+    _tasks: dict[tuple[float, int], tuple[SimulatedTask, list[int | None]]] = field(default_factory=dict, init=False)
     _executor: Executor | None = field(default=None, init=False)
     _measuring: Executor | None = field(default=None, init=False)
     _has_measured: bool = field(default=False, init=False)
@@ -117,14 +120,21 @@ class Engine:
         """Dropout and device speed as assigned to the clients."""
         return self.conditions.prepare(self.clients.num_clients, self.seed)
 
-    def epochs_of(self, client_id: int) -> int:
-        """The ``local_epochs`` of a client; one that joins later has those of an earlier one."""
-        return self._epochs.of(client_id % len(self._epochs))
+    def length_of(self, client_id: int) -> dict[str, Any]:
+        """How long a client trains, as its download says; one that joins later trains as long as an earlier one."""
+        number = self._lengths.of(client_id % len(self._lengths))
+        return {"local_epochs": number} if self.local_steps is None else {"local_epochs": 1, "local_steps": number}
+
+    def passes_of(self, client_id: int) -> float:
+        """Passes over its data that a client trains, the last one perhaps in part."""
+        length = self.length_of(client_id)
+        return self.clients.passes_of(client_id, **length)
 
     @cached_property
-    def _epochs(self) -> Assigned[int]:
-        check_num_entries("local_epochs", self.local_epochs, self.clients.num_clients)
-        return assign(self.local_epochs, self.clients.num_clients, self.seed, "local epochs")
+    def _lengths(self) -> Assigned[int]:
+        name = "local_epochs" if self.local_steps is None else "local_steps"
+        check_num_entries(name, given := getattr(self, name), self.clients.num_clients)
+        return assign(given, self.clients.num_clients, self.seed, name.replace("_", " "))
 
     @cached_property
     def inward(self) -> Sequence[ServerEnd]:
@@ -155,27 +165,25 @@ class Engine:
         Only a virtual clock needs the size of its sub-model, and how often it passes over its data: measured once for
         each capacity and number of passes, on a temporary sub-model.
         """
-        epochs = self.epochs_of(unit.client_id)
-        task, kind = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), epochs), (capacity, epochs)
+        length, passes = self.length_of(unit.client_id), self.passes_of(unit.client_id)
+        task = SimulatedTask(capacity, self.clients.epoch_of(unit.client_id), passes)
+        kind = capacity, length["local_epochs"]
         if self.conditions.clock is None:
             return task
         if kind not in self._tasks:
-            told, download = self.instructions, replace(opened.send(unit)[0], local_epochs=epochs)
+            told, download = self.instructions, replace(opened.send(unit)[0], **length)
             with Forms(self.server, told.side.take_form).client(download.capacity) as client:
                 told.load(client, download)
                 phases = told.phases(client, download)
                 num_parameters = sum(parameter.numel() for parameter in client.parameters())
                 uplink_bytes = told.sized(client, download).num_bytes
-            self._tasks[kind] = replace(
-                task,
-                local_epochs=sum(epochs if phase.epochs is None else phase.epochs for phase in phases),
-                num_parameters=num_parameters,
-                downlink_bytes=download.num_bytes,
-                uplink_bytes=uplink_bytes,
-            )
-        usual = self._tasks[kind]
+            sizes = {"num_parameters": num_parameters, "uplink_bytes": uplink_bytes}
+            usual = replace(task, **sizes, downlink_bytes=download.num_bytes)
+            self._tasks[kind] = usual, [phase.epochs for phase in phases]
+        usual, phases_epochs = self._tasks[kind]
+        passes = sum(passes if epochs is None else epochs for epochs in phases_epochs)
         downlink_bytes = usual.downlink_bytes - sum(end.saved_bytes(unit) for end in self.inward)
-        return replace(usual, num_examples=task.num_examples, downlink_bytes=downlink_bytes)
+        return replace(usual, num_examples=task.num_examples, local_epochs=passes, downlink_bytes=downlink_bytes)
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
         """Open a round and prepare it for its cohort, from the server's weights.
@@ -349,7 +357,7 @@ class OpenRound:
         common = replace(
             download,
             round_idx=self.round_idx,
-            local_epochs=engine.epochs_of(unit.client_id),
+            **engine.length_of(unit.client_id),
             options=self._options,
             seed=engine.seed,
         )

@@ -21,6 +21,7 @@ from lightning_spectral.errors import check_is, refuse_moved
 from lightning_spectral.participation import Figure, Sampler, UniformParticipation
 from lightning_spectral.protocol.buffer_rules import BufferRules, buffer_rules
 from lightning_spectral.protocol.cohort import Cohort
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import (
     ClientOutcome,
     Download,
@@ -106,7 +107,7 @@ class Fit:
         figure: The figure of each client that the sampler uses; "" for none.
         active: Number of clients that is expected in a round; NaN if that is not known.
         first_round: Index of the first round; ``None`` if the fit goes on counting, as it does from a checkpoint.
-        batch_size: Examples of a local step; ``None`` if only devices know.
+        batch_sizes: Examples of a local step of each client; ``None`` if only devices know.
     """
 
     half: ServerHalf
@@ -115,7 +116,7 @@ class Fit:
     figure: Figure = ""
     active: float = float("nan")
     first_round: int | None = 0
-    batch_size: int | None = None
+    batch_sizes: Assigned[int] | None = None
 
     def refuse_averages(self, kind: str) -> None:
         """Raise ``ValueError`` if clients send back buffers, which a filter of a class cannot hide."""

@@ -1,7 +1,7 @@
 """Differential privacy of examples: how much each moves a local step, the noise that hides it, and the epsilon."""
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -31,6 +31,7 @@ from lightning_spectral.filters.privacy import ClientPrivacy, check_budget
 from lightning_spectral.functional.privacy import Rounds, calibrated, draws, epsilon, grid_of, shortened, warn_of_delta
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.participation import Sampler
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.rng import SecretNormals
 from lightning_spectral.sums.exact_mean import Peers
@@ -126,10 +127,10 @@ class ExamplePrivacy(Filter):
 
     def server(self, fit: Fit) -> "EpsilonEnd":
         fit.refuse_averages("ExamplePrivacy")
-        if fit.batch_size is None:
+        if fit.batch_sizes is None:
             raise ValueError(f"{GOES_NOT} clients elsewhere, whose batches the server does not know.")
         warn_of_delta(self.delta, int(fit.sizes().max()), "examples of a client")
-        return EpsilonEnd(self, fit, fit.batch_size)
+        return EpsilonEnd(self, fit, fit.batch_sizes)
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,9 @@ class ExampleLoop(LocalLoop):
 class EpsilonEnd(ServerEnd):
     """Counts the epsilon of each client, over all its turns, and leaves out those that have spent their budget."""
 
-    def __init__(self, choice: ExamplePrivacy, fit: Fit, batch_size: int) -> None:
-        self._choice, self._fit, self._batch_size = choice, fit, batch_size
+    def __init__(self, choice: ExamplePrivacy, fit: Fit, batch_sizes: Assigned[int]) -> None:
+        self._choice, self._fit = choice, fit
+        self._draws_from: Callable[[int], tuple[int, int]] = lambda c: (int(fit.sizes()[c]), batch_sizes.of(c))
         self._turns: dict[int, tuple[Rounds, ...]] = {}  # of each client, in stretches with the same noise and draws
         self._largest = 0.0  # epsilon of any of them
         self._steps: dict[int, int] = {}  # of a turn
@@ -233,8 +235,8 @@ class EpsilonEnd(ServerEnd):
 
     def _after_turn(self, client_id: int) -> tuple[Rounds, ...]:
         """A client's steps if it takes one more turn."""
-        size, before = int(self._fit.sizes()[client_id]), self._turns.get(client_id, ())
-        (rate, steps), multiplier = draws(size, self._batch_size), self._choice.multiplier(size, self._batch_size)
+        known, before = self._draws_from(client_id), self._turns.get(client_id, ())
+        (rate, steps), multiplier = draws(*known), self._choice.multiplier(*known)
         steps = self._steps.get(client_id, steps)
         if before and before[-1][:2] == (rate, multiplier):
             before, steps = before[:-1], steps + before[-1][2]
@@ -245,12 +247,11 @@ class EpsilonEnd(ServerEnd):
         return epsilon(*last, self._choice.delta, tuple(before))
 
     def _has_spent(self, client_id: int) -> bool:
-        target = self._choice.target_epsilon
-        return target is not None and self._epsilon_after(client_id) > target
+        return (target := self._choice.target_epsilon) is not None and self._epsilon_after(client_id) > target
 
     def send(self, download: Download) -> Download:
         client_id = download.unit.client_id
-        self._steps[client_id] = download.num_steps(draws(int(self._fit.sizes()[client_id]), self._batch_size)[1])
+        self._steps[client_id] = download.num_steps(draws(*self._draws_from(client_id))[1])
         if self._has_spent(client_id):
             raise Unusable("spent")
         return download

@@ -147,8 +147,7 @@ class FedNovaEnd(ServerEnd):
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
         works = [(o.unit.coefficient, work_of(o.num_steps, self._options)) for o in outcomes if not o.left_out]
-        total = math.fsum(weight for weight, _ in works) or 1.0
-        mean = math.fsum(weight * work for weight, work in works) / total
+        mean = math.fsum(weight * work for weight, work in works) / (math.fsum(weight for weight, _ in works) or 1.0)
         for parameter in self.server.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(mean)

@@ -35,7 +35,14 @@ from lightning_spectral.partition.datasets import check_dealt, check_evaluation
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.plugin.user_hooks import Share, as_host
-from lightning_spectral.protocol.per_client import Assigned, assign
+from lightning_spectral.protocol.per_client import (
+    Assigned,
+    PerClient,
+    assign,
+    check_num_entries,
+    check_per_client,
+    entries_of,
+)
 from lightning_spectral.protocol.records import Download
 from lightning_spectral.protocol.rng import derived_generator, derived_seed, isolated_rng
 from lightning_spectral.server.executor import Executor
@@ -215,11 +222,11 @@ class FederatedDataModule(FixedArguments, ServerData):
         partitioner: Decides which examples belong to which client.
         val: Validation data: a data set, which may be a list of examples, a dataloader of your own, or a list of these.
         test: Test data, likewise.
-        batch_size: Examples per local step of a client.
+        batch_size: Examples per local step of a client: a number, ``{number: share of clients}`` or a list.
         drop_last: Whether a client drops the last batch of a local epoch if it is smaller than ``batch_size``.
             BatchNorm needs this, because it cannot train on a single example. The dropped examples change from epoch
             to epoch. A client with less than one batch trains on all its examples.
-        eval_batch_size: Examples per evaluation batch; ``None`` for ``batch_size``, at least 256.
+        eval_batch_size: Examples per evaluation batch; ``None`` for the largest ``batch_size``, at least 256.
         labels: Class of each training example, shape ``(len(train),)``: integers, or names, which are numbered in
             sorted order; a tensor, an array, a list or a column. ``None`` to read them from the data set, whose
             ``targets`` are compared with a sample of its examples.
@@ -250,7 +257,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         *,
         val: EvaluationData = None,
         test: EvaluationData = None,
-        batch_size: int = 32,
+        batch_size: PerClient[int] = 32,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
         labels: Labels | None = None,
@@ -262,8 +269,9 @@ class FederatedDataModule(FixedArguments, ServerData):
         check_dealt(train, partitioner)
         if collate_fn is not None and not callable(collate_fn):
             raise TypeError(f"`collate_fn` must be a function from a list of examples to a batch, got {collate_fn!r}.")
-        self.batch_size: int = Whole(at_least=1)("batch_size", batch_size)
-        size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size) or max(self.batch_size, 256)
+        self.batch_size: PerClient[int] = check_per_client("batch_size", batch_size, Whole(at_least=1))
+        size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size)
+        size = size or max(*entries_of(self.batch_size), 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
         self.train: Any = train
         self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
@@ -271,6 +279,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
         self._source = BatchSource(train, collate_fn, self.num_workers)
+        self._assigned: tuple[object, Assigned[int]] | None = None
         self._fix(("train", "collate_fn", "num_workers"))
 
     @cached_property
@@ -332,15 +341,24 @@ class FederatedDataModule(FixedArguments, ServerData):
         """Number of training examples of all clients."""
         return int(self.partition.sizes.sum())
 
+    @property
+    def batch_sizes(self) -> Assigned[int]:
+        """Examples per local step of each client; which client has which of several is drawn from the seed."""
+        if self._assigned is None or self._assigned[0] is not self.batch_size:
+            check_num_entries("batch_size", self.batch_size, self.num_clients)
+            self._assigned = self.batch_size, assign(self.batch_size, self.num_clients, self.seed, "batch sizes")
+        return self._assigned[1]
+
     def setup(self, stage: str) -> None:
         """Draw the partition before training, so that an impossible one is refused here."""
         if stage == "fit":
-            self.partition  # noqa: B018
+            self.batch_sizes  # noqa: B018
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The examples of all clients, in batches, for code that counts or reads them; rounds do without it."""
         check_host(self)
-        return DataLoader(self.train, self.batch_size, collate_fn=self.collate_fn, num_workers=self.num_workers)
+        size = max(entries_of(self.batch_size))
+        return DataLoader(self.train, size, collate_fn=self.collate_fn, num_workers=self.num_workers)
 
     def teardown(self, stage: str) -> None:
         self._source.close()
@@ -349,14 +367,13 @@ class FederatedDataModule(FixedArguments, ServerData):
         self._source.close()
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        batch_sizes = assign(self.batch_size, self.num_clients, self.seed, "batch sizes")
-        return ClientDirectory(self.partition.sizes, capacities, available, batch_sizes, self.drop_last)
+        return ClientDirectory(self.partition.sizes, capacities, available, self.batch_sizes, self.drop_last)
 
     def client_data(self, download: Download) -> ClientData:
         """The data of a download's client, in an order that depends on the round."""
-        indices = self.partition[download.unit.client_id]
+        indices, size = self.partition[download.unit.client_id], self.batch_sizes.of(download.unit.client_id)
         order = download.seed, download.ids, self.drop_last
-        return ClientData(self._source, indices, self.batch_size, *order, labels=lambda: self.labels_in_examples)
+        return ClientData(self._source, indices, size, *order, labels=lambda: self.labels_in_examples)
 
     def check_clients(self) -> None:
         if empty := (self.partition.sizes == 0).nonzero().flatten().tolist():
@@ -368,7 +385,8 @@ class FederatedDataModule(FixedArguments, ServerData):
             )
 
     def configuration(self) -> dict[str, str | int]:
-        return {"batch_size": self.batch_size, "drop_last": self.drop_last, "partition": self._fingerprint}
+        size = self.batch_size if isinstance(self.batch_size, int) else repr(self.batch_size)
+        return {"batch_size": size, "drop_last": self.drop_last, "partition": self._fingerprint}
 
     def identity(self) -> Sequence[str]:
         return [self._fingerprint]

@@ -306,8 +306,7 @@ class Member(pl.LightningModule):
         figure = sampler.figure if isinstance(sampler, Sampler) else ""
         active = float(getattr(sampler, "active", math.nan))
         told, processes = instructions(half, filters), runtime.processes
-        batch_size = getattr(self.data, "batch_size", None)
-        fit = Fit(half, processes, lambda: clients.sizes, figure, active, first_round, batch_size)
+        fit = Fit(half, processes, lambda: clients.sizes, figure, active, first_round, clients.batch_sizes)
         ends = chain(filters, fit, store, told.keeps_state)
         for end in ends.values():
             if isinstance(end, Stored):

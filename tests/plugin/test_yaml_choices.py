@@ -228,6 +228,22 @@ def test_partitioners_come_from_yaml(data: Any, yaml: str, expected: object) -> 
     assert [repr(found) for found in built(data, "partitioner", yaml)] == 2 * [repr(expected)]
 
 
+@pytest.mark.parametrize(
+    ("kind", "yaml", "expected"),
+    [
+        ("model", "clients_per_round: 0.1", 0.1),
+        ("model", "clients_per_round: 10", 10),
+        ("model", "local_steps: {5: 0.5, 20: 0.5}", {5: 0.5, 20: 0.5}),
+        ("model", "local_steps: 20", 20),
+        ("data", f"batch_size: [4, 8, 8], partitioner: {PARTITIONERS[0][0]}", [4, 8, 8]),
+        ("data", f"batch_size: {{4: 0.25, 8: 0.75}}, partitioner: {PARTITIONERS[0][0]}", {4: 0.25, 8: 0.75}),
+    ],
+)
+def test_numbers_of_clients_come_from_yaml(model: Any, data: Any, kind: str, yaml: str, expected: Any) -> None:
+    key, _, value = yaml.partition(": ")
+    assert [repr(found) for found in built({"model": model, "data": data}[kind], key, value)] == 2 * [repr(expected)]
+
+
 @pytest.mark.parametrize("name", ["Adam", "torch.optim.Adam"])
 def test_an_optimizer_of_torch_can_be_the_servers(model: Any, name: str) -> None:
     yaml = f"{{class_path: {name}, init_args: {{lr: 0.25, betas: [0.5, 0.9]}}}}"

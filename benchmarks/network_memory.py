@@ -11,6 +11,7 @@ freed blocks back: it keeps them otherwise, split into ever smaller ones, and th
 """
 
 import argparse
+import gc
 import os
 import pickle
 import resource
@@ -69,7 +70,10 @@ class Files(Line):
             node, kind, parts = pickle.loads((self.folder / ticket).read_bytes())
             (self.folder / ticket).unlink()
             service = DeviceService({"": module}, {"": self.data}, str(node), accelerator="cpu")
-            yield Answer(ticket, service.answer(kind, parts))
+            parts = service.answer(kind, parts)
+            del service
+            gc.collect()  # it would be in another process
+            yield Answer(ticket, parts)
 
 
 def play(case, clients):

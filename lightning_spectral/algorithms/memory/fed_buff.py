@@ -114,7 +114,7 @@ class Flights(nn.Module):
 
         The same generator gives the same ones until there is another: checkpoints ask again after the server's step.
         """
-        draw = generator.initial_seed(), size.clients_per_round, num_clients
+        draw = generator.initial_seed(), size.size(num_clients), num_clients
         if self.buffer is None or self.buffer.draw != draw:
             self.buffer = self._fill(draw, generator)
         return torch.tensor(list(self.buffer.versions))

@@ -164,6 +164,7 @@ def test_clients_of_a_round_stay_the_same_once_the_server_has_stepped() -> None:
     state, pair = flights(4), UniformParticipation(2)
     first, again, later = (state.cohort(pair, 9, torch.Generator().manual_seed(seed)).tolist() for seed in (0, 0, 1))
     assert first == again != later
+    assert flights(4).cohort(UniformParticipation(0.2), 9, torch.Generator().manual_seed(0)).tolist() == first
     state.cohort(pair, 9, torch.Generator().manual_seed(0))
     state.advance({})
     assert state.cohort(pair, 9, torch.Generator().manual_seed(0)).tolist() == first

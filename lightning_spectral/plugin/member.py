@@ -163,8 +163,9 @@ class Member(pl.LightningModule):
 
     def plan(self, **known: Any) -> Plan:
         """What it is made of, with what else is known now."""
-        own = self.algorithm, self.filters, self.shared.plan.participation, self.local_hooks, self.conditions.clock
-        return Plan(self.module, *own, buffers=self.buffer_rules, **known)
+        own = self.algorithm, self.filters
+        known = {"participation": self.shared.plan.participation, "clock": self.conditions.clock, **known}
+        return Plan(self.module, *own, local_hooks=self.local_hooks, buffers=self.buffer_rules, **known)
 
     @property
     def data(self) -> Any:

@@ -483,7 +483,7 @@ class Device:
             before = {name: tensor for name, tensor in download.tensors.items() if name in own}
             if not any(bool((own[name] != tensor).any()) for name, tensor in before.items()):
                 return download, Upload(download.unit, {}, loss=result.loss, left_out="no_update")
-            num_steps = download.num_steps(data.num_batches)  # optimizers that step by other methods, as SAM does
+            num_steps = download.steps_in(data.num_batches)  # optimizers that step by other methods, as SAM does
         put_back = changed()  # before the algorithm clears away what it has set
         with _during("collecting"):
             upload = side.collect(module, download)
@@ -558,7 +558,7 @@ class Device:
                 before_step.append([act for act in acts if act is not None])
             around = actions.before_forward, actions.after_forward
             own, length = actions.epochs, data.num_batches
-            steps = download.num_steps(length) if own is None else own * length
+            steps = download.steps_in(length) if own is None else own * length
             end = first_epoch + math.ceil(steps / max(length, 1))
             yield LocalTask(download, data, self._recorder, *around, before_step, range(first_epoch, end), steps)
             first_epoch = end

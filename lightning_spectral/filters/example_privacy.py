@@ -162,7 +162,7 @@ class ExampleLoop(LocalLoop):
 
     def __call__(self, task: LocalTask) -> LocalResult:
         """Train for one client."""
-        if task.epochs and (task.epochs.start or task.steps != task.download.num_steps(task.data.num_batches)):
+        if task.epochs and (task.epochs.start or task.steps != task.download.steps_in(task.data.num_batches)):
             raise ValueError(f"{GOES_NOT} training in phases, as in Ditto and with `epochs` of Personal; leave it out.")
         seed, data = self.choice.noise_seed, task.data
         key = secrets.token_bytes(32) if seed is None else repr((seed, *task.download.ids)).encode()
@@ -251,7 +251,7 @@ class EpsilonEnd(ServerEnd):
 
     def send(self, download: Download) -> Download:
         client_id = download.unit.client_id
-        self._steps[client_id] = download.num_steps(draws(*self._draws_from(client_id))[1])
+        self._steps[client_id] = download.steps_in(draws(*self._draws_from(client_id))[1])
         if self._has_spent(client_id):
             raise Unusable("spent")
         return download

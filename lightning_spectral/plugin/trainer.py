@@ -140,7 +140,7 @@ class ClientTrainer(Lookalike):
         "is_last_batch": lambda own: own.recorder.batch_idx + 1 == own.num_training_batches,
         "train_dataloader": lambda own: own.task.data.loader(),
         "datamodule": lambda own: Lookalike(own.of.datamodule, train_dataloader=own.task.data.loader),
-        "steps_per_round": lambda own: own.task.download.num_steps(own.num_training_batches),
+        "steps_per_round": lambda own: own.task.download.steps_in(own.num_training_batches),
         "global_step": lambda own: own.current_epoch * own.steps_per_round + own.recorder.num_steps,
         "max_steps": lambda own: own.of.max_steps if own.of.max_steps < 0 else own.of.max_steps * own.steps_per_round,
         "estimated_stepping_batches": lambda own: own.of.estimated_stepping_batches * own.steps_per_round,

@@ -141,8 +141,8 @@ class Download:
         """The ids from which the device's random draws are derived, with the seed and their purpose."""
         return self.round_idx, *self.unit.ids
 
-    def num_steps(self, num_batches: int) -> int:
-        """Number of batches on which a client trains that has so many in an epoch."""
+    def steps_in(self, num_batches: int) -> int:
+        """Number of batches on which a client trains in a turn, given how many it has in an epoch."""
         return num_batches * self.local_epochs if self.local_steps is None else self.local_steps
 
     @property

@@ -119,7 +119,7 @@ class FederatedModule(FederatedHooks, Member):
         self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
         self.local_steps = local_steps
         if local_steps is not None:
-            hint = "local_epochs=0 trains nothing"
+            hint = "to train nothing, write local_epochs=0"
             self.local_steps = check_per_client("local_steps", local_steps, Whole(at_least=1, hint=hint))
             if self.local_epochs != 1:
                 raise ValueError(

@@ -97,7 +97,7 @@ def test_privacy_of_examples_counts_the_draws_of_each(size: Any, length: Any, fi
     ("options", "size", "message"),
     [
         ({"local_epochs": 2, "local_steps": 5}, 4, "`local_epochs=2` and `local_steps=5` both say how long clients"),
-        ({"local_steps": 0}, 4, r"`local_steps` must be at least 1, got 0; local_epochs=0 trains nothing"),
+        ({"local_steps": 0}, 4, r"`local_steps` must be at least 1, got 0; to train nothing, write local_epochs=0"),
         ({"local_steps": [5, 6]}, 4, "`local_steps` lists 2 values for 12 clients"),
         ({}, [4, 8], "`batch_size` lists 2 values for 12 clients"),
         ({}, [0] * 12, "`batch_size` must be at least 1, got 0"),

@@ -235,6 +235,10 @@ class FederatedDataModule(FixedArguments, ServerData):
             client to the next. The number does not change the run.
         seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
+        client_test_fraction: Share held out besides, on which it evaluates in ``Trainer.test``; 0 for the same ones.
+
+    Raises:
+        ValueError: If the fractions leave nothing to train on, or another argument is out of range.
 
     Note:
         Data in a `torch.utils.data.TensorDataset`, or a `Subset` of one, is indexed directly, without a DataLoader.
@@ -265,6 +269,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         num_workers: int = 0,
         seed: int = 0,
         client_val_fraction: float = 0.0,
+        client_test_fraction: float = 0.0,
     ) -> None:
         check_dealt(train, partitioner)
         if collate_fn is not None and not callable(collate_fn):
@@ -277,6 +282,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
+        rest = Number(at_least=0, below=1 - self.client_val_fraction, hint="with client_val_fraction, less than all")
+        self.client_test_fraction: float = rest("client_test_fraction", client_test_fraction)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
         self._source = BatchSource(train, collate_fn, self.num_workers)
         self._assigned: tuple[object, Assigned[int]] | None = None
@@ -312,21 +319,24 @@ class FederatedDataModule(FixedArguments, ServerData):
         return self.partition.fingerprint()
 
     @cached_property
-    def _parts(self) -> tuple[Partition, Partition]:
+    def _parts(self) -> tuple[Partition, Partition, Partition]:
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
-        self._fix(("partitioner", "seed", "client_val_fraction", "labels"))
-        return hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+        self._fix(("partitioner", "seed", "client_val_fraction", "client_test_fraction", "labels"))
+        rest, val = hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+        share = self.client_test_fraction / (1 - self.client_val_fraction)
+        training, test = hold_out(rest, share, derived_generator(self.seed, "test examples"))
+        return training, val, test if share else val
 
     @cached_property
     def partition(self) -> Partition:
         """The examples that each client trains on; drawn once from the seed."""
         return self._parts[0]
 
-    @cached_property
+    @property
     def held_out(self) -> Partition:
-        """The examples of each client that are held out, by ``client_val_fraction``; drawn once from the seed."""
-        return self._parts[1]
+        """The examples of each client on which it is evaluated; in `Trainer.test`, by ``client_test_fraction``."""
+        return self._parts[2 if self.trainer is not None and self.trainer.state.fn == "test" else 1]
 
     def report(self) -> PartitionReport:
         """Number of examples and label histogram of every client, to print or to plot."""

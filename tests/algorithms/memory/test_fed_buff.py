@@ -197,7 +197,11 @@ def test_it_keeps_the_contract_with_clients_that_are_stale() -> None:
         ({"concurrency": 13}, {}, "`concurrency` must be at most num_clients=12, got 13; lower it"),
         ({"durations": [1.0, 2.0]}, {}, "`durations` lists 2 values for 12 clients"),
         ({}, {"participation": ls.Uniform(active=4)}, "participation=Uniform.* would draw others; leave it out"),
-        ({}, {"clock": ls.VirtualClock(ls.simulation.DeviceProfile(1, 1, 1))}, "simulates time itself, and .*; leave it out"),
+        (
+            {},
+            {"clock": ls.VirtualClock(ls.simulation.DeviceProfile(1, 1, 1))},
+            "simulates time itself, and .*; leave it out",
+        ),
         ({}, {"filters": [ls.SecureSums()]}, "which FedBuff does not promise"),
     ],
 )

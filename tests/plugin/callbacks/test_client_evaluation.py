@@ -273,6 +273,22 @@ def test_a_fresh_trainer_evaluates_clients_after_the_fit(stage: str, lit: Any, d
     assert logged["fl/clients/val_loss/mean"] == pytest.approx(fitted.logged["fl/clients/val_loss/mean"], rel=1e-6)
 
 
+def test_a_client_is_tested_on_examples_of_their_own(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:
+    shares = {"client_val_fraction": 0.25, "client_test_fraction": 0.5}
+    data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy, test=toy, batch_size=4, **shares)
+    after = ls.ClientEvaluation()
+    fitted = fit(lit, data, clients_per_round=4, callbacks=[inside := ls.ClientEvaluation()])
+    parts = [data.partition.indices, data.held_out.indices]
+    trainer = pl.Trainer(callbacks=[after], **quiet)
+    trainer.test(fitted.model, data)
+    parts.append(data.held_out.indices)
+    assert [row.num_examples for table in (inside, after) for row in table_of(table).rows] == [8] * 4 + [15] * 4
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(toy)))
+    for row in table_of(after).rows:
+        own = metrics_by_hand(fitted.module, toy[data.held_out[row.client_id]])
+        assert row.metrics == pytest.approx(own, rel=1e-5)
+
+
 def test_a_fresh_trainer_without_held_out_examples_says_so(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), val=toy, batch_size=4)
     fitted = fit(lit, data)

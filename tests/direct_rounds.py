@@ -61,8 +61,7 @@ class DirectRounds:
             "shares": shares,
             "options": self.options,
         }
-        cohort = Cohort(0, self.round_idx, {1.0: tuple(units)}, **known)
-        return self.half.open(cohort), units
+        return self.half.open(Cohort(0, self.round_idx, {1.0: tuple(units)}, **known)), units
 
     def gradients(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> Tensors:
         """Play a round up to its pseudo-gradients."""

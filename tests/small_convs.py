@@ -49,7 +49,6 @@ class LitOnlyConvs(LitConvs):
 
 def images_of() -> ls.FederatedDataModule:
     """Six clients with twelve examples each."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(72, 2, 6, 6, generator=generator)
+    x = torch.randn(72, 2, 6, 6, generator=torch.Generator().manual_seed(0))
     examples = TensorDataset(x, x.mean((2, 3)).argmax(1))
     return ls.FederatedDataModule(examples, ls.IIDPartitioner(6), val=examples, batch_size=6)

@@ -100,10 +100,6 @@ MAY_BE_INFINITE = re.compile(
 )
 
 
-def alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
 def arguments() -> Iterator[tuple[str, str, Any]]:
     """Public name, argument and type hint of everything that takes arguments of our own."""
     for name, made in PUBLIC.items():
@@ -115,7 +111,7 @@ def arguments() -> Iterator[tuple[str, str, Any]]:
 
 
 def wrong_values(name: str, argument: str, hint: Any) -> Iterator[Any]:
-    found = alternatives(hint)
+    found = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if bool in found:
         yield from ("no", 1)
     if int in found or float in found:

@@ -372,8 +372,7 @@ class TestLabels:
         soft = Relabelled(TensorDataset(x, nn.functional.one_hot(y).float()), y)
         shifted = Relabelled(TensorDataset(x, y + 1), y)
         shifted.target_transform = lambda label: label + 1  # type: ignore[attr-defined]
-        part = torch.utils.data.Subset(agreeing, range(119, -1, -1))
-        for train in (agreeing, part, other_order, soft, shifted):
+        for train in (agreeing, torch.utils.data.Subset(agreeing, range(119, -1, -1)), other_order, soft, shifted):
             ls.FederatedDataModule(train, kinds).setup("fit")
 
     @pytest.mark.parametrize(

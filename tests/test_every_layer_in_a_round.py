@@ -21,10 +21,6 @@ def first_output(core: nn.Module) -> Net:
     return Net(lambda net, x: net.core(x)[0], core=core)
 
 
-def self_attention(core: nn.MultiheadAttention) -> Net:
-    return Net(lambda net, x: net.core(x, x, x, need_weights=False)[0], core=core)
-
-
 class Conv1D(nn.Module):
     """The layer of the transformers library, which the package recognises by its qualified name."""
 
@@ -57,7 +53,9 @@ CORES: dict[str, Callable[[], nn.Module]] = {
     "spatial conv2d": lambda: image(nn.Conv2d(2, 6, 3, padding=1), 2, 4, 4),
     "conv3d": lambda: image(nn.Conv3d(1, 6, 2), 1, 2, 4, 4),
     "grouped": lambda: image(nn.Conv2d(2, 8, 3, groups=2), 2, 4, 4),
-    "attention": lambda: sequence(self_attention(nn.MultiheadAttention(8, 2, batch_first=True))),
+    "attention": lambda: sequence(
+        Net(lambda net, x: net.core(x, x, x, need_weights=False)[0], core=nn.MultiheadAttention(8, 2, batch_first=True))
+    ),
     "encoder": lambda: sequence(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)),
     "lstm": lambda: sequence(first_output(nn.LSTM(8, 5, 2, batch_first=True, bidirectional=True))),
     "gru": lambda: sequence(first_output(nn.GRU(8, 5, batch_first=True))),
@@ -224,11 +222,7 @@ def test_a_compiled_part_trains_its_sharded_layers(in_place: bool, flat: TensorD
 
 def test_a_low_rank_update_of_a_frozen_layer_stays_whole_and_of_a_trained_one_the_factor_that_is_zero(flat, fit):
     layers = {"base": nn.Linear(8, 8), "down": nn.Linear(8, 2), "up": nn.Linear(2, 8)}
-
-    def adapted(self: Any, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-    lit = lit_of(adapted, True, **layers)
+    lit = lit_of(lambda self, x: self.base(x) + self.up(self.down(x)), True, **layers)
     nn.init.zeros_(lit.up.weight)
     plan = ls.SpectralSharding().plan(lit)
     assert [*plan.missing_rank] == ["up"]

@@ -73,8 +73,7 @@ def test_a_wrong_name_is_refused_with_what_may_have_been_meant() -> None:
         _ = ls.FedAvgg
     assert (caught.value.name, caught.value.obj) == ("FedAvgg", ls)  # from which Python makes its proposal
     command = [sys.executable, "-c", "import lightning_spectral as ls; ls.FedAvgg"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "Did you mean: 'FedAvg'?" in done.stderr
+    assert "Did you mean: 'FedAvg'?" in subprocess.run(command, capture_output=True, text=True, check=False).stderr
     with pytest.raises(ImportError, match="cannot import name 'FedAvgg'"):
         exec("from lightning_spectral import FedAvgg")
     with pytest.raises(AttributeError, match=r": write ls\.plugin\.callbacks\.BatchNormEstimation$"):

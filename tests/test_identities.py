@@ -32,8 +32,7 @@ def recording(report: Callable[[float], object] = lambda loss: None, lr: float =
 
 @pytest.fixture
 def regression() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 6, generator=generator)
+    x = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x[:, 0] * x[:, 1])
 
 

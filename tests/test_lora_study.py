@@ -103,8 +103,7 @@ def test_seed_0_has_all_rates_and_the_others_the_best(study: Any, name: str) -> 
         result(study, own, high, 0, last=better if own == first else worse, task=name)
         result(study, own, highest, 0, last=worse, task=name)
     result(study, names[1], low, 1, last=6.0, task=name)
-    expected = [(own, high if own == first else low, 1) for own in names if own != names[1]]
-    assert list(task.todo(2)) == expected
+    assert list(task.todo(2)) == [(own, high if own == first else low, 1) for own in names if own != names[1]]
 
 
 def test_the_report_compares_runs_of_one_seed_and_of_one_size(study: Any) -> None:
@@ -143,7 +142,6 @@ def test_the_report_of_an_accuracy_says_by_how_much_it_is_higher(study: Any) -> 
         result(study, setup, low, 0, last, task="vit")
         for rate in higher:
             result(study, setup, rate, 0, last - 10, task="vit")
-    found = rows(study, "lora_vit")
-    assert found["FrozenA"] == ["1", f"{low:g}", "50.0", "10.0", "10.0", "2.0", "50.0"]
+    assert rows(study, "lora_vit")["FrozenA"] == ["1", f"{low:g}", "50.0", "10.0", "10.0", "2.0", "50.0"]
     assert Path("docs/lora_vit.svg").stat().st_size > 10_000
     assert not Path("docs/lora_tables.md").exists()  # the other task has no runs

@@ -67,8 +67,7 @@ restore(Path("again"), Path("runs.jsonl"))
 
 
 def test_two_processes_that_start_in_a_fresh_clone_restore_at_the_same_time(records):
-    kept = Path("runs.jsonl")
-    kept.write_text("".join(json.dumps({"file": str(i), **RUN}) + "\n" for i in range(1000)))
+    Path("runs.jsonl").write_text("".join(json.dumps({"file": str(i), **RUN}) + "\n" for i in range(1000)))
     command = [sys.executable, "-c", RESTORE, str(STUDIES)]
     start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with start() as one, start() as two:

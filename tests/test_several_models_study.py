@@ -88,8 +88,7 @@ def images_of(study: Any, seed: int, lacking: Tensor | None = None) -> Tensor:
     labels = torch.arange(tasks.NUM_TRAIN) % tasks.NUM_LABELS
     if lacking is None:
         lacking = torch.zeros(tasks.NUM_CLIENTS, dtype=torch.bool)
-    owners = tasks.owners_of(labels, lacking, torch.Generator().manual_seed(seed))
-    pairs = owners * tasks.NUM_LABELS + labels
+    pairs = tasks.owners_of(labels, lacking, torch.Generator().manual_seed(seed)) * tasks.NUM_LABELS + labels
     return pairs.bincount(minlength=tasks.NUM_CLIENTS * tasks.NUM_LABELS).view(-1, tasks.NUM_LABELS)
 
 
@@ -353,8 +352,7 @@ def test_five_models_have_a_table_of_their_own_with_the_accuracy_of_each(study: 
 def test_a_table_that_only_has_runs_that_stopped_says_so(study: Any) -> None:
     made_up(study, "five", "SCAFFOLD", 0, [0.5] * 5, error="round 4: not finite")
     (table,) = written_tables(study)
-    cells = ["SCAFFOLD", "0; stopped after 4 rounds", "-", "-", "0.650", *["-"] * 10]
-    assert table[1:] == [cells]
+    assert table[1:] == [["SCAFFOLD", "0; stopped after 4 rounds", "-", "-", "0.650", *["-"] * 10]]
 
 
 def test_errors_of_the_estimated_sum_are_those_of_numbers_if_all_updates_are_parallel(study: Any) -> None:

@@ -51,8 +51,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def toy(
     study: Any, setup: str, keep_ratio: float = 0.1, server: str = "averaging", lr: float = 0.1, seed: int = 0
 ) -> Any:
-    near = study.plans.NEAR_IID
-    return study.plans.Spec("MNIST", near, "MLP", setup, server, keep_ratio, lr, seed, num_rounds=5)
+    return study.plans.Spec("MNIST", study.plans.NEAR_IID, "MLP", setup, server, keep_ratio, lr, seed, num_rounds=5)
 
 
 @pytest.fixture

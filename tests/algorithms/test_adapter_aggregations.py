@@ -73,8 +73,7 @@ class OneLayer:
             generator = derived_generator(0, "noise", *unit.ids)
             parts = {name: sent[name].clone() for name in ("A", "B")}
             for name in self.trained:
-                shape = parts[name].shape
-                parts[name] += noise * torch.randn(shape, generator=generator, dtype=torch.float64)
+                parts[name] += noise * torch.randn(parts[name].shape, generator=generator, dtype=torch.float64)
             if unit.client_id not in left_out:
                 back = {name: parts[name] for name in self.trained}
                 self.round.add(unit, terms, back, largest_magnitudes(back))
@@ -114,8 +113,7 @@ def mean_product(uploads: Mapping[int, tuple[Tensor, dict[str, Tensor]]]) -> Ten
 )
 def test_what_is_exact_is_the_mean_of_the_products(aggregation: Any, ranks: Any, round_idx: int) -> None:
     layer = OneLayer(aggregation, ranks, round_idx)
-    base = layer.adapter.base.clone()
-    expected = base + SCALE * mean_product(layer.play())
+    expected = layer.adapter.base.clone() + SCALE * mean_product(layer.play())
     assert torch.allclose(layer.weight, expected, rtol=0, atol=1e-12)
 
 

@@ -33,8 +33,7 @@ def sub_model(
     """What one client trains, and what takes its steps."""
     template = torch.optim.SGD(server.parameters(), lr=lr, weight_decay=weight_decay)
     half = algorithm.bind(server)
-    opened = half.open(Cohort(0, 0, {keep_ratio: (WorkUnit(0),)}))
-    download, _ = opened.send(WorkUnit(0))
+    download, _ = half.open(Cohort(0, 0, {keep_ratio: (WorkUnit(0),)})).send(WorkUnit(0))
     turns = Turns(half.client_side, server, template)
     with turns.client(download.capacity) as client:
         turns.side.load(client, download)

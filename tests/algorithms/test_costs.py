@@ -259,8 +259,7 @@ class TestShown:
         assert shown == ["1023 B", "1.00 KiB", "5.00 MiB", "300 GiB"]
 
     def test_the_table_reads_as_rows_of_keep_ratios_with_shares_of_the_whole_model(self) -> None:
-        table = cost_table(mlp(), ls.SpectralSharding(), [0.5, 0.25], EXAMPLE)
-        header, full, half, quarter = str(table).splitlines()
+        header, full, half, quarter = str(cost_table(mlp(), ls.SpectralSharding(), [0.5, 0.25], EXAMPLE)).splitlines()
         assert header.split("  ")[0] == "keep ratio"
         assert full.startswith("full ")
         assert half.startswith("0.5 ")
@@ -292,8 +291,7 @@ class TestShown:
         assert logger.experiment.metrics[0]["cost/30/step_macs"] == table.at[30].step_macs
 
     def test_a_share_below_one_percent_is_not_shown_as_none(self) -> None:
-        table = cost_table(nn.Linear(100, 100), ls.Zampling(), [500], torch.zeros(1, 100))
-        assert "3 B (0.007%)" in str(table)
+        assert "3 B (0.007%)" in str(cost_table(nn.Linear(100, 100), ls.Zampling(), [500], torch.zeros(1, 100)))
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -115,8 +115,7 @@ def test_held_rows_are_averaged_over_those_who_held_the_term_and_the_others_stay
 
 
 def test_what_travels_is_cut() -> None:
-    server = net()
-    opened = HALF.bind(server).open(cohort([0.3, 0.3]))
+    opened = HALF.bind(net()).open(cohort([0.3, 0.3]))
     download, _ = opened.send(unit(0))
     shapes = {name: tuple(tensor.shape) for name, tensor in download.tensors.items() if name[0] in "14"}
     assert shapes == {
@@ -139,8 +138,7 @@ def test_weight_decay_does_not_reach_the_biases_of_absent_outputs(fit: Fit, data
 def test_no_direction_of_the_weight_is_trained_faster_than_in_a_dense_layer() -> None:
     """The bound on the learning rate also holds for cut vectors, which are not orthogonal."""
     server = nn.Sequential(*(seeded(nn.Linear, 12, 12) for _ in range(3)))
-    algorithm = ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, output_ratio=0.1, clip_weight_lr=0.5)
-    half = algorithm.bind(server)
+    half = ls.SpectralSharding(ls.TopN(), keep_ratio=0.5, output_ratio=0.1, clip_weight_lr=0.5).bind(server)
     download, _ = half.open(cohort([0.5])).send(unit(0))
     side = half.client_side
     client = client_of(side, server, 0.5)

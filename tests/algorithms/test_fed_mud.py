@@ -36,11 +36,6 @@ def clients() -> list[tuple[Tensor, Tensor]]:
     return list(zip(x.split(SIZES), x[:, :3].argmax(1).split(SIZES), strict=True))
 
 
-def drawn(ids: Sequence[int], like: Tensor) -> list[Tensor]:
-    """The V of each layer: random, the same for all clients, and a new one in each round."""
-    return [drawn_rows(layer, RANK, like, 0, *ids) for layer in adapted_layers(plain(), ["*"], ())]
-
-
 def train(model: Mapping[str, Tensor], start: Sequence[Tensor], x: Tensor, y: Tensor) -> tuple[list[Update], Any]:
     """One client: plain SGD on U, V and the biases, with the weights frozen."""
     updates = [
@@ -74,7 +69,10 @@ def fed_mud(average: Callable[[Sequence[Update]], Tensor], draws: Sequence[Seque
     """All rounds: the average of the updates goes into the weights, and the next ones start afresh."""
     model = {name: tensor.clone() for name, tensor in seeded(plain).state_dict().items()}
     for ids in draws:
-        start = drawn(ids, like=model["net.0.weight"])
+        # the V of each layer: random, the same for all clients, and a new one in each round
+        start = [
+            drawn_rows(layer, RANK, model["net.0.weight"], 0, *ids) for layer in adapted_layers(plain(), ["*"], ())
+        ]
         outcomes = [train(model, start, x, y) for x, y in clients()]
         for place, i in enumerate((0, 2)):
             model[f"net.{i}.weight"] += average([updates[place] for updates, _ in outcomes])

@@ -96,9 +96,7 @@ def test_a_step_that_is_begun_and_not_taken_loses_no_small_weight() -> None:
 
 
 @pytest.mark.parametrize(("exclude", "masked"), [((), SIZE), (("net.5.*",), SIZE - 36)])
-def test_bytes_are_the_values_and_a_bit_for_each_weight(
-    exclude: tuple[str, ...], masked: int, fit: Fit, data: Any
-) -> None:
+def test_bytes_are_the_values_and_a_bit_for_each_weight(exclude: Any, masked: int, fit: Fit, data: Any) -> None:
     ledger = fit(seeded(LitMLP), data, algorithm=ls.FIARSE(0.25, exclude=exclude)).ledger
     whole = 12 + 12 + 3 + SIZE - masked
     bits = masked / 8 + (0.5 if exclude == () else 0.0)  # 36 bits are padded to whole bytes

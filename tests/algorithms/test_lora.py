@@ -151,8 +151,7 @@ def first_changes(rank: int, max_rank: int, x: Tensor) -> Tensor:
     algorithm = ls.LoRA([rank, max_rank], alpha=3.0, aggregation=ls.PaddedFactors(), layers=["net.0"])
     lit = seeded(LitMLP, momentum=0.0, dropout=0.0)
     state = algorithm.new_state(lit, 0)
-    side = algorithm.bind(lit, state).client_side
-    client = client_of(side, lit, rank / max_rank)
+    client = client_of(algorithm.bind(lit, state).client_side, lit, rank / max_rank)
     with torch.no_grad():
         client.net[0].lora_A.copy_(state.adapters[0].A[:rank])
     client.net(x).square().sum().backward()
@@ -423,8 +422,7 @@ def test_a_merge_that_is_due_in_a_round_without_clients_follows_in_the_next_that
 
 
 def test_another_fit_merges_in_its_own_rounds(data: Any, fit: Fit) -> None:
-    algorithm = ls.LoRA(2, aggregation=ls.FrozenA(), merge_every=1)
-    run = fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=3)
+    run = fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, aggregation=ls.FrozenA(), merge_every=1), max_epochs=3)
     fit(run.model, data, max_epochs=1, callbacks=[again := Restarts()])
     assert again.merged == [0]
 

@@ -75,8 +75,7 @@ def peak_of_a_turn(lit: Any, algorithm: Any, keep_ratio: float, optimizer: Any, 
         received = replace(decode(*packed, Download), client_state={n: tensor.clone() for n, tensor in kept.items()})
         data = ClientData(BatchSource(examples), torch.arange(3 * BATCH), BATCH, 0, ())
         settings = LocalSettings(Placement(moves_batches=False))
-        device = Device(lit, Instructions(half.client_side), [optimizer], lambda _: data, settings)
-        upload = device.run(received)
+        upload = Device(lit, Instructions(half.client_side), [optimizer], lambda _: data, settings).run(received)
         assert upload.num_steps >= 3, upload.failure
         kept.update(upload.client_state)
 
@@ -245,9 +244,7 @@ def test_most_budgets_of_many_clients_follow_from_what_was_counted_for_others(mo
         assert table[ratio].memory_bytes <= budget < table[beyond].memory_bytes
 
 
-def test_a_search_that_takes_long_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_that_takes_long_says_how_far_it_is(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     options: dict[str, Any] = {"optimizer": OPTIMIZERS["sgd"](module.parameters()), "memory": ["10 MB", "9 MB"]}
     monkeypatch.setattr(costs, "SECONDS", -1.0)

@@ -93,8 +93,7 @@ def test_coefficients_of_an_unbiased_sampler_are_divided_below_the_fraction_bar_
 
 
 def test_a_client_without_a_loss_or_with_a_huge_one_has_no_finite_summand() -> None:
-    rounds = DirectRounds(ls.QFedAvg(q=3.0), seeded(Line), {})
-    opened, (unit,) = rounds.open({0: 1.0})
+    opened, (unit,) = DirectRounds(ls.QFedAvg(q=3.0), seeded(Line), {}).open({0: 1.0})
     download, receipt = opened.send(unit)
     upload = trained_by(0, download)
     for loss in (math.nan, math.inf, 1e300):
@@ -184,8 +183,7 @@ def test_reading_the_loss_leaves_nothing_behind_for_training(fit: Fit) -> None:
     states = []
     for algorithm, passes in ((ls.FedAvg(), 1), (ls.QFedAvg(q=0.0), 2)):
         COUNTS.clear()
-        fitted = fit(seeded(LitCollects), toy_data(), algorithm=algorithm, max_epochs=2, seed=3)
-        states.append(fitted.state)
+        states.append(fit(seeded(LitCollects), toy_data(), algorithm=algorithm, max_epochs=2, seed=3).state)
         assert passes * 8 * [3] == COUNTS  # of four clients with ten examples each, in two rounds
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-6)

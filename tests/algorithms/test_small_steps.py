@@ -35,8 +35,7 @@ def turn(lit: Any, data: Any, algorithm: ls.SpectralSharding, epochs: int) -> tu
     download, _ = half.open(Cohort(0, 0, {0.3: (small,), 0.9: (large,)})).send(large)
     own = lit.configure_optimizers()
     sent = replace(download, options=(options_of(own),), local_epochs=epochs)
-    device = Device(lit, Instructions(half.client_side), [own], data.client_data, LocalSettings())
-    upload = device.run(sent)
+    upload = Device(lit, Instructions(half.client_side), [own], data.client_data, LocalSettings()).run(sent)
     assert upload.failure is None
     return sent, upload
 

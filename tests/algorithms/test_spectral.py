@@ -243,8 +243,7 @@ def test_bytes_are_those_of_the_tensors_that_travel() -> None:
     dense = 6 * 2 * 9 + 6 + 8 + 4 * 8 + 10 + 3 * 10 + 3
     factors = 4 * (8 + 54) + 5 * (10 + 32)
     assert download.num_bytes == 4 * (dense + factors + 4 + 5) + 8  # omega; num_batches_tracked is int64
-    upload = side.collect(client, download)
-    assert upload.num_bytes == 4 * (dense + factors)
+    assert side.collect(client, download).num_bytes == 4 * (dense + factors)
 
 
 SLOPE = [torch.nn.Parameter(torch.ones(1))]
@@ -387,8 +386,7 @@ def opened(algorithm: ls.SpectralSharding, server: torch.nn.Module, round_idx: i
 def drawn(algorithm: ls.SpectralSharding, server: torch.nn.Module, round_idx: int) -> list[list[int]]:
     """The terms of each client."""
     now = opened(algorithm, server, round_idx)
-    units = now.cohort.groups[0.4]
-    return [terms.tolist() for unit in units for terms in now.send(unit)[1].drawn.values()]
+    return [terms.tolist() for unit in now.cohort.groups[0.4] for terms in now.send(unit)[1].drawn.values()]
 
 
 DESIGNS = [None, None, ls.Systematic(), ls.designs.Coordinated(), ls.designs.Coordinated(), None]
@@ -406,8 +404,7 @@ def test_every_round_draws_with_its_own_design(round_idx: int, lit: Any) -> None
 
 def test_both_may_have_a_schedule(rounds: Rounds) -> None:
     designs = ls.Schedule({0: ls.Systematic(), 1: None, 3: ls.designs.Coordinated()})
-    run = rounds(4, strategy=TOP_THEN_COLLECTIVE, design=designs)
-    assert run.trainer.global_step == 4
+    assert rounds(4, strategy=TOP_THEN_COLLECTIVE, design=designs).trainer.global_step == 4
     assert same_state(
         rounds(2, strategy=TOP_THEN_COLLECTIVE, design=designs).state, rounds(2, strategy=ls.TopN()).state
     )

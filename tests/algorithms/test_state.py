@@ -9,6 +9,7 @@ import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
 from torch import nn
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.fed_avg import DenseRound, FedAvgHalf, dense_mean
@@ -129,11 +130,7 @@ def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
 
 
 def test_every_run_of_one_algorithm_has_its_own_state_drawn_from_its_seed(lit_mlp: Any) -> None:
-    class Drawn(ls.FedAvg):
-        def new_state(self, server: nn.Module, seed: int) -> nn.Module:
-            return nn.ParameterList([torch.tensor(float(seed))])
-
-    algorithm = Drawn()
+    algorithm = variant(ls.FedAvg, new_state=lambda self, server, seed: nn.ParameterList([torch.tensor(float(seed))]))()
     one, two = (ls.FederatedModule(lit_mlp(), algorithm=algorithm, clients_per_round=1, seed=s) for s in (3, 5))
     assert [float(model.state.state_dict()["0"]) for model in (one, two)] == [3.0, 5.0]
     assert ls.FederatedModule(lit_mlp(), clients_per_round=1).state is None

@@ -90,12 +90,10 @@ def test_a_step_is_that_of_the_narrower_model(module: Any, width: float, capacit
 
 
 def test_widths_are_drawn_evenly_up_to_the_clients_own() -> None:
-    lit = seeded(LitSmall)
-    side, client, _ = narrowing(lit, 0.75)
+    side, client, _ = narrowing(seeded(LitSmall), 0.75)
     sizes = []
     for client_id in range(10):
-        download = Download(WorkUnit(client_id, coefficient=1.0), 0.75, {}, round_idx=3, seed=5)
-        actions = side.start(client, download)
+        actions = side.start(client, Download(WorkUnit(client_id, coefficient=1.0), 0.75, {}, round_idx=3, seed=5))
         for _ in range(60):
             actions.before_forward()
             sizes.append(client.net[0].out_features)
@@ -184,8 +182,7 @@ def test_only_the_first_narrow_step_of_a_client_is_watched_and_no_hook_is_left()
             hooks.append((is_narrow, sum(len(part._forward_pre_hooks) for part in client.modules())))
             actions.before_step(None)
             assert not any(part._forward_pre_hooks for part in client.modules())
-    watched = [count for _, count in hooks if count]
-    assert watched == [4, 4]  # three linear layers and a norm, for each client
+    assert [count for _, count in hooks if count] == [4, 4]  # three linear layers and a norm, for each client
     assert all(is_narrow for is_narrow, count in hooks if count)
 
 

@@ -40,8 +40,7 @@ def fit(fit: Fit) -> Fit:
 def test_equal_clients_are_fed_avg_on_the_factorised_network(images: Any, fit: Fit) -> None:
     """Bit for bit; the server's module has the weights that the factors make up."""
     ours = fit(seeded(LitOnlyConvs), images, algorithm=sharded(keep_ratio=0.3))
-    small = ls.nn.replace_layers(seeded(LitOnlyConvs), 0.3, layers=CHOICES)
-    theirs = fit(small, images, algorithm=ls.FedAvg())
+    theirs = fit(ls.nn.replace_layers(seeded(LitOnlyConvs), 0.3, layers=CHOICES), images, algorithm=ls.FedAvg())
     factors = {f"net.2.{part}": ours.model.state.get_parameter(f"net.2.{part}") for part in PARTS}
     for name, tensor in theirs.state.items():
         assert torch.equal(factors[name] if name in factors else ours.state[name], tensor), name
@@ -104,8 +103,7 @@ def test_weights_loaded_before_the_fit_are_factorised(images: Any, fit: Fit) -> 
         for parameter in other.parameters():
             parameter.add_(0.1)
     lit.load_state_dict(other.state_dict())
-    trainer = pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    trainer.fit(model, images)
+    pl.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False).fit(model, images)
     # at a keep ratio of 1 the factors hold all of the weight, up to three roundings
     torch.testing.assert_close(dict(lit.state_dict()), dict(other.state_dict()), rtol=0.0, atol=1e-6)
 

@@ -77,8 +77,7 @@ def test_a_network_learns_with_mixed_widths(channels: Any, data: Any, fit: Fit) 
     algorithm = ls.WidthSharding(channels, keep_ratio={0.5: 0.5, 1.0: 0.5})
     fitted = fit(seeded(LitSmall), data, algorithm=algorithm, clients_per_round=12, max_epochs=8, local_epochs=2)
     assert fitted.rows[-1]["val_loss"] < 0.85 * fitted.rows[0]["val_loss"]
-    held = [row["fl/entries_held"] for row in fitted.rows]
-    assert held == [1.0] * 8
+    assert [row["fl/entries_held"] for row in fitted.rows] == [1.0] * 8
 
 
 def test_a_frozen_layer_is_cut_and_travels_anew(data: Any, fit: Fit) -> None:
@@ -89,8 +88,7 @@ def test_a_frozen_layer_is_cut_and_travels_anew(data: Any, fit: Fit) -> None:
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     fitted = fit(lit, data, algorithm=algorithm, clients_per_round=12, max_epochs=2)
     assert torch.equal(fitted.state["net.3.weight"], before["net.3.weight"])
-    frozen = [row.frozen_bytes for row in fitted.ledger.rows]
-    assert frozen == 12 * [12] + 12 * [0]  # the last bias, once
+    assert [row.frozen_bytes for row in fitted.ledger.rows] == 12 * [12] + 12 * [0]  # the last bias, once
     values = (6 * 6 + 6) + 4 * 6 + (6 * 6 + 6) + 6 * 3
     assert fitted.ledger.rows[-1].downlink_bytes == 4 * values + 8
 
@@ -137,8 +135,7 @@ def test_excluded_layers_stay_whole() -> None:
 
 def test_a_plan_can_be_given_to_a_module_without_an_example(data: Any, fit: Fit) -> None:
     plan = ls.nn.width_plan(LitMLP(), torch.zeros(2, 6))
-    fitted = fit(seeded(LitMLP), data, algorithm=ls.WidthSharding(plan=plan))
-    assert len(fitted.ledger.rows) == 4
+    assert len(fit(seeded(LitMLP), data, algorithm=ls.WidthSharding(plan=plan)).ledger.rows) == 4
 
 
 @pytest.mark.parametrize(

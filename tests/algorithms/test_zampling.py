@@ -82,8 +82,7 @@ def test_rounds_are_those_of_the_paper_written_out(data: Any, fit: Fit, smoothin
     for round_idx in range(2):
         bits = []
         for client_id in range(4):
-            download = Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)
-            batches = data.client_data(download).epoch(0)
+            batches = data.client_data(Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)).epoch(0)
             bits.append(local_bits(net, Q, probs, batches, (round_idx, client_id), lr=0.5))
         probs = (torch.stack(bits).double().sum(0) + smoothing) / (4 + 2 * smoothing)
     # p agrees up to half a step of the grid
@@ -250,8 +249,7 @@ def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: 
 
 @pytest.mark.parametrize(("smoothing", "absorbed"), [(0.0, True), (1.0, False)])
 def test_smoothing_keeps_probabilities_alive(data: Any, fit: Fit, smoothing: float, absorbed: bool) -> None:
-    algorithm = ls.Zampling(4, degree=3, smoothing=smoothing)
-    fitted = fit(seeded(Small), data, algorithm=algorithm, max_epochs=4)
+    fitted = fit(seeded(Small), data, algorithm=ls.Zampling(4, degree=3, smoothing=smoothing), max_epochs=4)
     probs = fitted.model.state.probs
     assert bool(((probs == 0) | (probs == 1)).any()) == absorbed
 
@@ -271,8 +269,7 @@ def test_a_client_whose_scores_are_not_finite_is_left_out_although_bits_always_a
 
 class TestRelatives:
     def test_a_supermask_has_a_random_weight_of_its_own_for_each_bit(self) -> None:
-        net = nn.Linear(40, 30)
-        Q = dense_matrix(ls.Zampling.supermask(), net, seed=0)
+        Q = dense_matrix(ls.Zampling.supermask(), nn.Linear(40, 30), seed=0)
         assert torch.equal(Q, Q.diagonal().diag())
         assert Q.diagonal().unique().numel() > 1000
 
@@ -380,8 +377,7 @@ class TestWhatIsRefused:
         TwoRates = variant(Small, configure_optimizers=two_rates)
         with pytest.raises(ValueError, match="one vector of scores for all compressed weights, so one optimizer must"):
             fit(seeded(TwoRates), data, algorithm=SMALL)
-        dense_head = ls.Zampling(2, degree=3, exclude=["net.2.*"])
-        fit(seeded(TwoRates), data, algorithm=dense_head)
+        fit(seeded(TwoRates), data, algorithm=ls.Zampling(2, degree=3, exclude=["net.2.*"]))
 
     def test_weight_decay_is_kept_from_the_scores_and_that_is_said(self, data: Any, fit: Fit) -> None:
         plain = fit(seeded(Small), data, algorithm=SMALL)

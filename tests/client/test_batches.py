@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
+from toy_models import variant
 
 from lightning_spectral.client.batches import BatchSource, ClientData, EvaluationLoader, WorkerBatches
 
@@ -90,8 +91,7 @@ def test_order_depends_on_the_key_and_the_local_epoch_alone(dataset: TensorDatas
 def test_collate_function_and_workers_are_the_users(dataset: TensorDataset) -> None:
     data = client_data(dataset, collate_fn=lambda batch: [torch.zeros(1), torch.tensor([y for _, y in batch])])
     assert sorted(examples(data)) == [1, 3, 5, 8, 13]
-    slow = ConcatDataset([dataset])
-    assert examples(client_data(slow, num_workers=1)) == examples(client_data(dataset))
+    assert examples(client_data(ConcatDataset([dataset]), num_workers=1)) == examples(client_data(dataset))
 
 
 def test_evaluation_loader_goes_through_the_data_in_order(dataset: TensorDataset) -> None:
@@ -166,11 +166,8 @@ def test_collation_draws_from_the_seed_of_its_batch() -> None:
 
 
 def test_a_data_set_that_loads_whole_batches_may() -> None:
-    class Batched(Noisy):
-        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-            return [torch.tensor(-i) for i in indices]
-
-    (batch,) = WorkerBatches(Batched()).load([(0, [4, 2])])
+    batched = variant(Noisy, __getitems__=lambda self, indices: [torch.tensor(-i) for i in indices])
+    (batch,) = WorkerBatches(batched()).load([(0, [4, 2])])
     assert batch.tolist() == [-4, -2]
 
 

@@ -71,8 +71,7 @@ def test_the_shift_falls_with_half_a_cosine(round_idx: int, weight: float) -> No
     data, lit, hook = clients(), seeded(LitHead), CalibratedLogits(rounds=10)
     ours = turn(seeded(LitHead), data, [hook], round_idx)
     optimizer = lit.configure_optimizers()
-    sent = Download(WorkUnit(0), 1.0, {}, round_idx)
-    for (x, y), _ in data.client_data(sent).epoch(0):
+    for (x, y), _ in data.client_data(Download(WorkUnit(0), 1.0, {}, round_idx)).epoch(0):
         optimizer.zero_grad()
         F.cross_entropy(lit(x) + shift_by_hand([3, 3, 0, 0, 0], weight), y).backward()
         optimizer.step()
@@ -128,8 +127,7 @@ def test_fixed_layers_normalise_by_the_servers_averages(round_idx: int) -> None:
         F.cross_entropy(lit(x), y).backward()
         optimizer.step()
     assert same_state(dict(ours.tensors), {name: lit.state_dict()[name] for name in ours.tensors})
-    mean = lit.net[1].running_mean
-    assert bool((mean == 0.5).all()) is (round_idx == 4)
+    assert bool((lit.net[1].running_mean == 0.5).all()) is (round_idx == 4)
     assert trained.net[1].training
 
 

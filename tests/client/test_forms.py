@@ -602,8 +602,7 @@ class TestMemory:
         assert held == sum(tensor.untyped_storage().nbytes() for tensor in weights)
 
     def test_what_is_sent_is_not_copied_first(self) -> None:
-        server = nn.Linear(2, 2)
-        forms = Forms(server, whole)
+        forms = Forms(nn.Linear(2, 2), whole)
         with forms.client(1.0) as client:
             for parameter in client.parameters():
                 parameter.data.fill_(7.0)
@@ -831,9 +830,7 @@ def test_a_function_that_holds_a_parameter_which_clients_do_not_have_is_refused(
 @pytest.mark.parametrize(
     "make", [sgd, lambda net: torch.optim.Adam(net.parameters()), lambda net: torch.optim.Adagrad(net.parameters())]
 )
-def test_a_later_phase_begins_with_the_optimizer_of_the_first(
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
+def test_a_later_phase_begins_with_the_optimizer_of_the_first(make: Any) -> None:
     net = nn.Linear(3, 2)
     optimizer = make(net)
     local = LocalOptimizer(optimizer, {id(p): name for name, p in net.named_parameters()}, net)

@@ -471,8 +471,7 @@ class TestShared:
 
     def test_entries_of_a_vocabulary_are_its_own_but_it_has_the_same_ones(self) -> None:
         words = {str(i): [i] for i in range(20_000)}
-        module = module_with(words)
-        kept = KeptState(module)
+        kept = KeptState(module_with(words))
         words["new"], words["0"] = [0], [1]
         words["1"].append(2)
         kept.restore()

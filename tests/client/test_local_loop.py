@@ -54,10 +54,8 @@ SENT = Download(WorkUnit(0), 1.0, {})
 
 @pytest.fixture
 def client_data() -> ClientData:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(20, 3, generator=generator)
-    source = BatchSource(TensorDataset(x, 8 * x.sum(1)))
-    return ClientData(source, torch.arange(20), batch_size=4, seed=0, ids=(0, 0))
+    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0))
+    return ClientData(BatchSource(TensorDataset(x, 8 * x.sum(1))), torch.arange(20), batch_size=4, seed=0, ids=(0, 0))
 
 
 def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] = ()) -> LitPlain:
@@ -68,8 +66,7 @@ def trained(data: ClientData, scaler: GradScaler | None, skip: Collection[int] =
     if skip:
         step = module.training_step
         module.training_step = lambda b, i: None if i in skip else step(b, i)  # type: ignore[method-assign]
-    settings = LocalSettings(Placement(scaler=scaler))
-    LocalLoop(module, [optimizer], settings)(LocalTask(SENT, data, Recorder(module)))
+    LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler)))(LocalTask(SENT, data, Recorder(module)))
     return module
 
 
@@ -86,8 +83,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(client_data: ClientData) -> No
 
 def test_a_step_whose_gradients_overflow_is_skipped(client_data: ClientData) -> None:
     """Scaled by 2^125, gradients of 8 and more do; each skipped step halves the scale."""
-    scaler = GradScaler("cpu", init_scale=2.0**125)
-    module = trained(client_data, scaler)
+    module = trained(client_data, GradScaler("cpu", init_scale=2.0**125))
     overflows = {i for i, gradient in enumerate(module.seen["before step"]) if gradient == float("inf")}
     assert 1 <= len(overflows) <= 4
     assert same(module, trained(client_data, None, skip=overflows))

@@ -304,8 +304,7 @@ def endless() -> list[Any]:
 
 @pytest.mark.parametrize("kind", [list, type("OwnList", (list,), {}), lambda copies: OrderedDict(enumerate(copies))])
 def test_an_optimizer_that_keeps_copies_of_all_parameters_is_refused(kind: Any) -> None:
-    server = nn.Linear(3, 2)
-    optimizer = with_attribute(server, lambda s: kind([p.detach().clone() for p in s.parameters()]))
+    optimizer = with_attribute(nn.Linear(3, 2), lambda s: kind([p.detach().clone() for p in s.parameters()]))
     with pytest.raises(ValueError, match=r"`extra` holds a tensor for each parameter.*keep such tensors in `self.s"):
         check_optimizer(optimizer)
 

@@ -93,8 +93,7 @@ def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit)
     data, algorithm = partial(clients, [range(5)] * 4), ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5))
     plain = fit(seeded(LitHead), data(), algorithm=algorithm)
     for absent in (0.0, -INF):
-        hooks = [ls.client.MaskedLogits(absent=absent)]
-        ours = fit(seeded(LitHead), data(), algorithm=algorithm, local_hooks=hooks)
+        ours = fit(seeded(LitHead), data(), algorithm=algorithm, local_hooks=[ls.client.MaskedLogits(absent=absent)])
         assert same_state(ours.tensors, plain.tensors)
         assert ours.rows == plain.rows
 
@@ -245,8 +244,7 @@ def test_what_cannot_be_masked_is_refused_before_training(hook: Any, data: Any, 
 
 
 def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
-    examples = [{"x": torch.zeros(7), "y": 0} for _ in range(12)]
-    data = ls.FederatedDataModule(examples, ls.IIDPartitioner(4))
+    data = ls.FederatedDataModule([{"x": torch.zeros(7), "y": 0} for _ in range(12)], ls.IIDPartitioner(4))
     with pytest.raises(
         ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
     ):

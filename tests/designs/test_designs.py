@@ -44,8 +44,7 @@ def test_known_sizes_are_used_and_their_count_is_checked():
     log_sizes = torch.tensor([2.0, 1.0, 0.0, -torch.inf], dtype=torch.float64)
     probs = successive_inclusion_probs(log_sizes, 2)
     design = SuccessiveSampling(log_sizes)
-    fitted = design.fit(probs)
-    draws = fitted.draw(4000, torch.Generator().manual_seed(0))
+    draws = design.fit(probs).draw(4000, torch.Generator().manual_seed(0))
     frequencies = torch.bincount(draws.flatten(), minlength=4) / 4000
     assert ((frequencies - probs).abs() <= 5 * (probs * (1 - probs) / 4000).sqrt()).all()
     with pytest.raises(ValueError, match="this design's 4 sizes, got 2 entries"):

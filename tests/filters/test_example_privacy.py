@@ -76,8 +76,7 @@ def test_a_turn_is_a_loop_by_hand(fit: Fit) -> None:
     weights, order = list(net.parameters()), data.partition.indices
     numbers, optimizer = SecretNormals(repr((1, 0, 0)).encode()), torch.optim.SGD(weights, lr=0.1, momentum=0.9)
     for _ in range(2):
-        draws = [numbers.uniform(10) < 4 / 10 for _ in range(3)]
-        for drawn in draws:
+        for drawn in [numbers.uniform(10) < 4 / 10 for _ in range(3)]:
             total = torch.zeros(sum(p.numel() for p in weights), dtype=torch.float64)
             for i in order[drawn].tolist():
                 own = torch.autograd.grad(nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), weights)

@@ -98,8 +98,7 @@ def test_factors_of_adapters_are_those_of_a_bare_loop(aggregation: Any, parts: t
     data = ls.FederatedDataModule(examples, ls.IIDPartitioner(num_clients=3), batch_size=40)
     options: dict[str, Any] = {"algorithm": algorithm, "filters": [ls.Int8()]}
     fitted = fit(seeded(make), data, clients_per_round=3, max_epochs=5, **options)
-    module = seeded(make)
-    adapter: Any = algorithm.new_state(module, seed=0).adapters[0]
+    adapter: Any = algorithm.new_state(seeded(make), seed=0).adapters[0]
     factors = {name: adapter.get_parameter(name).detach().clone().requires_grad_() for name in "BA"}
     residuals = dict[tuple[int, str], Tensor]()
     for round_idx in range(5):
@@ -172,8 +171,7 @@ def test_ten_largest_of_a_hundred_are_sent_whatever_their_order() -> None:
 
 def test_eight_bits_do_not_wrap_around_where_a_scale_is_too_coarse() -> None:
     tiny = torch.tensor([179.0, -179.0, 1.0]) * 2.0**-149  # whole numbers of the smallest float: the scale becomes 1
-    levels = ls.Int8().pack(tiny)["levels"]
-    assert levels.tolist() == [127, -127, 1]
+    assert ls.Int8().pack(tiny)["levels"].tolist() == [127, -127, 1]
     assert ls.Int8().pack(torch.zeros(3))["levels"].tolist() == [0, 0, 0]
 
 
@@ -238,8 +236,7 @@ def test_all_say_the_bytes_that_travel(packing: Any, fit: Fit) -> None:
     with pytest.raises(ValueError, match=f"the smallest sub-model takes {expected}"):
         ls.largest_that_fits(LitMLP(), ls.FedAvg(), budget_uplink_bytes=expected - 1, filters=filters)
     clock = ls.VirtualClock(DeviceProfile(downlink=math.inf, uplink=1.0, macs_per_second=math.inf), macs={1.0: 0})
-    timed = fit(seeded(LitMLP), toy_data(), clock=clock, **options)
-    assert timed.history.rows[-1]["fl/virtual_seconds"] == expected
+    assert fit(seeded(LitMLP), toy_data(), clock=clock, **options).history.rows[-1]["fl/virtual_seconds"] == expected
 
 
 def test_what_is_averaged_or_frozen_is_not_packed() -> None:
@@ -259,15 +256,13 @@ def test_a_client_keeps_its_residuals_beside_its_own_head(fit: Fit) -> None:
     fitted = fit(seeded(LitMLP), toy_data(), filters=[ls.Personal(["net.5.*"]), ls.TopK(0.1)], seed=3)
     client = fitted.ledger.rows[0].client_id
     assert fitted.model.own_model(client).keys() == {"net.5.weight", "net.5.bias"}
-    kept = fitted.model.client_states.kept(WorkUnit(client))
-    assert {name for name in kept if name.startswith("TopK/")} == {
+    assert {name for name in fitted.model.client_states.kept(WorkUnit(client)) if name.startswith("TopK/")} == {
         "TopK/net.0.weight",
         "TopK/net.0.bias",
         "TopK/net.2.weight",
         "TopK/net.2.bias",
     }
-    packing = instructions(ls.FedAvg().bind(LitMLP()), [ls.Int8()])
-    assert packing.own_model({"Int8/net.5.bias": torch.ones(3)}) == {}
+    assert instructions(ls.FedAvg().bind(LitMLP()), [ls.Int8()]).own_model({"Int8/net.5.bias": torch.ones(3)}) == {}
 
 
 @pytest.mark.parametrize("packing", BOTH, ids=repr)
@@ -275,8 +270,7 @@ def test_bounds_see_the_update_that_is_summed(packing: Any, fit: Fit) -> None:
     start = nn.utils.parameters_to_vector(seeded(LitMLP).parameters()).detach().clone()
 
     def moved(bound: float) -> tuple[float, Any]:
-        filters = [ls.MaxUpdateNorm(bound), packing]
-        fitted = fit(seeded(LitMLP), toy_data(), filters=filters, clients_per_round=1)
+        fitted = fit(seeded(LitMLP), toy_data(), filters=[ls.MaxUpdateNorm(bound), packing], clients_per_round=1)
         return float((fitted.weights - start).double().norm()), fitted
 
     free, fitted = moved(1e6)

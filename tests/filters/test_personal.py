@@ -213,8 +213,7 @@ def test_personal_normalisation_layers_keep_their_averages(fit: Fit) -> None:
     before = seeded(with_norm).state_dict()
     for name in ("net.1.running_mean", "net.1.weight", "net.1.num_batches_tracked"):
         assert torch.equal(fitted.state[name], before[name])
-    client = fitted.ledger.rows[0].client_id
-    own = fitted.model.own_model(client)
+    own = fitted.model.own_model(fitted.ledger.rows[0].client_id)
     assert own["net.1.num_batches_tracked"] > 0
     assert not torch.equal(own["net.1.running_mean"], before["net.1.running_mean"])
 

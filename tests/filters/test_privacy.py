@@ -189,8 +189,7 @@ def test_a_round_is_that_of_the_paper(moves: Mapping[int, float]) -> None:
 
 def test_the_clip_approaches_the_quantile_as_published() -> None:
     """Andrew et al. (2021), Algorithm 1: three of four within the bound, the aim is a half, with noise on the votes."""
-    privacy = replace(PRIVACY, noise_multiplier=0.2, clip_quantile=0.5, clip_rate=0.3)
-    found, clip = play(MOVES, privacy)
+    found, clip = play(MOVES, replace(PRIVACY, noise_multiplier=0.2, clip_quantile=0.5, clip_rate=0.3))
     votes_noise, multiplier = ACTIVE / 20, (0.2**-2 - (2 * ACTIVE / 20) ** -2) ** -0.5
     normals = SecretNormals((0).to_bytes(8, "big") + b"1")
     noise = [normals(6), normals(2), normals(1)]

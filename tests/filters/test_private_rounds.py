@@ -43,8 +43,7 @@ def test_a_module_that_is_wrapped_anew_goes_on_counting(data: Any, fit: Fit) -> 
 
 def test_weights_of_an_earlier_run_bring_its_rounds(data: Any, fit: Fit, tmp_path: Path) -> None:
     path = tmp_path / "two.ckpt"
-    earlier = fit(seeded(LitMLP), data, max_epochs=2, filters=private(), **OPTIONS)
-    earlier.trainer.save_checkpoint(path)
+    fit(seeded(LitMLP), data, max_epochs=2, filters=private(), **OPTIONS).trainer.save_checkpoint(path)
     other = LitMLP()
     other.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
     untold = fit(copy.deepcopy(other), data, filters=private(), **OPTIONS)

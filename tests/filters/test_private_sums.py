@@ -55,8 +55,7 @@ def released(clients: Sequence[Change], normals: Callable[[int], Tensor] = NO_NO
 
 def drawn(scale: float, seed: int) -> Change:
     generator = torch.Generator().manual_seed(seed)
-    shapes = {**SHAPES, "v": (2, 2)}
-    return {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in {**SHAPES, "v": (2, 2)}.items()}
 
 
 def as_vector(change: Change) -> Tensor:
@@ -88,8 +87,7 @@ def test_sums_are_those_of_shortened_changes() -> None:
     for change in OTHERS:
         vector = as_vector(change)
         expected += WEIGHT * vector * min(1.0, 1.5 / float(vector.norm()))
-    found = released(OTHERS, clip=1.5)
-    assert float((found - expected).abs().max()) < 1e-9
+    assert float((released(OTHERS, clip=1.5) - expected).abs().max()) < 1e-9
     assert len({round(float(as_vector(change).norm()), 1) for change in OTHERS}) == 3
 
 

@@ -97,8 +97,7 @@ def test_entries_are_compared_among_the_clients_that_hold_them() -> None:
     whole, clients = 7, 6
     held = [torch.randperm(whole, generator=generator)[:4].sort().values for _ in range(clients)]
     values = [torch.randn(4, generator=generator, dtype=torch.float64) for _ in range(clients)]
-    own = Changes([{"w": value} for value in values], [{"w": places} for places in held])
-    passed = Median().passed_on(own)
+    passed = Median().passed_on(Changes([{"w": value} for value in values], [{"w": places} for places in held]))
     for place in range(whole):
         having = [(c, int((held[c] == place).nonzero())) for c in range(clients) if bool((held[c] == place).any())]
         expected = np.median([float(values[c][i]) for c, i in having]) if having else None

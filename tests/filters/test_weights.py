@@ -13,7 +13,7 @@ import torch
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from toy_models import LitMLP
+from toy_models import LitMLP, toy_examples
 
 import lightning_spectral as ls
 from lightning_spectral.filters import FedNova, Weights
@@ -26,20 +26,16 @@ def by_id(client_id: int, num_examples: int) -> float:
     return 1.0 + client_id
 
 
-def data() -> Any:
-    from toy_models import toy_examples
-
+def data(examples: Any = None, batch_size: int = 4) -> Any:
     owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
-    return ls.FederatedDataModule(toy_examples(sum(SIZES)), ls.NaturalPartitioner(owners), batch_size=4)
+    examples = toy_examples(sum(SIZES)) if examples is None else examples
+    return ls.FederatedDataModule(examples, ls.NaturalPartitioner(owners), batch_size=batch_size)
 
 
 def alone(fit: Fit, client: int) -> dict[str, torch.Tensor]:
     """The weights after a round of one client: all others have weight zero."""
-
-    def only(client_id: int, num_examples: int) -> float:
-        return float(client_id == client)
-
-    fitted = fit(seeded(LitMLP), data(), clients_per_round=3, filters=[Weights(only)])
+    only = Weights(lambda client_id, num_examples: float(client_id == client))
+    fitted = fit(seeded(LitMLP), data(), clients_per_round=3, filters=[only])
     return {name: p.detach().double() for name, p in fitted.module.named_parameters()}
 
 
@@ -89,11 +85,9 @@ class TestMistakes:
 
     @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
     def test_impossible_weights_name_the_client(self, weight: float, fit: Fit) -> None:
-        def impossible(client_id: int, num_examples: int) -> float:
-            return weight
-
+        impossible = Weights(lambda client_id, num_examples: weight)
         with pytest.raises(ValueError, match=r"Weights must be finite and at least 0, got .* for client [012]"):
-            fit(seeded(LitMLP), data(), clients_per_round=2, filters=[Weights(impossible)])
+            fit(seeded(LitMLP), data(), clients_per_round=2, filters=[impossible])
 
     def test_a_run_is_resumed_with_the_same_function_alone(self) -> None:
         names = [repr(Weights(by)) for by in (by_id, copy.copy(by_id), "uniform")]

@@ -67,8 +67,7 @@ def test_entropy_is_one_for_equal_probabilities_and_zero_without_chance():
 
 
 def test_no_probabilities_have_more_entropy_than_equal_ones():
-    noise = torch.rand(100, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for row in noise:
+    for row in torch.rand(100, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64):
         assert marginal_entropy(3 / 6 + 0.4 * (row - row.mean())) <= 1
 
 
@@ -120,8 +119,7 @@ def test_weight_that_is_never_drawn_counts_as_bias(with_joint: bool) -> None:
     figure = step_size_variance(WEIGHTS, probs, joint)
     assert abs(figure - error(independent(probs), probs, WEIGHTS)) < 1e-14
     assert figure > 0.4**2
-    nobody = torch.zeros(4)
-    assert abs(step_size_variance(WEIGHTS, nobody) - 1) < 1e-12
+    assert abs(step_size_variance(WEIGHTS, torch.zeros(4)) - 1) < 1e-12
     assert step_size_variance(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0])) == 0  # no weight, nothing missing
 
 
@@ -218,8 +216,7 @@ def literally(image: np.ndarray) -> np.ndarray:
 )
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
 def test_each_image_is_standardised_as_numpy_does_it(shape, image_dims, dtype):
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, shape, generator=generator).to(dtype)
+    images = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = ls.functional.standardize_images(images, image_dims)
     each = images.reshape(-1, *shape[-image_dims:]).numpy()
     expected = np.stack([literally(image) for image in each]).reshape(shape)

@@ -221,8 +221,7 @@ def assert_leading(found: tuple[Factors, float], weight: Tensor, num_terms: int)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(64, 64), (32, 288), (288, 32)], ids=str)
 def test_the_first_terms_alone_are_those_of_the_whole(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    values = falling_after(6, 0.02, min(shape))
-    weight = with_singular_values(values, max(shape), seed=0).to(dtype)
+    weight = with_singular_values(falling_after(6, 0.02, min(shape)), max(shape), seed=0).to(dtype)
     weight = weight if shape[0] <= shape[1] else weight.T
     found = leading_factors(weight, 6)
     assert found is not None
@@ -350,8 +349,7 @@ def gaussian(shape: tuple[int, int], seed: int) -> Tensor:
 def uniform(shape: tuple[int, int], seed: int) -> Tensor:
     """The initialisation of `nn.Linear` and the convolutions."""
     bound = shape[1] ** -0.5
-    weight = torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    return bound * (2 * weight - 1)
+    return bound * (2 * torch.rand(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) - 1)
 
 
 def orthogonal(shape: tuple[int, int], seed: int) -> Tensor:
@@ -584,8 +582,7 @@ def test_the_fastest_directions_are_bounded_in_some_cases_and_left_in_others() -
 
 @pytest.mark.parametrize("bound", [0.1, 1.0, 30.0])
 def test_slow_terms_are_left_exactly_as_they_were_and_fast_ones_brought_to_the_bound(drawn, bound):
-    factors = weight_lr_factors(*drawn, bound)
-    for i, factor in enumerate(factors.tolist()):
+    for i, factor in enumerate(weight_lr_factors(*drawn, bound).tolist()):
         # a slow oracle in plain numbers; each of the sums below rounds at most once per entry
         lengths = sum(x * x for x in drawn.u[:, i].tolist()) + sum(x * x for x in drawn.v[i].tolist())
         speed = float(drawn.omega[i]) ** 2 * lengths

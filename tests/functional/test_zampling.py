@@ -81,8 +81,7 @@ def test_every_level_arrives_as_it_is_and_0_and_1_are_among_them(k: int) -> None
     top = 2**k - 1
     chosen = torch.tensor(sorted({0, 1, top // 3, top // 2, top - 1, top}), dtype=torch.float64)
     for seed in range(20):
-        planes = pack_levels(chosen / top, k, torch.Generator().manual_seed(seed))
-        arrived = unpack_levels(planes, len(chosen), k)
+        arrived = unpack_levels(pack_levels(chosen / top, k, torch.Generator().manual_seed(seed)), len(chosen), k)
         assert arrived[0] == 0.0
         assert arrived[-1] == 1.0
         # a quotient times `top` may fall short of a whole number by its rounding, so may end one level below
@@ -290,8 +289,7 @@ def test_rows_are_those_of_the_slow_drawer(seed: int, block: int, num_rows: int,
     slow_columns, slow_values = slow_rows(seed, block, num_rows, num_columns, degree, slow_table())
     assert columns.tolist() == slow_columns
     assert values.tolist() == slow_values
-    signs = draw_rows(seed, block, num_rows, num_columns, degree, "sign")[1]
-    assert signs.tolist() == np.sign(slow_values).tolist()
+    assert draw_rows(seed, block, num_rows, num_columns, degree, "sign")[1].tolist() == np.sign(slow_values).tolist()
     diagonal = draw_rows(seed, block, num_rows, num_columns, None)
     assert diagonal[0].tolist() == [[0]] * num_rows
     assert diagonal[1].ravel().tolist() == [v for row in slow_values for v in row][:num_rows]
@@ -350,8 +348,7 @@ def test_no_value_of_the_table_is_so_close_to_a_rounding_boundary_that_a_platfor
     """The last digits of log and of a mean are worth 5 * 2^20 * 1e-15 steps of the grid, some 1e-8."""
     upper = np.array([NormalDist().inv_cdf((i + 0.5) / 2**16) for i in range(2**15, 2**16)])
     steps = upper / math.sqrt(math.fsum(upper**2) / 2**15) * 2.0**20
-    from_boundary = np.abs(steps - np.floor(steps) - 0.5)
-    assert from_boundary.min() > 1e-7
+    assert np.abs(steps - np.floor(steps) - 0.5).min() > 1e-7
     assert np.array_equal(np.round(steps) / 2**20, matrix._table("normal")[2**15 :])
 
 
@@ -515,8 +512,7 @@ def test_what_is_kept_changes_neither_products_nor_bounds_on_memory(dtype: torch
 
 def test_rows_of_a_layer_do_not_depend_on_the_layers_before_it() -> None:
     alone = InfluenceMatrix(SMALL[1:], num_columns=20, degree=3)
-    both = InfluenceMatrix(SMALL, num_columns=20, degree=3)
-    for part, whole in zip(alone.entries(), both.entries(), strict=True):
+    for part, whole in zip(alone.entries(), InfluenceMatrix(SMALL, num_columns=20, degree=3).entries(), strict=True):
         assert torch.equal(part, whole[SMALL[0].num_rows :])
     other_seed = InfluenceMatrix((replace(SMALL[1], seed=5),), num_columns=20, degree=3)
     assert not torch.equal(other_seed.entries()[1], alone.entries()[1])  # negative control

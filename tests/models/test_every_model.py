@@ -69,13 +69,9 @@ def num_parameters(model: nn.Module) -> int:
 def layer_macs(model: nn.Module, inputs: Tensor) -> int:
     """Multiply-adds of linear layers and convolutions: outputs times the weights that each of them reads."""
     counts: list[int] = []
-
-    def count(layer: Any, args: Any, output: Tensor) -> None:
-        counts.append(output.numel() * layer.weight[0].numel())
-
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            layer.register_forward_hook(count)
+            layer.register_forward_hook(lambda own, args, out: counts.append(out.numel() * own.weight[0].numel()))
     model(inputs)
     return sum(counts)
 

@@ -158,13 +158,11 @@ class TestLSTMClassifier:
 
     def test_an_empty_text_has_logits(self) -> None:
         model = models.LSTMClassifier(vocab_size=9, embedding_dim=8, hidden_size=8)
-        empty = torch.zeros(2, 4, dtype=torch.long)
-        assert model(empty).isfinite().all()
+        assert model(torch.zeros(2, 4, dtype=torch.long)).isfinite().all()
 
     @pytest.mark.parametrize("padding_idx", [0, 3])
     def test_the_example_has_no_padding(self, padding_idx: int) -> None:
-        model = models.LSTMClassifier(vocab_size=9, padding_idx=padding_idx)
-        assert (model.example_input() != padding_idx).all()
+        assert (models.LSTMClassifier(vocab_size=9, padding_idx=padding_idx).example_input() != padding_idx).all()
 
 
 class TestCCT:
@@ -192,8 +190,7 @@ class TestCCT:
         assert model(model.example_input()).shape == (1, 10)
 
     def test_stochastic_depth_rises_from_zero(self) -> None:
-        model = models.CCT(width=8, num_layers=6)
-        rates = [module.p for module in model.modules() if isinstance(module, DropPath)]
+        rates = [module.p for module in models.CCT(width=8, num_layers=6).modules() if isinstance(module, DropPath)]
         assert rates == pytest.approx([0, 0.02, 0.04, 0.06, 0.08, 0.1])
 
     def test_a_branch_is_dropped_for_whole_examples_and_right_on_average(self) -> None:

@@ -75,8 +75,7 @@ def test_the_optimizer_has_the_options_given(toy: TensorDataset, quiet: dict[str
 def test_loss_and_accuracy_are_those_of_all_examples(stage: str, toy: TensorDataset, quiet: dict[str, Any]) -> None:
     lit = models.LitClassifier(mlp(), num_classes=3)
     trainer, loader = pl.Trainer(**quiet), DataLoader(toy, batch_size=50)  # 50, 50 and 20
-    run = {"val": trainer.validate, "test": trainer.test}[stage]
-    (metrics,) = run(lit, loader, verbose=False)
+    (metrics,) = {"val": trainer.validate, "test": trainer.test}[stage](lit, loader, verbose=False)
     inputs, targets = toy.tensors
     with torch.no_grad():
         logits = lit(inputs)

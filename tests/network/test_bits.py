@@ -166,8 +166,7 @@ def test_several_models_with_a_sampler(name: str, quiet: Any) -> None:
         trainer.fit(model, data)
         return model.state_dict(), ledger.rows, trainer
 
-    line = toy_line({"dense": LitMLP, "sharded": LitMLP}, hazards=4)
-    roster = Roster(line, patience=1.0)
+    roster = Roster(toy_line({"dense": LitMLP, "sharded": LitMLP}, hazards=4), patience=1.0)
     names = ("dense", "sharded")
     ours = run(ls.MultiModelDataModule({n: remote(roster, model=n) for n in names}))
     theirs = run(ls.MultiModelDataModule({n: toy_data() for n in names}))

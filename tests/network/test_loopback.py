@@ -155,7 +155,8 @@ def test_a_run_goes_on_after_a_worker_was_killed(network: Any, tmp_path: Path) -
 def test_a_client_whose_message_is_not_handed_on_has_dropped_out(network: Any, tmp_path: Path) -> None:
     start(network, "unanswered", folder=str(tmp_path), rounds=3)
     wait_for(lambda: "round 0: in, in, in" in network.log("unanswered"))
-    while not (forks := forks_of_nodes(network)):  # they live for a fraction of a second
+    # what hands messages on lives for a fraction of a second
+    while not (forks := children_in(network, children_in(network, children_in(network, [os.getpid()])))):
         assert "`Trainer.fit` stopped" not in network.log("unanswered")
     os.kill(forks[0], signal.SIGKILL)
     wait_for(lambda: "`Trainer.fit` stopped" in network.log("unanswered"))
@@ -170,11 +171,6 @@ def children_in(network: Any, parents: Collection[int]) -> list[int]:
 
     known = dict(processes())
     return [pid for pid in processes_of(NODE, network) if known.get(pid) in parents]
-
-
-def forks_of_nodes(network: Any) -> list[int]:
-    """What hands messages on."""
-    return children_in(network, children_in(network, children_in(network, [os.getpid()])))
 
 
 def test_nothing_remains_of_nodes_that_are_killed(network: Any, tmp_path: Path) -> None:

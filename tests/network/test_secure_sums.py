@@ -69,8 +69,7 @@ def meddling(**options: Any) -> Meddling:
 
 
 def secure_fit(fit: Fit, line: FakeLine, lit: Any = LitMLP, threshold: float = 0.6, **options: Any) -> Fitted:
-    secure = ls.SecureSums(threshold)
-    return fit(seeded(lit), remote(line, deadline=0.2), filters=[secure], **{**SETTINGS, **options})
+    return fit(seeded(lit), remote(line, deadline=0.2), filters=[ls.SecureSums(threshold)], **{**SETTINGS, **options})
 
 
 @pytest.mark.sampled(1)
@@ -217,8 +216,7 @@ class Repeating(Meddling):
 
 def test_a_device_takes_each_step_once(fit: Fit) -> None:
     line = Repeating(toy_line(LitMLP).there)
-    secure = secure_fit(fit, line)
-    assert same_state(secure.tensors, fit(seeded(LitMLP), toy_data(), **SETTINGS).tensors)
+    assert same_state(secure_fit(fit, line).tensors, fit(seeded(LitMLP), toy_data(), **SETTINGS).tensors)
     again = {step: [parts for one, parts in line.heard if one == f"{step} again"] for step in STEPS}
     assert [len(again[step]) for step in STEPS] == [0, 24, 24, 24, 24]
     for parts in again["shares"] + again["open"] + again["train"]:

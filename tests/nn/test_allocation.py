@@ -18,8 +18,7 @@ class Three(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = [(5, 8), (8, 8), (8, 8), (8, 8), (8, 3)]
-        self.layers = nn.ModuleList(nn.Linear(*size) for size in sizes)
+        self.layers = nn.ModuleList(nn.Linear(*size) for size in [(5, 8), (8, 8), (8, 8), (8, 8), (8, 3)])
         self.norm = nn.BatchNorm1d(8)
         with torch.no_grad():
             self.layers[2].weight.mul_(4.0)
@@ -52,8 +51,7 @@ def test_no_other_numbers_of_terms_hold_more_of_the_gradient(keep_ratio: float) 
     def energy(counts: Any) -> float:
         return sum(float(of_layer[:n].sum()) for of_layer, n in zip(energies, counts, strict=True))
 
-    every = [counts for counts in product(range(1, 9), repeat=3) if sum(counts) == total]
-    best = max(every, key=energy)
+    best = max([counts for counts in product(range(1, 9), repeat=3) if sum(counts) == total], key=energy)
     assert ours == list(best) != [total // 3] * 3
     assert energy(ours) > energy([total // 3] * 3)
 

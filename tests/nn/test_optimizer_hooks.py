@@ -249,8 +249,7 @@ def test_what_another_optimizer_steps_stays_as_it_is() -> None:
     first.step()
     expected = torch.tensor(slow_factors(*terms(0)[:2], TAU, BOUND)).double()
     torch.testing.assert_close(pair[0].u.grad, expected.expand(4, 3))
-    others = [pair[0].v, pair[2].u, pair[2].v]
-    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in others)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in [pair[0].v, pair[2].u, pair[2].v])
 
 
 def test_factors_without_a_gradient_are_passed_by() -> None:

@@ -93,8 +93,7 @@ class TestRatioFactors:
         assert {name: layer.num_terms for name, layer in held.items()} == expected
         half = ls.SpectralSharding(keep_ratio=0.25, layers=choices).bind(server)
         half.initialize(Workers())
-        opened = half.open(cohort([0.25, 0.25]))
-        download, _ = opened.send(unit(0))
+        download, _ = half.open(cohort([0.25, 0.25])).send(unit(0))
         assert {name: download.tensors[f"{name}.u"].shape[1] for name in expected} == expected
         for name, n in expected.items():
             s = torch.linalg.svdvals(server.get_submodule(name).weight.detach().double())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.flop_counter import FlopCounterMode
+from toy_models import variant
 
 import lightning_spectral as ls
 import lightning_spectral.nn as snn
@@ -154,8 +155,7 @@ class TestAttention:
         sharded, x = with_all_terms(nn.MultiheadAttention(8, 2, dropout=0.5)), torch.ones(5, 1, 8)
         for need_weights in (True, False):
             torch.manual_seed(0)
-            outputs = [sharded(x, x, x, need_weights=need_weights)[0] for _ in range(2)]
-            assert not torch.equal(*outputs)
+            assert not torch.equal(*[sharded(x, x, x, need_weights=need_weights)[0] for _ in range(2)])
         sharded.eval()
         assert torch.equal(sharded(x, x, x)[0], sharded(x, x, x)[0])
 
@@ -284,12 +284,9 @@ def test_a_grouped_convolution_needs_the_grouped_type() -> None:
 
 
 def test_contract_check_finds_a_layer_that_forgets_its_multipliers() -> None:
-    class Forgetful(SpectralShardedLinear):
-        def matrix(self) -> torch.Tensor:
-            return self.u @ self.v
-
+    forgetful = variant(SpectralShardedLinear, matrix=lambda self: self.u @ self.v)
     with pytest.raises(AssertionError, match="the loaded terms are not the weight"):
-        check_sharded_layer(Forgetful, nn.Linear(4, 3).double(), rand(2, 4))
+        check_sharded_layer(forgetful, nn.Linear(4, 3).double(), rand(2, 4))
 
 
 CONVS: list[Any] = [(F.conv1d, (9,), (2,)), (F.conv2d, (7, 8), (2, 1)), (F.conv3d, (5, 6, 5), (1, 2, 3))]
@@ -331,8 +328,7 @@ def test_large_matrices_at_few_positions_are_convolved() -> None:
 
 
 def test_channels_last_memory_stays_channels_last() -> None:
-    x = rand(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    out = pointwise(x, rand(4, 3), None, (1, 1), F.conv2d)
+    out = pointwise(rand(2, 3, 8, 8).to(memory_format=torch.channels_last), rand(4, 3), None, (1, 1), F.conv2d)
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -348,8 +344,7 @@ def test_a_convolution_rebuilds_its_weight_where_that_is_less_work_and_computes_
     """At 24 x 24 positions all terms cost more than the weight; at 2 x 2 they do not."""
     conv = nn.Conv2d(6, 6, kernel_size, padding=kernel_size // 2, dtype=torch.float64)
     x = rand(1, 6, size, size)
-    sharded = SpectralShardedConv2d.from_dense(conv, num_terms=6)
-    assert ("MmBackward0" in graph(sharded(x))) == (size == 24)
+    assert ("MmBackward0" in graph(SpectralShardedConv2d.from_dense(conv, num_terms=6)(x))) == (size == 24)
     check_sharded_layer(SpectralShardedConv2d, conv, x)
 
 

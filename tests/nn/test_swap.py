@@ -179,8 +179,7 @@ def test_an_embedding_before_the_first_affine_layer_is_the_first_layer() -> None
 
 
 def test_an_attentions_output_projection_runs_with_it() -> None:
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    plan = plan_layers(encoder, torch.zeros(1, 3, 8))
+    plan = plan_layers(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.zeros(1, 3, 8))
     assert list(plan.sharded) == ["self_attn.out_proj", "linear1"]
     assert all(layer.in_forward for layer in plan.layers)
 
@@ -210,8 +209,7 @@ def test_packed_layers_recurrent_layers_and_groups_hold_terms_for_each_part(gran
             "head": nn.Linear(8, 5),
         }
     )
-    choices = LayerChoices(split={"qkv": 3}, term_granularity=granularity)
-    sharded = replace_layers(module, 0.25, layers=choices)
+    sharded = replace_layers(module, 0.25, layers=LayerChoices(split={"qkv": 3}, term_granularity=granularity))
     held = {name: block.num_terms for name, block in sharded_layers(sharded).items()}
     gates = {f"lstm.blocks.weight_{source}_l0_{gate}": 2 for source in ("ih", "hh") for gate in "ifgo"}
     parts = {f"qkv.blocks.{i}": 2 for i in range(3)} | {f"conv.blocks.{i}": 2 for i in range(2)}
@@ -250,8 +248,7 @@ class Linear(nn.Module):
 
 
 def test_a_layer_named_as_torchs_stays_dense_under_its_packages_name() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Linear(8, 8), nn.Linear(8, 8))
-    plan = validate(module, torch.zeros(2, 8))
+    plan = validate(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Linear(8, 8), nn.Linear(8, 8)), torch.zeros(2, 8))
     assert plan.sharded_weights == ("1.weight",)
     assert (plan.layers[2].type_name, plan.layers[2].reason) == ("graphs.Linear", "graphs.Linear is not supported")
     assert "graphs.Linear" in str(plan)

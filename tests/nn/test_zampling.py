@@ -181,9 +181,7 @@ REPEATS = 100
     ],
     ids=str,
 )
-def test_weights_of_a_forward_pass_have_the_stated_variance(
-    options: dict[str, Any], expected: float, values: Any
-) -> None:
+def test_weights_of_a_forward_pass_have_the_stated_variance(options: Any, expected: float, values: Any) -> None:
     """Weights of one matrix share bits, so one mean square of each of many matrices is a sample."""
     weights = [CompressedWeight("weight", (12, 20), fan_in=20), CompressedWeight("other", (20,), fan_in=50)]
     how = Compression(1 if "degree" in options else 4, values=values, **{"degree": 6, **options})
@@ -428,8 +426,7 @@ def test_at_rest_a_module_can_be_copied_and_pickled_and_the_copy_is_its_own(case
 @every_case
 def test_evaluation_without_gradients_uses_the_weights_drawn_last(case: str) -> None:
     module, x = CASES[case][0]().double(), CASES[case][1]()
-    made = compress(module)
-    made.draw(generator())
+    compress(module).draw(generator())
     module(x)
     module.eval()
     with_graph = module(x)

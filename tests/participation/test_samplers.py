@@ -152,8 +152,7 @@ def test_figures_of_a_client_without_examples_do_not_matter() -> None:
 
 
 def test_a_model_whose_figures_are_all_zero_or_negative_is_not_starved() -> None:
-    figures = torch.tensor([[1.0, 0.0, 0.0], [4.0, 0.0, -1.0]])
-    scores = sampling_scores(MIXED, figures)
+    scores = sampling_scores(MIXED, torch.tensor([[1.0, 0.0, 0.0], [4.0, 0.0, -1.0]]))
     assert torch.equal(scores[:, 1:], MIXED.weights[:, 1:])
     probs = LossVarianceReduced(active=1).probs(scores)
     assert bool((probs.sum(0) > 0).all())
@@ -276,8 +275,7 @@ def test_a_round_of_nobody_is_possible_if_processors_draw_on_their_own() -> None
 def test_all_who_can_train_are_active_if_fewer_are_available_than_asked_for() -> None:
     for design in (None, Systematic()):
         for sampler in (Uniform(active=4, design=design), LossVarianceReduced(active=4, design=design)):
-            assignment = sampler.assign(GAPS, None, 0, torch.Generator().manual_seed(0))
-            assert sorted(assignment.clients) == [0, 2, 3]
+            assert sorted(sampler.assign(GAPS, None, 0, torch.Generator().manual_seed(0)).clients) == [0, 2, 3]
 
 
 def test_choices_are_their_repr() -> None:
@@ -407,8 +405,7 @@ def test_joint_probabilities_of_equally_likely_processors_are_those_of_simple_ra
         expected += torch.outer(trains, trains) / 3
     for design in (Systematic(), Brewer()):  # whatever the design
         assert torch.allclose(processor_joint_probs(probs, design), expected, rtol=0, atol=1e-12)
-    alone = processor_joint_probs(torch.ones(1, 1), Brewer())
-    assert torch.equal(alone, torch.ones(1, 1, dtype=torch.float64))
+    assert torch.equal(processor_joint_probs(torch.ones(1, 1), Brewer()), torch.ones(1, 1, dtype=torch.float64))
 
 
 def test_a_design_that_does_not_know_joint_probabilities_says_so() -> None:

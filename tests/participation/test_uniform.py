@@ -79,8 +79,7 @@ def test_cohort_leaves_the_global_generators_alone() -> None:
 
 
 def test_whole_permutation_is_not_kept_alive_by_the_cohort() -> None:
-    cohort = UniformParticipation(30).cohort(100, torch.Generator().manual_seed(0))
-    assert cohort.untyped_storage().nbytes() == 30 * 8
+    assert UniformParticipation(30).cohort(100, torch.Generator().manual_seed(0)).untyped_storage().nbytes() == 30 * 8
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -115,10 +114,7 @@ def test_share_trains_as_its_number_does_and_resumes(fit: Fit, data: ls.Federate
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"filters": [ls.Robust(ls.server.Krum(1))]},
-            r"needs at least 4 clients a round, got clients_per_round=2",
-        ),
+        ({"filters": [ls.Robust(ls.server.Krum(1))]}, r"needs at least 4 clients a round, got clients_per_round=2"),
         ({"clock": ls.VirtualClock(PROFILE, keep_first=3)}, r"`keep_first=3` is more than clients_per_round=2"),
         ({"trainer": {"limit_train_batches": 0.1}}, r"limit_train_batches=0\.1 of 2 clients trains none"),
     ],

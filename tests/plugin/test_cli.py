@@ -212,9 +212,7 @@ def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors would be loaded onto the GPU, as they should")
-def test_a_users_module_comes_back_without_its_device(
-    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_module_comes_back_without_its_device(fit: Fit, tmp_path: Path, monkeypatch: Any) -> None:
     fitted = fit(LitToy(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")  # as if it was on a GPU
     fitted.trainer.save_checkpoint(path := tmp_path / "gpu.ckpt")
@@ -262,8 +260,7 @@ def test_every_config_of_the_page_builds_a_federation(block: str, quiet: dict[st
     quiet = {**quiet, "enable_progress_bar": True, "default_root_dir": str(quiet["default_root_dir"])}
     trainer = {**quiet, **shown.get("trainer", {})}
     config = {"data": DATA, **shown, "model": {**needed, **shown["model"]}, "trainer": trainer}
-    cli = FederatedCLI(args=config, run=False, save_config_callback=None)
-    assert cli.model.members.keys() == {""}
+    assert FederatedCLI(args=config, run=False, save_config_callback=None).model.members.keys() == {""}
 
 
 @pytest.mark.parametrize("option", ["--model.help=MultiModelModule", "--model.algorithm.help=SpectralSharding"])

@@ -55,8 +55,7 @@ def test_a_failed_fit_leaves_no_round_and_can_be_repeated(lit_mlp: Any, data: An
     with pytest.raises(AssertionError, match="SVDRefresh opens a round"):
         model.engine.round  # noqa: B018
     model.module.training_step = step
-    repeated = fit(model, data)
-    assert same_state(repeated.state, fit(seeded(lit_mlp), data, clients_per_round=3).state)
+    assert same_state(fit(model, data).state, fit(seeded(lit_mlp), data, clients_per_round=3).state)
 
 
 def test_a_failure_held_back_keeps_its_cause(lit: Any, data: Any) -> None:

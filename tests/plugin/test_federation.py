@@ -211,6 +211,5 @@ def test_a_copy_has_no_part_in_the_fit(lit_mlp: Any, data: Any) -> None:
     assert not copied.templates
     assert copied.shared.members[""] is copied  # and not the original
     assert owner.engine is federation.members[""].engine
-    module = ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)
-    unpickled: Any = pickle.loads(pickle.dumps(module))
+    unpickled: Any = pickle.loads(pickle.dumps(ls.FederatedModule(seeded(lit_mlp), clients_per_round=2)))
     assert unpickled.federation.members[""] is unpickled

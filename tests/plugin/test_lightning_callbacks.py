@@ -146,9 +146,7 @@ def test_the_hooks_page_names_every_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("monitor", [None, "fl/loss"])
-def test_checkpoints_by_the_clock_hold_whole_rounds(
-    monitor: Any, lit: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_checkpoints_by_the_clock_hold_whole_rounds(monitor: Any, lit: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     save = theirs.ModelCheckpoint(
         tmp_path / "often", filename="{epoch}", train_time_interval=timedelta(0), save_top_k=-1, monitor=monitor
     )

@@ -483,8 +483,7 @@ def test_a_fit_keeps_the_module_its_parameters_and_their_memory(algorithm: Any, 
     module.register_buffer("offset", torch.zeros(3))
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     places = {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
-    model = fit(module, data, algorithm=algorithm).model
-    assert model.module is module
+    assert fit(module, data, algorithm=algorithm).model.module is module
     now = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in now.items()} == places
 

@@ -99,9 +99,7 @@ def test_a_logged_variance_needs_no_matrix_of_all_clients(data: Any, fit: Fit, m
     assert all(many[name] == few[name] for name in many)
 
 
-def test_a_cohort_that_no_sum_has_room_for_is_refused_before_the_first_round(
-    fit: Fit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cohort_that_no_sum_has_room_for_is_refused_before_the_first_round(fit: Fit, monkeypatch: Any) -> None:
     monkeypatch.setattr(federation, "MOST_TERMS", 64)
     many = 65
     data = ls.FederatedDataModule(

@@ -12,7 +12,7 @@ from federation import fit, seeded
 from lightning.pytorch.loggers import CSVLogger
 from programs import Lit, Manual
 from torch.utils.data import DataLoader, Dataset
-from toy_models import toy_examples
+from toy_models import toy_examples, variant
 
 import lightning_spectral as ls
 
@@ -266,12 +266,9 @@ def test_class_weights_can_be_counted_in_setup(data, lit_mlp, fit):
 
 
 def test_a_client_saves_no_checkpoint(data, lit_mlp, fit, tmp_path):
-    class Saves(lit_mlp):  # type: ignore[misc, valid-type]
-        def on_train_epoch_end(self) -> None:
-            self.trainer.save_checkpoint(tmp_path / "mine.ckpt")
-
+    saves = variant(lit_mlp, on_train_epoch_end=lambda self: self.trainer.save_checkpoint(tmp_path / "mine.ckpt"))
     with pytest.raises(ls.ClientError, match="would save the client's weights in place of the server's"):
-        fit(seeded(Saves), data)
+        fit(seeded(saves), data)
     assert not list(tmp_path.glob("*.ckpt"))
 
 
@@ -305,8 +302,7 @@ class ScheduleFree(torch.optim.Optimizer):
             group["k"] += 1
             for p in group["params"]:
                 p.sub_(p.grad, alpha=group["lr"])
-                mean = self.state[p].setdefault("mean", p.clone())
-                mean.lerp_(p, 1 / group["k"])
+                self.state[p].setdefault("mean", p.clone()).lerp_(p, 1 / group["k"])
         return loss
 
 

@@ -117,9 +117,7 @@ class TestResume:
         assert same_state(rounds(seeded(lit_mlp), max_epochs=2, ckpt_path=tmp_path / "1.ckpt").state, doubled)
         assert [record.getMessage() for record in caplog.records].count("doubled all parameters") == 1
 
-    def test_it_is_said_once(
-        self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_it_is_said_once(self, fit: Fit, lit_mlp: Any, data: Any, tmp_path: Path, caplog: Any) -> None:
         caplog.set_level(logging.INFO)
         sharding = ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})
         fit(seeded(lit_mlp), data, algorithm=sharding).trainer.save_checkpoint(tmp_path / "1.ckpt")
@@ -179,14 +177,10 @@ class LitDeep(LitMLP):
 SHARDING = ls.SpectralSharding(keep_ratio=0.5)
 
 
-def rank(weight: torch.Tensor) -> int:
-    return int(torch.linalg.matrix_rank(weight.detach().double(), rtol=1e-5))
-
-
 @pytest.mark.parametrize("value", [0.0, 0.05])
 def test_they_are_trained_whole_and_gain_rank(value: float, data: Any, fit: Fit) -> None:
     fitted = fit(seeded(LitDeep, value), data, algorithm=SHARDING, max_epochs=2)
-    assert rank(fitted.module.net[2].weight) > 2
+    assert torch.linalg.matrix_rank(fitted.module.net[2].weight.detach().double(), rtol=1e-5) > 2
     plan = SHARDING.plan(seeded(LitDeep, value))
     assert list(plan.missing_rank) == ["net.2"]
     assert list(plan.sharded) == ["net.3"]
@@ -204,8 +198,7 @@ def test_a_resumed_run_keeps_the_same_layers_whole(value: float | None, data: An
     for stop_after, path in enumerate([tmp_path / "1.ckpt", tmp_path / "2.ckpt"], start=1):
         before = tmp_path / f"{stop_after - 1}.ckpt" if stop_after > 1 else None
         rounds(stop_after, before).trainer.save_checkpoint(path)
-        saved = torch.load(path, weights_only=True)
-        decisions = saved["federation_lasting"]["models"][""].get("decisions", {})
+        decisions = torch.load(path, weights_only=True)["federation_lasting"]["models"][""].get("decisions", {})
         assert ("missing_rank" in decisions) == (value is not None)
     resumed = rounds(3, tmp_path / "2.ckpt")
     assert same_state(resumed.state, whole.state)

@@ -17,8 +17,7 @@ PROFILED = ("plan", *STAGES, "validate")
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    sharding = ls.SpectralSharding(keep_ratio=0.5)
-    return partial(fit, algorithm=sharding, clients_per_round=COHORT, max_epochs=ROUNDS)
+    return partial(fit, algorithm=ls.SpectralSharding(keep_ratio=0.5), clients_per_round=COHORT, max_epochs=ROUNDS)
 
 
 def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> None:
@@ -62,5 +61,4 @@ def test_torchs_profiler_records_a_federation(lit: Any, data: Any, fit: Fit, cap
     profiler = PyTorchProfiler(tmp_path, export_to_chrome=False, record_module_names=True)
     options = {"profiler": profiler, "num_sanity_val_steps": 1}
     short: dict[str, Any] = {"max_epochs": 1, "clients_per_round": 2}
-    profiled = fit(copy.deepcopy(lit), data, trainer=options, **short)
-    assert same_state(profiled.state, fit(lit, data, **short).state)
+    assert same_state(fit(copy.deepcopy(lit), data, trainer=options, **short).state, fit(lit, data, **short).state)

@@ -31,8 +31,7 @@ def panels(made: Any) -> list[dict[str, Any]]:
 
 
 def test_the_comparison_is_the_one_on_file() -> None:
-    made = workspace(comparison_view("val_acc"), "team", "spectral")
-    assert sent(made) == json.loads(EXPECTED.read_text())
+    assert sent(workspace(comparison_view("val_acc"), "team", "spectral")) == json.loads(EXPECTED.read_text())
 
 
 def test_a_runs_page_has_every_panel_of_its_specification() -> None:
@@ -45,9 +44,7 @@ def test_a_runs_page_has_every_panel_of_its_specification() -> None:
         assert json.dumps(sent(made)).count(f'"words/tables/{name}"') == 1
 
 
-def test_a_runs_page_has_its_pictures_and_the_histograms_that_were_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_runs_page_has_its_pictures_and_the_histograms_that_were_asked_for(capsys: Any) -> None:
     key = "singular_values/net.2"
     drawn = panels(workspace(run_view("acc", model="words", histograms=[key]), "team", "spectral"))
     media = [panel["config"]["mediaKeys"] for panel in drawn if panel["viewType"] == "Media Browser"]

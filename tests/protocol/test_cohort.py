@@ -236,8 +236,7 @@ class TestInARun:
         remember = partial(fit, algorithm=remembering())
         whole = remember(seeded(lit_mlp), data, max_epochs=4)
         expected = lasting(self.saved(whole.trainer, tmp_path / "whole.ckpt"))[STORED]
-        part = remember(seeded(lit_mlp), data, max_epochs=2)
-        checkpoint = self.saved(part.trainer, tmp_path / "2.ckpt")
+        checkpoint = self.saved(remember(seeded(lit_mlp), data, max_epochs=2).trainer, tmp_path / "2.ckpt")
         resumed = remember(seeded(lit_mlp), data, max_epochs=4, ckpt_path=tmp_path / "2.ckpt")
         assert same(resumed.state, whole.state)
         assert same(lasting(self.saved(resumed.trainer, tmp_path / "resumed.ckpt"))[STORED], expected)
@@ -376,20 +375,16 @@ def test_a_resumed_run_sends_what_the_uninterrupted_one_sends(kind: str, data: A
 
 
 def test_a_measured_client_has_it_when_its_turn_comes(data: Any, fit: Fit) -> None:
-    sampler = ls.UpdateVarianceReduced(active=4)
-    model = ls.FederatedModule(seeded(first_layer_frozen), participation=sampler)
+    model = ls.FederatedModule(seeded(first_layer_frozen), participation=ls.UpdateVarianceReduced(active=4))
     rows = fit(model, data, max_epochs=2).ledger.rows
     assert {row.frozen_bytes for row in rows if row.measured and row.round_idx == 0} == {BASE}
     assert {row.frozen_bytes for row in rows if not row.measured or row.round_idx == 1} == {0}
 
 
 def test_layers_are_unfrozen_between_fits_and_not_within_one(data: Any, fit: Fit) -> None:
-    class Unfreezes(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            pl_module.module.net[0].weight.requires_grad_(trainer.current_epoch == 1)
-
+    unfreezes = lambda trainer, model: model.module.net[0].weight.requires_grad_(trainer.current_epoch == 1)  # noqa: E731
     with pytest.raises(ValueError, match=r"`requires_grad` of net\.0\.weight changed during the fit"):
-        fit(seeded(first_layer_frozen), data, max_epochs=2, callbacks=[Unfreezes()])
+        fit(seeded(first_layer_frozen), data, max_epochs=2, callbacks=[acting(on_train_epoch_start=unfreezes)])
     model = ls.FederatedModule(seeded(first_layer_frozen), clients_per_round=12)
     fit(model, data, max_epochs=1)
     before = model.module.net[0].weight.clone()

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, seeded
+from observed_runs import acting
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -46,13 +47,9 @@ def sentences() -> ls.FederatedDataModule:
 @pytest.mark.parametrize("pattern", ["head.*", "embed.*", "head.weight"])
 def test_what_is_personal_by_any_of_its_names_never_leaves(pattern: str, fit: Fit) -> None:
     sent: list[set[str]] = []
-
-    class Watch(ls.RoundCallback):
-        def on_client_end(self, trainer: Any, pl_module: Any, turn: Any) -> None:
-            sent.append(set(turn.upload.tensors))
-
+    watch = acting(on_client_end=lambda trainer, model, turn: sent.append(set(turn.upload.tensors)))
     before = seeded(LitTied).state_dict()
-    fitted = fit(seeded(LitTied), sentences(), filters=[ls.Personal([pattern])], max_epochs=2, callbacks=[Watch()])
+    fitted = fit(seeded(LitTied), sentences(), filters=[ls.Personal([pattern])], max_epochs=2, callbacks=[watch])
     assert len(sent) == 8
     assert not any("embed.weight" in names for names in sent)
     assert torch.equal(fitted.module.embed.weight, before["embed.weight"])
@@ -92,6 +89,5 @@ def test_a_layer_that_is_excluded_from_the_cut_keeps_its_tied_weight() -> None:
 def test_lora_trains_whole_what_it_is_told_by_any_name() -> None:
     algorithm = ls.LoRA(2, train=["head"])
     lit = LitTied()
-    plan = Plan(lit, algorithm)
-    half = algorithm.bind(lit, algorithm.new_state(lit, 0), Known(plan.rules()))
+    half = algorithm.bind(lit, algorithm.new_state(lit, 0), Known(Plan(lit, algorithm).rules()))
     assert {"embed.weight", "head.bias"} <= set(half.client_side.returned)

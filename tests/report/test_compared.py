@@ -53,14 +53,12 @@ def test_fedavg_is_first_and_grey_and_the_others_are_ordered_by_what_they_sent()
     assert [group.label for group in ordered] == ["FedAvg", "Zampling", "LoRA"]
     assert [look_of(group).colour == GREY for group in ordered] == [True, False, False]
     assert len({look_of(group) for group in ordered}) == 3
-    alone = compared.in_order(grouped(cheap, baseline), "val_acc")
-    assert look_of(alone[0]) == look_of(ordered[0])
+    assert look_of(compared.in_order(grouped(cheap, baseline), "val_acc")[0]) == look_of(ordered[0])
 
 
 def test_several_models_are_a_baseline_if_all_are_trained_by_fedavg() -> None:
     def of(second: str) -> LoggedRun:
-        federation = {"models": {"a": {"algorithm": FEDAVG}, "b": {"algorithm": {"name": second}}}}
-        return run([0.5], federation=federation)
+        return run([0.5], federation={"models": {"a": {"algorithm": FEDAVG}, "b": {"algorithm": {"name": second}}}})
 
     assert [group.is_baseline for group in grouped(of("FedAvg"), of("LoRA"))] == [True, False]
 
@@ -252,8 +250,7 @@ def test_the_page_has_the_table_of_groups_open_and_the_cost_of_a_target(tmp_path
     assert opened == ["Groups", "Until val_acc is at least 0.65", "val_acc for the same megabytes"]
     assert "<td>FedAvg</td><td>1 of 1</td><td class=number>2</td><td class=number>6</td>" in text
     assert text.index("<td>FedAvg</td>") < text.index("<td>LoRA</td>")
-    folded = [part.partition("</summary>")[0] for part in text.split("<details><summary>")[1:]]
-    assert "All runs" in folded
+    assert "All runs" in [part.partition("</summary>")[0] for part in text.split("<details><summary>")[1:]]
 
 
 def test_a_legend_of_long_names_fits_into_its_figure() -> None:
@@ -261,8 +258,7 @@ def test_a_legend_of_long_names_fits_into_its_figure() -> None:
 
     ratios = [f"{{0.{index}: 0.6, 0.{index + 1}: 0.25, 1.0: 0.15}}" for index in range(1, 6)]
     runs = (run([0.1, 0.5], sent, keep_ratio=ratio, strategy="EffectiveCohort") for sent, ratio in enumerate(ratios, 1))
-    groups = grouped(*runs)
-    picture = pareto_section(Contents(groups, "val_acc", False)).picture
+    picture = pareto_section(Contents(grouped(*runs), "val_acc", False)).picture
     assert picture is not None
     figure = picture.drawn()
     FigureCanvasAgg(figure).draw()

@@ -62,8 +62,7 @@ def test_every_script_draws_in_this_look(folder: str) -> None:
 def test_an_svg_has_no_background_and_changes_its_colours_on_dark_pages(tmp_path: Path) -> None:
     with printed.printed(tmp_path / "a.svg", 2.0, 2.0) as figure:
         figure.add_subplot().plot([0, 1], [0, 1], color=INK)
-    text = (tmp_path / "a.svg").read_text()
-    style, drawn = text.split("</style>", 1)
+    style, drawn = (tmp_path / "a.svg").read_text().split("</style>", 1)
     assert "prefers-color-scheme: dark" in style
     assert all(f'[style*="stroke: {colour}"]' in style for colour in (INK, GRID))
     assert "fill: #ffffff" not in drawn

@@ -85,8 +85,7 @@ def test_without_a_logger_or_in_a_quick_try_nothing_is_written(
 
 def test_a_history_writes_where_it_is_told_and_says_settings(lit: Any, data: Any, quiet: Any, tmp_path: Path) -> None:
     history = ls.RoundHistory(tmp_path / "new/mine.jsonl", config={"variant": "b"})
-    trainer = pl.Trainer(max_epochs=1, callbacks=[history], **quiet)
-    trainer.fit(ls.FederatedModule(lit, clients_per_round=2), data)
+    pl.Trainer(max_epochs=1, callbacks=[history], **quiet).fit(ls.FederatedModule(lit, clients_per_round=2), data)
     run = read_run(tmp_path / "new/mine.jsonl")
     check_holds(run, history.rows)
     assert (run.name, run.config["variant"]) == ("mine", "b")
@@ -120,8 +119,7 @@ def test_a_resumed_run_continues_its_file_and_cuts_what_follows_the_checkpoint(
 def test_a_run_resumed_in_another_folder_has_all_its_rounds_there_and_is_one_run(
     lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    dashboard = ls.RoundDashboard(1)
-    fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=3, **saving(tmp_path, "one", dashboard))
+    fit(seeded(lit_mlp), data, algorithm=SPECTRAL, max_epochs=3, **saving(tmp_path, "one", ls.RoundDashboard(1)))
     again = saving(tmp_path, "two", ls.RoundDashboard(1))
     options = {"max_epochs": 5, "ckpt_path": tmp_path / "saved/epoch=1.ckpt"}
     resumed = fit(seeded(lit_mlp), data, algorithm=SPECTRAL, **options, **again)

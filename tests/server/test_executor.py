@@ -77,8 +77,7 @@ class Backwards(SequentialExecutor):
     """Trains all clients before it returns their uploads, the last one first."""
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        uploads = [self.kept(self.device.run(download)) for download in downloads]
-        return reversed(uploads)
+        return reversed([self.kept(self.device.run(download)) for download in downloads])
 
     def kept(self, upload: Upload) -> Upload:
         return replace(upload, tensors={name: tensor.clone() for name, tensor in upload.tensors.items()})
@@ -221,9 +220,7 @@ def test_with_several_processes_an_error_waits_for_them_and_names_the_client_sen
         played(ls.FedAvg(), Offline, seeded(lit_mlp), uneven, processes=Processes(size=2))
 
 
-def test_downloads_are_drawn_as_the_executor_takes_them(
-    lit_mlp: Any, uneven: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_downloads_are_drawn_as_the_executor_takes_them(lit_mlp: Any, uneven: Any, monkeypatch: Any) -> None:
     """So one that trains clients one after another holds one at a time."""
     drawn: list[int] = []
     trained: list[int] = []

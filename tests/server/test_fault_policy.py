@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import lightning.pytorch as pl
@@ -224,9 +223,7 @@ def test_a_round_without_survivors_changes_nothing_and_warns(
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
-def test_monitors_of_the_loss_wait_for_a_round_with_survivors(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_monitors_of_the_loss_wait_for_a_round_with_survivors(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     def once_away(lit: Any, batch: Any) -> None:
         if lit.current_epoch == 1:
             raise RuntimeError("nobody is there")

@@ -107,8 +107,7 @@ def test_a_bound_is_advised_only_if_the_algorithm_has_one_that_is_not_set(algori
 
 
 def summary_of(round_idx: int, loss: float) -> RoundSummary:
-    client = ClientOutcome(round_idx, WorkUnit(0), 1.0, 10, 3, loss, 0, 0)
-    return RoundSummary(round_idx, (client,), {}, {}, {})
+    return RoundSummary(round_idx, (ClientOutcome(round_idx, WorkUnit(0), 1.0, 10, 3, loss, 0, 0),), {}, {}, {})
 
 
 class TestLosses:
@@ -199,8 +198,7 @@ class TestSubModels:
     def test_the_figure_is_the_mean_over_draws(self, strategy: Any) -> None:
         server, num_draws = seeded(wide), 2000
         units = tuple(map(WorkUnit, range(num_draws)))
-        algorithm = random_start(strategy=strategy, keep_ratio=0.3)
-        opened: Any = algorithm.bind(server).open(Cohort(0, 0, {0.3: units}))
+        opened: Any = random_start(strategy=strategy, keep_ratio=0.3).bind(server).open(Cohort(0, 0, {0.3: units}))
         weight = server.net[2].weight.detach()
         errors = []
         for unit in units:

@@ -111,14 +111,10 @@ def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str
         make()
 
 
-def line() -> LitNet:
-    """One full batch and one step of learning rate 0.1 per client: the mean change is -0.1 times a gradient."""
-    return LitNet(nn.Linear(6, 1), loss=squared_error)
-
-
 @pytest.mark.parametrize("choice", BY_WEIGHT, ids=repr)
 def test_the_server_steps_on_the_mean_change_of_the_clients(choice: Any, toy: Any, fit: Fit) -> None:
-    module = line().double()
+    """One full batch and one step of learning rate 0.1 per client: the mean change is -0.1 times a gradient."""
+    module = LitNet(nn.Linear(6, 1), loss=squared_error).double()
     central = copy.deepcopy(module)
     data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=4), batch_size=1000)
     fit(module, data, max_epochs=3, server_optimizer=choice, trainer={"precision": "64-true"})

@@ -294,8 +294,7 @@ def test_only_a_change_of_more_than_4096_units_needs_a_coarse_sum(far: float) ->
 def spread_out(count: int) -> tuple[dict[str, Tensor], list[Client]]:
     """Changes of very different sizes, so that plain sums lose different digits in different orders."""
     generator = torch.Generator().manual_seed(0)
-    before = {"w": torch.zeros(500, dtype=torch.float64), "b": torch.randn(3, generator=generator)}
-    return before, [
+    return {"w": torch.zeros(500, dtype=torch.float64), "b": torch.randn(3, generator=generator)}, [
         (
             {
                 "w": 10.0 ** (4 - 3 * (i % 4)) * torch.randn(500, generator=generator, dtype=torch.float64),
@@ -314,8 +313,7 @@ def test_processes_end_with_the_bits_of_one(groups: list[list[int]]) -> None:
     """One of them may have met no client that needed a coarse sum, or no client at all."""
     before, clients = spread_out(5)
     expected = bits(mean_of(before, clients, 20.0))
-    means = in_processes(groups, lambda group: mean_of(before, [clients[i] for i in group], 20.0))
-    for mean in means:
+    for mean in in_processes(groups, lambda group: mean_of(before, [clients[i] for i in group], 20.0)):
         assert isinstance(mean, MeanChange)
         assert bits(mean) == expected
         assert mean.weights.num_terms == 5
@@ -409,12 +407,8 @@ def term_clients(count: int, far: float = 1.0) -> tuple[Tensor, Tensor, list[Ter
     )
 
 
-def no_terms(u: Tensor, v: Tensor, total: float, absolute: bool = False) -> MeanChange:
-    return MeanChange({"u": u, "v": v}, total, absolute, by_index={"u": 1, "v": 0})
-
-
 def term_mean_of(u: Tensor, v: Tensor, clients: list[TermClient], total: float, absolute: bool = False) -> MeanChange:
-    mean = no_terms(u, v, total, absolute)
+    mean = MeanChange({"u": u, "v": v}, total, absolute, by_index={"u": 1, "v": 0})
     for terms, u_after, v_after, weight in clients:
         mean.add({"u": u_after, "v": v_after}, weight, where={"u": terms, "v": terms})
     return mean
@@ -475,8 +469,7 @@ def test_large_factors_come_in_blocks_and_sum_like_dense_tensors(dtype: torch.dt
     u, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((700, 300), (300, 500)))
     u_after, v_after = (torch.randn(tensor.T.shape, generator=generator).to(dtype).T * 3 for tensor in (u, v))
     order = torch.randperm(300, generator=generator)
-    mean = term_mean_of(u, v, [(order, u_after[:, order], v_after[order], 7.0)], 7.0)
-    visited, *changes = of_visited(mean)
+    visited, *changes = of_visited(term_mean_of(u, v, [(order, u_after[:, order], v_after[order], 7.0)], 7.0))
     dense = mean_of({"u": u, "v": v}, [({"u": u_after, "v": v_after}, 7.0)], 7.0)
     assert torch.equal(visited, torch.arange(300))
     assert all(torch.equal(mine, other) for mine, (_, other) in zip(changes, dense.finish(), strict=True))
@@ -486,8 +479,7 @@ def test_a_client_without_terms_or_weight_changes_nothing() -> None:
     u, v = torch.randn(5, 7), torch.randn(7, 4)
     none = torch.tensor([], dtype=torch.long), torch.zeros(5, 0), torch.zeros(0, 4), 3.0
     weightless = torch.tensor([2]), u[:, [2]] + 1, v[[2]] + 1, 0.0
-    mean = term_mean_of(u, v, [none, weightless], 3.0)
-    visited, u_change, v_change = of_visited(mean)
+    visited, u_change, v_change = of_visited(term_mean_of(u, v, [none, weightless], 3.0))
     assert [tuple(tensor.shape) for tensor in (visited, u_change, v_change)] == [(0,), (5, 0), (0, 4)]
 
 

@@ -24,8 +24,7 @@ SIZE = 100_003  # of a vector: some blocks and a part of one
 
 
 def vector(number: int, size: int = SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(number)
-    return torch.randint(-(2**62), 2**62, (size,), generator=generator)
+    return torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(number))
 
 
 @dataclass

@@ -267,13 +267,10 @@ def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) ->
 
 def test_a_record_from_before_the_first_checkpoint_is_removed_and_others_are_kept(tmp_path: Path) -> None:
     (tmp_path / "rounds.jsonl").touch()
-    (tmp_path / "last.ckpt").touch()
-    begin(tmp_path, "{}")
-    assert (tmp_path / "rounds.jsonl").is_file()
-    (tmp_path / "last.ckpt").unlink()
-    (tmp_path / "finished").touch()
-    begin(tmp_path, "{}")
-    assert (tmp_path / "rounds.jsonl").is_file()
-    (tmp_path / "finished").unlink()
+    for name in ("last.ckpt", "finished"):
+        (tmp_path / name).touch()
+        begin(tmp_path, "{}")
+        assert (tmp_path / "rounds.jsonl").is_file()
+        (tmp_path / name).unlink()
     begin(tmp_path, "{}")
     assert not (tmp_path / "rounds.jsonl").exists()

@@ -188,10 +188,6 @@ class BelievesNaN(RefusesWithoutName):
     message = "`power` must be a float."
 
 
-def stumbles(self: Any, plan: Setting) -> None:
-    next(name for name, p in plan.module.named_parameters() if p.requires_grad)
-
-
 def says_no_more(self: Any, plan: Setting) -> None:
     if not any(p.requires_grad for p in plan.module.parameters()):
         raise ValueError("bad module")
@@ -213,10 +209,6 @@ def forgets(self: Any, parameter: Any) -> Any:
     """Remembers where no checkpoint looks how many rounds there were."""
     self.half.calls = getattr(self.half, "calls", 0) + 1
     return parameter.grad / self.half.calls
-
-
-def decays(self: Any, parameter: Any) -> Any:
-    return parameter.grad + 1e-3 * parameter.detach()
 
 
 def steps_itself(self: Any, parameter: Any) -> Any:
@@ -444,7 +436,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "believes anything": (Believes(), "with power=<an object of no use>: it was not refused"),
     "believes NaN": (BelievesNaN(), "with power=nan: it was not refused"),
     "refuses without a name": (RefusesWithoutName(), "does not name the argument: expected a float"),
-    "stumbles": (variant(check=stumbles), "every parameter is frozen: `check` raised StopIteration"),
+    "stumbles": (
+        variant(check=lambda self, plan: next(p for p in plan.module.parameters() if p.requires_grad)),
+        "every parameter is frozen: `check` raised StopIteration",
+    ),
     "says no more": (
         variant(check=says_no_more),
         "names neither the module, nor a layer, nor the algorithm: bad module",
@@ -454,7 +449,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         r"resumed after 1 of 3 rounds: not the uninterrupted run; what lasts .*: 6 of 6 tensors, first 'module.net.0.w",
     ),
     "decays": (
-        variant(round=scaled(decays)),
+        variant(round=scaled(lambda self, parameter: parameter.grad + 1e-3 * parameter.detach())),
         "after the start: nobody trained, but the server's weights changed: 6 of 6 tensors",
     ),
     "steps itself": (

@@ -58,8 +58,7 @@ class Breaks(ls.FedAvg):
 
 @pytest.mark.slow
 def test_algorithms_that_fail_are_one_line_each_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    algorithms = {"odd": (Drifts(), True), "broken": (Breaks(), True), "FedAvg": (ls.FedAvg(), True)}
-    assert doctor.main(CPU, algorithms) == 1
+    assert doctor.main(CPU, {"odd": (Drifts(), True), "broken": (Breaks(), True), "FedAvg": (ls.FedAvg(), True)}) == 1
     *_, odd, broken, right, _, last = capsys.readouterr().out.splitlines()
     assert odd.startswith("odd               fails    AssertionError: Drifts(")
     assert "nobody trained, but the server's weights changed" in odd

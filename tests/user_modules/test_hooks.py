@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from federation import Fit, same_state, seeded
+from observed_runs import acting
 from torch import nn
 from toy_models import variant
 
@@ -155,12 +156,8 @@ def test_hooks_on_a_sharded_layer_still_run(lit_mlp: Any, data: Any, fit: Fit) -
 
 def test_the_users_callbacks_are_installed(lit_mlp: Any, data: Any, fit: Fit) -> None:
     started: list[int] = []
-
-    class Mine(pl.Callback):
-        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            started.append(trainer.current_epoch)
-
-    fit(variant(lit_mlp, configure_callbacks=lambda self: Mine())(), data)
+    mine = acting(on_train_epoch_start=lambda trainer, model: started.append(trainer.current_epoch))
+    fit(variant(lit_mlp, configure_callbacks=lambda self: mine)(), data)
     assert started == [0, 1]
 
 
@@ -172,8 +169,7 @@ def test_checkpoint_hooks_are_the_users(lit_mlp: Any, data: Any, fit: Fit, tmp_p
         on_load_checkpoint=lambda self, checkpoint: setattr(self, "note", checkpoint["note"]),
     )
     fit(kind(), data, max_epochs=1).trainer.save_checkpoint(tmp_path / "run.ckpt")
-    resumed = fit(kind(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt")
-    assert resumed.module.note == "old"
+    assert fit(kind(), data, max_epochs=2, ckpt_path=tmp_path / "run.ckpt").module.note == "old"
 
 
 class MovesBatches:

@@ -90,11 +90,10 @@ def test_evaluation_data_of_any_kind(lit_mlp: Any, data: Any, toy: Any, quiet: A
     def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
 
-    kind = variant(lit_mlp, validation_step=validation_step)
     scores = []
     for val in (toy, Plain(), torch.utils.data.DataLoader(toy, batch_size=64), [toy, Plain()]):
         data.val = val
-        model = ls.FederatedModule(seeded(kind), clients_per_round=2)
+        model = ls.FederatedModule(seeded(variant(lit_mlp, validation_step=validation_step)), clients_per_round=2)
         (*_, last) = pl.Trainer(**quiet).validate(model, data, verbose=False)
         scores.append(next(value for name, value in last.items() if name.startswith("val_loss")))
     assert scores == pytest.approx([scores[0]] * 4, rel=1e-5)
@@ -182,8 +181,7 @@ def test_one_algorithm_object_serves_two_runs(lit_mlp: Any, data: Any, fit: Fit)
 def test_every_strategy_trains_with_every_design(strategy: Any, design: Any, lit: Any, data: Any, fit: Fit) -> None:
     ls.algorithms.spectral_start(lit, 0.3)  # now, so that only training changes the weights
     before = lit.net[2].weight.detach().clone()
-    fitted = fit(lit, data, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design))
-    assert len(fitted.rows) == 2
+    assert len(fit(lit, data, algorithm=ls.SpectralSharding(strategy, {0.3: 0.5, 0.6: 0.5}, design=design)).rows) == 2
     assert not torch.equal(before, lit.net[2].weight)
     assert bool(torch.isfinite(lit.net[2].weight).all())
 

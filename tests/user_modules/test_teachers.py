@@ -47,8 +47,7 @@ def test_changes_of_a_teacher_that_are_lost_are_named_once(algorithm: Any, lit_m
 
 def test_a_teacher_that_nobody_updates_is_not_mentioned(lit_mlp: Any, data: Any, fit: Fit) -> None:
     module = with_teacher(lit_mlp, on_train_batch_end=lambda *args: None)
-    said = said_during(lambda: fit(module, data, algorithm=ls.FedAvg()))
-    assert not any("optimizer" in text for text in said)
+    assert not any("optimizer" in text for text in said_during(lambda: fit(module, data, algorithm=ls.FedAvg())))
 
 
 def test_an_average_of_weights_that_needs_gradients_is_named(lit_mlp: Any, data: Any, fit: Fit) -> None:

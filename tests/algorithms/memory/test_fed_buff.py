@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from federation import Fit, check_resumes, same_state, seeded
-from linear_models import LitLine, lines
+from linear_models import LitLine, lines, vector
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP
@@ -25,7 +25,7 @@ from lightning_spectral.protocol.rng import derived_generator
 
 SIZES = (4, 9, 3, 2, 5, 6, 8)
 DURATIONS = [math.sqrt(prime) for prime in (5, 17, 2, 29, 11, 7, 61)]  # nobody finishes together
-SEED, STEPS = 5, 9
+SEED, STEPS, CLOCK = 5, 9, ls.VirtualClock(ls.simulation.DeviceProfile(1, 1, 1))
 
 
 def trained(line: LitLine, data: Any, client: int) -> LitLine:
@@ -53,26 +53,23 @@ def event_loop(
     staleness: list[int] = []
     generator = derived_generator(SEED, "participation", 0)
 
-    def weights(of: LitLine) -> Tensor:
-        return nn.utils.parameters_to_vector(of.parameters()).detach().clone()
-
     while step < STEPS:
         busy = {*buffer, *(client for _, client, *_ in queue)}
         if free := min(concurrency - len(queue), len(SIZES) - len(busy)):
             order = UniformParticipation(free + len(busy)).cohort(len(SIZES), generator).tolist()
             for client in [client for client in order if client not in busy][:free]:
-                update = weights(trained(server, data, client)) - weights(server)
+                update = vector(trained(server, data, client)) - vector(server)
                 heapq.heappush(queue, (now + DURATIONS[client], client, step, update))
         now, client, begun, update = heapq.heappop(queue)
         if from_current:
-            update = weights(trained(server, data, client)) - weights(server)
+            update = vector(trained(server, data, client)) - vector(server)
         staleness.append(step - begun)
         buffer[client] = SIZES[client] * update / (math.sqrt(1 + step - begun) if is_damped else 1)
         if len(buffer) == size:
             change = sum(buffer.values()) / sum(SIZES[client] for client in buffer)
-            nn.utils.vector_to_parameters(weights(server) + change, server.parameters())
+            nn.utils.vector_to_parameters(vector(server) + change, server.parameters())
             step, buffer, generator = step + 1, {}, derived_generator(SEED, "participation", step + 1)
-    return weights(server), staleness
+    return vector(server), staleness
 
 
 @pytest.mark.filterwarnings("ignore:Round .*the training loss")  # of one or two clients

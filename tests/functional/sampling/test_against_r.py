@@ -45,8 +45,7 @@ def test_working_odds_equal_upmepiktildefrompik_up_to_a_factor(case):
 
 
 def test_joint_probs_equal_upmepik2frompikw(case):
-    working = fit_conditional_poisson(inclusion_probs(case))
-    joint = conditional_poisson_joint_probs(working, case["num_terms"])
+    joint = conditional_poisson_joint_probs(fit_conditional_poisson(inclusion_probs(case)), case["num_terms"])
     close(joint[case["open"]][:, case["open"]], numbers(case, "joint_probs"), 1e-12)
 
 

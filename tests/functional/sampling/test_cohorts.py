@@ -38,8 +38,7 @@ def enumerated_error(s: torch.Tensor, probs: torch.Tensor, omega: torch.Tensor, 
 def mixed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Singular values, the inclusion probabilities of two groups, and the group sizes."""
     s = 1 / torch.arange(1, 7).double()
-    probs = torch.stack([collective_inclusion_probs(s, n, 5) for n in (1, 3)])
-    return s, probs, torch.tensor([3.0, 2.0])
+    return s, torch.stack([collective_inclusion_probs(s, n, 5) for n in (1, 3)]), torch.tensor([3.0, 2.0])
 
 
 def test_discrepancy_is_the_enumerated_expectation(mixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
@@ -127,8 +126,7 @@ def test_one_group_is_the_collective_formula() -> None:
 
 def test_a_term_that_some_hold_for_certain_gets_zero_weight_from_all_others() -> None:
     probs = torch.tensor([[1.0, 0.5], [0.3, 0.5]]).double()
-    omega = joint_multipliers(probs, torch.tensor([2.0, 3.0]))
-    assert omega[:, 0].tolist() == [2.5, 0.0]
+    assert joint_multipliers(probs, torch.tensor([2.0, 3.0]))[:, 0].tolist() == [2.5, 0.0]
     assert float(joint_discrepancy(torch.ones(2), probs[:, :1].expand(2, 2), torch.tensor([2.0, 3.0]))) == 0.0
 
 

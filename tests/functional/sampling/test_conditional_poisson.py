@@ -81,8 +81,7 @@ def test_forward_map_equals_enumeration_of_all_subsets(N, n):
 def test_fit_reaches_1e_12_on_adversarial_designs():
     worst = 0.0
     for pi in random_designs(250, seed=0):
-        p = fit_conditional_poisson(pi)
-        implied = marginals_by_dynamic_programme(p.numpy(), round(float(pi.sum())))
+        implied = marginals_by_dynamic_programme(fit_conditional_poisson(pi).numpy(), round(float(pi.sum())))
         worst = max(worst, float(np.abs(implied - pi.numpy()).max()))
     assert worst < 1e-12
 
@@ -152,8 +151,7 @@ def test_float32_probabilities_sum_closely_enough_to_an_integer():
 def test_no_other_design_has_the_same_marginals_and_more_entropy():
     """With all subset probabilities as unknowns, maximise the entropy over all designs with these marginals."""
     pi = torch.tensor([0.9, 0.6, 0.3, 0.2], dtype=torch.float64)
-    p = fit_conditional_poisson(pi).numpy()
-    rows, ours = conditional_poisson_law(p, 2)
+    rows, ours = conditional_poisson_law(fit_conditional_poisson(pi).numpy(), 2)
     result = minimize(
         lambda law: float((law * np.log(law)).sum()),
         np.full(len(rows), 1 / len(rows)),

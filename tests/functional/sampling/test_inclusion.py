@@ -200,8 +200,7 @@ def test_collective_is_top_n_across_a_spectral_gap_of_ratio_c(n, C):
 
 
 def test_collective_is_not_top_n_below_that_gap():
-    lam = torch.tensor([1.0, 1 / 2.9], dtype=torch.float64)
-    assert 0 < collective_inclusion_probs(lam, 1, 3.0)[1] < 1
+    assert 0 < collective_inclusion_probs(torch.tensor([1.0, 1 / 2.9], dtype=torch.float64), 1, 3.0)[1] < 1
 
 
 def test_collective_tends_to_the_unbiased_design_for_many_clients():
@@ -338,8 +337,7 @@ def test_kkt_conditions_hold(logs: list[float], zeros: int, ties: bool, share: f
     pi = schatten_inclusion_probs(s, n, p)
     assert abs(float(pi.sum()) - n) < 1e-9
     assert bool(((pi >= 0) & (pi <= 1)).all())
-    order = s.argsort(descending=True, stable=True)
-    assert bool((pi[order].diff() <= 1e-9).all())
+    assert bool((pi[s.argsort(descending=True, stable=True)].diff() <= 1e-9).all())
     inner = (pi > 1e-9) & (pi < 1 - 1e-3) & (s > 0)
     x = 1 / pi[inner] - 1
     log_price = p * s[inner].log() + (1 + p * x ** (p - 1) + (p - 1) * x**p).log()
@@ -393,8 +391,7 @@ def closed_form(scores: np.ndarray, m: float) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(5))
 def test_probabilities_are_the_published_ones(num_processors: int, num_models: int, active: float, seed: int) -> None:
     scores = some_scores(seed, num_processors, num_models)
-    probs = assignment_probs(scores, active).numpy()
-    assert np.abs(probs - closed_form(scores.numpy(), active)).max() < 1e-13
+    assert np.abs(assignment_probs(scores, active).numpy() - closed_form(scores.numpy(), active)).max() < 1e-13
 
 
 def test_conditions_of_optimality_hold_and_would_notice_an_error() -> None:
@@ -487,8 +484,7 @@ def test_joint_probabilities_of_a_model_by_enumeration() -> None:
                 trains = torch.zeros(5, dtype=torch.float64)
                 trains[[p for p, s in zip(subset, choice, strict=True) if s == model]] = 1
                 expected += chance * torch.stack(picks).prod() * torch.outer(trains, trains)
-        joint = model_joint_probs(joint_of_processors, probs, model)
-        assert torch.allclose(joint, expected, rtol=0, atol=1e-11)
+        assert torch.allclose(model_joint_probs(joint_of_processors, probs, model), expected, rtol=0, atol=1e-11)
 
 
 def test_joint_probabilities_of_other_processors_are_refused() -> None:

@@ -198,8 +198,7 @@ def test_each_of_several_models_that_has_averages_gets_its_own(toy: TensorDatase
     models = {name: ls.FederatedModule(seeded(lit)) for name, lit in (("two", LitTwo), ("none", LitMLP))}
     federation = ls.MultiModelModule(models, participation=ls.FullParticipation())
     data = ls.MultiModelDataModule({name: clients(toy) for name in models})
-    trainer = pl.Trainer(max_epochs=2, callbacks=[BatchNormEstimation()], num_sanity_val_steps=0, **quiet)
-    trainer.fit(federation, data)
+    pl.Trainer(max_epochs=2, callbacks=[BatchNormEstimation()], num_sanity_val_steps=0, **quiet).fit(federation, data)
     lit = models["two"].module
     assert_close(lit.state_dict(), written_out(lit, [toy.tensors[0]]))
 

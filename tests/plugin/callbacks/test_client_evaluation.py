@@ -30,8 +30,7 @@ def fit(fit: Fit) -> Fit:
 
 def with_held_out(train: Dataset[Any]) -> ls.FederatedDataModule:
     """Ten clients of several sizes, a quarter of whose examples is held out, in batches of 3."""
-    owners = [client for client, size in enumerate(SIZES) for _ in range(size)]
-    partitioner = ls.NaturalPartitioner(owners)
+    partitioner = ls.NaturalPartitioner([client for client, size in enumerate(SIZES) for _ in range(size)])
     return ls.FederatedDataModule(train, partitioner, batch_size=4, eval_batch_size=3, client_val_fraction=0.25)
 
 
@@ -160,8 +159,7 @@ class Tables(ls.RoundCallback):
     def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: Any) -> None:
         table = table_of(self.evaluation)
         trained = sorted(client.client_id for client in summary.averaged)
-        evaluated = [row.client_id for row in table.rows]
-        self.found.append((summary.round_idx, table.round_idx, evaluated, trained))
+        self.found.append((summary.round_idx, table.round_idx, [row.client_id for row in table.rows], trained))
 
 
 def test_rounds_and_clients_are_chosen(lit: Any, data: Any, fit: Fit) -> None:
@@ -181,9 +179,7 @@ def test_rounds_and_clients_are_chosen(lit: Any, data: Any, fit: Fit) -> None:
     assert all(len(set(chosen)) == 3 and set(chosen) <= set(everybody) for chosen in drawn)
 
 
-def test_several_models_have_tables_and_resume_with_them(
-    lit_mlp: Any, toy: TensorDataset, quiet: Any, tmp_path: Any
-) -> None:
+def test_several_models_have_tables_and_resume_with_them(lit_mlp: Any, toy: Any, quiet: Any, tmp_path: Any) -> None:
     def run(max_epochs: int, **options: Any) -> tuple[Fitted, ls.ClientEvaluation]:
         models = {name: ls.FederatedModule(seeded(lit_mlp, width=width)) for name, width in {"a": 8, "b": 12}.items()}
         model: Any = ls.MultiModelModule(models, participation=ls.Uniform(active=6))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from federation import Fit, same_state, seeded
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from observed_runs import acting
 
 import lightning_spectral as ls
 from lightning_spectral.plugin.callbacks import SpectralDiagnostics, diagnostics
@@ -23,13 +23,6 @@ from lightning_spectral.report.runs import NAME, Histogram, Table, read_run
 
 SPECTRAL = ls.SpectralSharding(keep_ratio={0.25: 0.5, 0.5: 0.5})
 NAN = float("nan")
-
-
-class Ages(ls.RoundCallback):
-    """Knows something about some clients."""
-
-    def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
-        return {"age": {client.client_id: 40.0 + client.client_id for client in summary.clients[1:]}}
 
 
 @pytest.fixture
@@ -104,7 +97,10 @@ def test_a_histogram_counts_every_finite_value_between_its_edges(values: list[fl
 
 def test_the_record_holds_the_rounds_that_are_due(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     dashboard, watcher = ls.RoundDashboard(every_n_rounds=2), SpectralDiagnostics()
-    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard, watcher, Ages()])
+    ages = acting(
+        client_columns=lambda made: {"age": {own.client_id: 40.0 + own.client_id for own in made.clients[1:]}}
+    )
+    fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard, watcher, ages])
     assert set(map(tuple, recorded(tmp_path).values())) <= {(0, 2), (0,), (2,)}
     assert all(recorded(tmp_path)[f"tables/{kind}"] == [0, 2] for kind in ("clients", "keep_ratios", "layers"))
     assert not (tmp_path / "csv/dashboard").exists()
@@ -186,8 +182,7 @@ def test_algorithms_without_a_spectrum_show_what_they_have(
 def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, quiet: Any, tmp_path: Path) -> None:
     models = {"dense": ls.FedAvg(), "spectral": SPECTRAL}
     members = {name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithm) for name, algorithm in models.items()}
-    sampler = ls.LossVarianceReduced(active=6, measure=8)
-    model = ls.MultiModelModule(members, participation=sampler, processors=2)
+    model = ls.MultiModelModule(members, participation=ls.LossVarianceReduced(active=6, measure=8), processors=2)
     data = {name: ls.FederatedDataModule(toy, ls.IIDPartitioner(8), val=toy, batch_size=8) for name in models}
     logger, ledger = CSVLogger(tmp_path, name=None, version="csv"), ls.CommunicationLedger()
     callbacks = [dashboard := ls.RoundDashboard(), ledger]
@@ -208,9 +203,7 @@ def test_names_of_several_models_begin_with_the_models(lit_mlp: Any, toy: Any, q
 
 
 @pytest.mark.filterwarnings("ignore:RoundDashboard shows:lightning_spectral.SpectralWarning")
-def test_bytes_go_on_when_a_run_is_resumed_and_not_in_another(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_bytes_go_on_when_a_run_is_resumed_and_not_in_another(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     fit = partial(fit, data=data, trainer={"logger": False})
     ckpt, dashboard = tmp_path / "first.ckpt", ls.RoundDashboard()
     fit(seeded(lit_mlp), callbacks=[ls.RoundDashboard()]).trainer.save_checkpoint(ckpt)

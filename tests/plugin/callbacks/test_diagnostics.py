@@ -68,8 +68,7 @@ def test_what_a_strategy_chose_is_logged_for_each_layer_and_on_average(wrap: Any
     server = nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 8), nn.Linear(8, 8), nn.Linear(8, 2))
     units = tuple(WorkUnit(c, coefficient=1 + c) for c in range(6))
     cohort = Cohort(0, 0, {0.25: units[:4], 0.5: units[4:]})
-    algorithm = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5)))
-    opened = algorithm.bind(server).open(cohort)
+    opened = ls.SpectralSharding(wrap(ls.EffectiveCohort(0.5))).bind(server).open(cohort)
     figures = spectral_figures(opened.term_draws)
     per_layer = []
     for name, layer in opened.term_draws.items():

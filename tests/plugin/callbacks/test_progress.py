@@ -72,9 +72,7 @@ def test_one_bar_counts_rounds_and_clients(lit: Any, data: Any, fit_onto: FitOnt
     assert {round(100 * clients / 12) for clients in range(1, 13)} <= set(percents)
 
 
-def test_the_bar_shows_loss_metrics_bytes_and_seconds(
-    lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal
-) -> None:
+def test_the_bar_shows_loss_metrics_bytes_and_seconds(lit: Any, data: Any, fit_onto: Any, terminal: Terminal) -> None:
     history = fit_onto(terminal, lit, data).history
     last = states(terminal.getvalue())[-1]
     shown = dict(pair.split("=") for pair in re.search(r"<00:00, (.*)\]", last)[1].split(", "))  # type: ignore[index]
@@ -112,8 +110,7 @@ def test_the_count_keeps_going_and_comes_first(num_processes: int, name: str, te
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 def test_a_round_without_survivors_shows_no_loss(lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal) -> None:
     lit.training_step = lambda batch, batch_idx: [][0]
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
-    fit_onto(terminal, lit, data, faults=faults)
+    fit_onto(terminal, lit, data, faults=ls.server.Faults(on_error=ls.server.LeaveOut(1.0)))
     assert "clients=4/4" in terminal.getvalue()
     assert "loss" not in terminal.getvalue()
 
@@ -277,8 +274,7 @@ class Bar(TQDMProgressBar):
 def test_lines_stand_in_for_a_bar_that_is_not_drawn(
     callbacks: list[pl.Callback], expected: int, lit: Any, data: Any, fit: Fit, lines: list[str]
 ) -> None:
-    options = {"enable_progress_bar": True}
-    fit(lit, data, max_epochs=2, callbacks=[*callbacks, RoundLines(0)], trainer=options)
+    fit(lit, data, max_epochs=2, callbacks=[*callbacks, RoundLines(0)], trainer={"enable_progress_bar": True})
     assert len(lines) == expected
 
 

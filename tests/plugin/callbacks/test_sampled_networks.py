@@ -107,9 +107,7 @@ def test_a_network_of_certain_bits_is_the_expected_one(lit: Any, data: Any, fit:
 
 
 @needs_2_5_3
-def test_dataloaders_and_limits_are_those_of_the_validation(
-    lit_mlp: Any, data: Any, toy: TensorDataset, fit: Fit
-) -> None:
+def test_dataloaders_and_limits_are_those_of_the_validation(lit_mlp: Any, data: Any, toy: Any, fit: Fit) -> None:
     def validation_step(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y = batch
         logits = self(x)

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning_versions import needs_2_5_3
 from linear_models import LitLine, lines, one_model, two, two_lines
 from torch.utils.data import DataLoader, TensorDataset
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.participation import FullParticipation
@@ -24,12 +25,11 @@ def test_metrics_of_every_model_can_be_monitored(toy: TensorDataset, lit_mlp: An
     both.modules["images"].val = [toy, toy]  # with several evaluation sets, each has its own name
     models = {name: ls.FederatedModule(seeded(lit_mlp)) for name in both.modules}
     saver = ModelCheckpoint(tmp_path, "best", monitor="words/val_acc", mode="max")
-    stopper = EarlyStopping("images/val_loss/dataloader_idx_1", patience=10)
     trainer, history, _ = run(
         ls.MultiModelModule(models, participation=ls.FullParticipation()),
         both,
         2,
-        callbacks=[saver, stopper],
+        callbacks=[saver, EarlyStopping("images/val_loss/dataloader_idx_1", patience=10)],
         enable_checkpointing=True,
     )
     assert (tmp_path / "best.ckpt").exists()
@@ -62,17 +62,11 @@ def test_a_quick_try_trains_one_client(run: Any) -> None:
     assert history.rows[0][f"{row.model}/fl/clients"] == 1
 
 
-class OwnLoaders(ls.FederatedDataModule):
-    """Data with a `val_dataloader` method of its own, like any LightningDataModule."""
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(self.train, 100)
-
-
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
 def test_a_data_module_may_have_loaders_of_its_own(run: Any) -> None:
     """Each model is validated on its own data, even where the models' widths would not tell them apart."""
-    data = {"words": OwnLoaders(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
+    own = variant(ls.FederatedDataModule, val_dataloader=lambda self: DataLoader(self.train, 100))
+    data = {"words": own(lines(3, (4, 5)).train, ls.IIDPartitioner(2)), "images": lines(3, (4, 5), seed=1)}
     model = ls.MultiModelModule(two(), participation=ls.Uniform(active=1))
     trainer, _, _ = run(model, ls.MultiModelDataModule(data))
     for name, member in model.members.items():

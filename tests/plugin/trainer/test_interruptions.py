@@ -335,8 +335,7 @@ def test_an_interrupted_last_round_is_validated_when_resumed(limits: Any, interr
 
 @needs_2_5_3
 def test_a_hook_of_the_users_that_fails_after_validation_costs_no_round(interrupted: Any, resumes: Any) -> None:
-    ckpt = interrupted(make=FailsInHook, after_validation=True, max_epochs=3)
-    resumes(ckpt, FailsInHook, after_validation=True)
+    resumes(interrupted(make=FailsInHook, after_validation=True, max_epochs=3), FailsInHook, after_validation=True)
 
 
 class FailingLogger(DummyLogger):

@@ -92,9 +92,7 @@ def test_checkpoint_loads_into_the_users_plain_module(lit_mlp: Any, fit_and_save
     assert same_state(plain.state_dict(), fitted.state)
 
 
-def test_a_run_stopped_within_a_round_begins_that_round_again(
-    lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
-) -> None:
+def test_a_run_stopped_within_a_round_begins_that_round_again(lit_mlp: Any, data: Any, fit: Fit, tmp_path: Any) -> None:
     class StopWithin(ls.RoundCallback):
         def on_client_end(self, trainer: pl.Trainer, pl_module: Any, turn: Any) -> None:
             if turn.round_idx == 1:

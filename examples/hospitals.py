@@ -118,8 +118,10 @@ def main() -> None:
         its, own = names == name, of(is_held_out & (names == name))
         alone = centrally(rounds, of(~is_held_out & its), own)
         others = together(rounds, of(~is_held_out & ~its), own, names)
-        models = {"alone": alone, **shared, "by the others": others}
-        rows.append(ClientRow(number, len(own), {kind: accuracy(one, own) for kind, one in models.items()}, name))
+        models = {"alone": alone, **shared, "of the others": others}
+        rows.append(
+            ClientRow(number, len(own), {f"acc, {kind}": accuracy(one, own) for kind, one in models.items()}, name)
+        )
     table = ClientTable(rounds - 1, tuple(rows))
     print(table)
     for kind in table.metrics:

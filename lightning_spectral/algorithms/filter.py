@@ -279,7 +279,7 @@ class Filter:
         gives: The form that they have beyond it; ``None`` for the same.
         needs: What the algorithm must promise: names of the fields of `Promises`.
         reads_single: Whether its end at the server reads the updates of single clients.
-        hides_clients: Whether it hides single clients: the server, or who sees what rounds release, knows none of them.
+        hides_clients: Whether it hides what single clients say from the server, or from who sees what rounds release.
         weighs: Whether it changes the weights of clients.
         reads_steps: Whether its end at the server reads how many steps single clients took.
         equal_weights: Whether it needs clients that weigh the same.

@@ -250,7 +250,7 @@ class Placement:
         forward_context: Entered around each forward pass, e.g. autocast.
         moves_batches: Whether batches go through ``transfer_batch_to_device``; not needed for data and module on the
             CPU, unless the user overrides that hook.
-        scaler: Every client scales its loss with a copy, lest half-precision gradients vanish; ``None`` for none.
+        scaler: Each client scales its loss with a copy, so that half-precision gradients do not vanish, or ``None``.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -1,7 +1,6 @@
 """What happens to updates, whatever the algorithm: choices for ``FederatedModule(..., filters=[...])``."""
 
 # Files with filters evaluate annotations eagerly, as `algorithms/base.py` does.
-
 from lightning_spectral.algorithms.filter import (
     Arrival,
     Filter,

@@ -52,7 +52,7 @@ class UpdateBound(Filter):
         limit = self.limit(lambda: max(norm_of(weights), math.sqrt(count)), usual)
         if norm <= limit:
             return upload
-        moved = {name: wide(own).lerp(wide(returned[name]), limit / norm).to(own) for name, own in both.items()}
+        moved = {n: wide(own).lerp(returned[n].to(wide(own)), limit / norm).to(own) for n, own in both.items()}
         return replace(upload, tensors={**returned, **moved})
 
     def server(self, fit: Fit) -> "BoundEnd":

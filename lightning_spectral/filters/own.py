@@ -76,7 +76,7 @@ class FrozenBase(ServerEnd):
         self.refresh()
 
     def refresh(self) -> None:
-        """Compare the frozen tensors with their values when the last round opened; `ValueError` if they are others."""
+        """Note which frozen tensors have changed since the last round opened; `ValueError` if their names have."""
         frozen = self._frozen()
         self._names = frozenset(frozen) if self._names is None else self._names
         if others := sorted(self._names ^ frozen.keys()):
@@ -140,8 +140,7 @@ class Stored(ServerEnd):
         self.store.discard()
 
     def gather(self, processes: Peers) -> Iterable[Arrival]:
-        written = processes.gather(self.store.written() if processes.size > 1 else {})
-        for entries in written:  # among them its own
+        for entries in processes.gather(self.store.written() if processes.size > 1 else {}):  # among them its own
             self.store.merge(entries)
         return ()
 

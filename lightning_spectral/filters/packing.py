@@ -23,7 +23,7 @@ class Packing(Filter):
     """How devices pack the changes of their parameters for the upload, with losses that error feedback makes up for.
 
     What packing loses, a device keeps and adds to its next upload, so each client keeps one number per parameter; where
-    it seldom takes part, much comes late, or never. Downloads, buffers, and parameters that it would not shrink stay.
+    it seldom takes part, much comes late, or never. Downloads, buffers, and what it would not shrink, are sent whole.
     """
 
     gives: ClassVar[Form | None] = Form.PACKED
@@ -57,8 +57,7 @@ class TopK(Packing):
     """The entries of largest magnitude of each tensor, with their places: 8 bytes an entry in single precision.
 
     Args:
-        share: Share of the entries of each tensor that are sent, in (0, 0.5]: rounded, and at least one. Half of them
-            take as many bytes as all without places.
+        share: Share of the entries of each tensor that are sent, in (0, 0.5], to the nearest number, and at least one.
 
     Reference:
         Stich et al. (2018), Sparsified SGD with memory. Lin et al. (2018), Deep gradient compression,

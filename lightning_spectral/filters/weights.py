@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import nn
 
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Form, Opened, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import OneOf
@@ -14,6 +13,7 @@ from lightning_spectral.client.user_optimizer import work_of
 from lightning_spectral.filters.personal import Personal
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.exchange import both_ways
+from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 
 Named = Literal["examples", "uniform"]
@@ -22,15 +22,12 @@ Weigh = Callable[[int, int], float]
 
 @dataclass(frozen=True)
 class Weights(Filter):
-    """Gives the clients of a round other weights than their numbers of examples.
+    """Gives the clients of a round other weights than their numbers of examples; refused with unbiased samplers.
 
     Args:
         by: ``"examples"`` for numbers of examples, the default without this filter; ``"uniform"`` for equal weights; or
             a function of the client's id and its number of examples, which returns a weight of at least 0: of a module,
-            not of a script or a notebook, if processes are to share the run.
-
-    Note:
-        Only ratios matter, as averages are divided by the sum of weights. Those of unbiased samplers are not: refused.
+            not of a script or a notebook, if processes are to share the run. Only ratios matter.
 
     Example:
         >>> Weights("uniform")
@@ -96,12 +93,12 @@ class FedNova(Filter):
         \tau_i = \sum_{k=1}^{n_i} \frac{1 - \rho^k}{1 - \rho}
 
     for :math:`n_i` steps of SGD with momentum :math:`\rho`, and likewise with ``nesterov`` and ``dampening``, as the
-    user's optimizer says; for others :math:`\tau_i = n_i`. The first sum is logged, as ``fl/mean_work``. Learning rates
-    are taken to be the same in all steps of a turn, as schedules leave them; proximal terms are not counted, and steps
-    of `Ditto`'s own models are. Who says too few steps counts for more: put a bound before this filter if some may lie.
+    user's optimizer says; for others :math:`\tau_i = n_i`. The first sum is logged, as ``fl/mean_work``. Each batch is
+    taken to be a step, at the same learning rate throughout a turn; proximal terms are not counted.
 
     Raises:
-        ValueError: In a round, if the user's optimizer has several momenta, or one of 1 or more.
+        ValueError: Over a network, where devices could claim any number of steps; beside ``Personal(epochs=...)`` or an
+            unbiased sampler; in a round, with several momenta, one of 1 or more, or, as in `Ditto`, more steps.
 
     Reference:
         Wang et al. (2020), Tackling the objective inconsistency problem in heterogeneous federated optimization.
@@ -122,14 +119,17 @@ class FedNova(Filter):
             raise ValueError("FedNova counts all steps, and those of Personal(epochs=...) are its own; leave one out.")
 
     def server(self, fit: Fit) -> "FedNovaEnd":
-        return FedNovaEnd(fit.half.server)
+        if fit.batch_sizes is None:
+            raise ValueError("FedNova divides by steps, which devices over a network could only claim; leave it out.")
+        return FedNovaEnd(fit, fit.batch_sizes)
 
 
 @dataclass(eq=False)
 class FedNovaEnd(ServerEnd):
     """Divides changes when they arrive, and multiplies their mean."""
 
-    server: nn.Module
+    fit: Fit
+    batch_sizes: Assigned[int]
 
     def begin(self, opened: Opened) -> None:
         self._options = opened.cohort.options
@@ -137,18 +137,19 @@ class FedNovaEnd(ServerEnd):
 
     @torch.no_grad()
     def arrive(self, arrival: Arrival) -> Arrival:
-        sent, upload = arrival.sent, arrival.upload
-        if not upload.num_steps and sent.local_epochs:
-            raise Unusable("error", "it does not say how many steps it took, by which FedNova divides")
-        trained = {name for name, parameter in self.server.named_parameters() if parameter.requires_grad}
-        both, work = both_ways(sent.tensors, upload.tensors), work_of(upload.num_steps, self._options) or 1.0
+        sent, upload, steps, owner = arrival.sent, arrival.upload, arrival.upload.num_steps, arrival.sent.unit.client_id
+        most = sent.steps_in(-(-int(self.fit.sizes()[owner]) // self.batch_sizes.of(owner)))
+        if steps > most or (sent.local_epochs and not steps):
+            raise Unusable("error", f"FedNova divides by steps of one optimizer, got {steps} for {most} batches")
+        trained = {name for name, parameter in self.fit.half.server.named_parameters() if parameter.requires_grad}
+        both, work = both_ways(sent.tensors, upload.tensors), work_of(steps, self._options) or 1.0
         moved = {n: own.double().lerp(upload.tensors[n].double(), 1 / work) for n, own in both if n in trained}
         return replace(arrival, upload=replace(upload, tensors={**upload.tensors, **moved}))
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:
         works = [(o.unit.coefficient, work_of(o.num_steps, self._options)) for o in outcomes if not o.left_out]
         mean = math.fsum(weight * work for weight, work in works) / (math.fsum(weight for weight, _ in works) or 1.0)
-        for parameter in self.server.parameters():
+        for parameter in self.fit.half.server.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(mean)
         return {"mean_work": mean}

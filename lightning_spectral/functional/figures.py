@@ -310,9 +310,9 @@ def wilson_intervals(shares: Tensor, sizes: Tensor) -> Tensor:
         >>> wilson_intervals(torch.tensor([0.5]), torch.tensor([10]))
         tensor([[0.2366, 0.7634]], dtype=torch.float64)
     """
-    p, n, z = shares.double()[:, None], sizes[:, None], 1.959964
+    p, n, z = shares.double()[:, None], sizes.double()[:, None], 1.959964
     half = z * (p * (1 - p) / n + (z / n) ** 2 / 4).sqrt()
-    return (p + z**2 / (2 * n) + half * torch.tensor([-1, 1])) / (1 + z**2 / n)
+    return ((p + z**2 / (2 * n) + half * torch.tensor([-1, 1])) / (1 + z**2 / n)).clamp(0, 1)
 
 
 def jain_index(values: Tensor) -> float:

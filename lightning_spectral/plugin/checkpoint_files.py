@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     torch compares nothing when it loads a file, so a damaged one could be loaded as other weights. A file's checksums
     are therefore compared before it is loaded, and then the tensors with their digest, which is saved with them.
 
-    A run that fails before it has restored or trained anything writes nothing, lest it replace a file with rounds.
+    A run that fails before it has restored or trained anything writes nothing, so that no rounds are replaced.
 
     `FederatedModule` installs it if the Trainer has Lightning's own plugin; it reads and writes the same format. Paths
     with a protocol (``s3://...``) are written and read by Lightning, with the digest.

@@ -282,7 +282,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
-        rest = Number(at_least=0, below=1 - self.client_val_fraction, hint="with client_val_fraction, less than all")
+        limit = round(1 - self.client_val_fraction, 9)  # .3, where the other is .7
+        rest = Number(at_least=0, below=limit, hint="with client_val_fraction, less than all")
         self.client_test_fraction: float = rest("client_test_fraction", client_test_fraction)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
         self._source = BatchSource(train, collate_fn, self.num_workers)

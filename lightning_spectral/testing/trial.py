@@ -38,6 +38,7 @@ from lightning_spectral.protocol.buffer_rules import Rules
 from lightning_spectral.protocol.client_store import ClientStore
 from lightning_spectral.protocol.cohort import Workers
 from lightning_spectral.protocol.exchange import copy_module, named_state, update_norm
+from lightning_spectral.protocol.per_client import assign
 from lightning_spectral.protocol.records import Download, RoundSummary, Upload, WorkUnit
 from lightning_spectral.server.executor import SequentialExecutor
 from lightning_spectral.server.fault_policy import Faults, Raise
@@ -49,7 +50,7 @@ from lightning_spectral.sums.exact_mean import Peers
 T = TypeVar("T")
 Record = TypeVar("Record", Download, Upload)
 SEED, ROUNDS = 3, 3
-SIZES = (3, 7, 2, 5, 4)  # numbers of examples, and so the weights of clients
+SIZES = (3, 7, 5, 2, 4)  # numbers of examples, and so the weights of clients; at least as many as their steps
 
 
 class SomeSteps(ClientData):
@@ -203,7 +204,8 @@ class Trial:
         own = [] if self.state is None else [p for p in self.state.parameters() if p.requires_grad]
         self.optimizer = SGD([*self.template.param_groups[0]["params"], *own], lr=server_lr)
         told, store, sizes_of_all = instructions(self.half, case.filters), ClientStore(), torch.tensor(SIZES)
-        fit = Fit(self.half, Processes(), lambda: sizes_of_all, "update")
+        batch_sizes = assign(1, len(SIZES), SEED, "batch sizes")
+        fit = Fit(self.half, Processes(), lambda: sizes_of_all, "update", batch_sizes=batch_sizes)
         self.ends = chain(case.filters, fit, store, told.keeps_state)
         for name, end in self.ends.items():
             if isinstance(end, Stored):

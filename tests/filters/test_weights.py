@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from fake_line import remote, toy_line
 from federation import Fit, check_resumes, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -185,6 +186,19 @@ class TestFedNova:
     def test_what_it_cannot_divide_is_refused(self, options: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             ls.FederatedModule(LitMLP(), **{"clients_per_round": 2, "filters": NOVA, **options})
+
+    def test_updates_may_be_shortened_before_they_are_divided(self, fit: Fit) -> None:
+        bounded = [ls.MaxUpdateNorm(1e-3), *NOVA]
+        fitted = fit(seeded(LitMLP), data(), clients_per_round=3, local_epochs=[1, 3, 2], filters=bounded)
+        assert fitted.rows[0]["fl/clients_bounded"] == 3.0
+
+    def test_who_takes_more_steps_than_it_has_batches_does_not_make_the_others_longer(self, fit: Fit) -> None:
+        with pytest.raises(ls.ClientError, match=r"steps of one optimizer, got \d+ for \d+ batches"):
+            fit(seeded(LitMLP), data(), algorithm=ls.Ditto(), clients_per_round=2, filters=NOVA)
+
+    def test_devices_that_could_claim_steps_are_refused(self, fit: Fit) -> None:
+        with pytest.raises(ValueError, match="over a network could only claim; leave it out"):
+            fit(seeded(LitMLP), remote(toy_line(LitMLP)), clients_per_round=2, filters=NOVA)
 
     @pytest.mark.parametrize("momenta", [(0.9, 0.5), (1.0, 1.0)])
     def test_steps_of_several_momenta_cannot_be_counted(self, momenta: Any, fit: Fit) -> None:

@@ -166,7 +166,7 @@ MALFORMED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a chunk that it does not have": (with_chunks("[7]"), "IndexError"),
     "no chunk": (with_chunks("[]"), "ValueError: Unexpected set"),
     "no list of chunks": (with_chunks("[0"), "JSONDecodeError"),
-    "a chunk named often": (with_chunks(str([0] * 100)), "its objects count as 6,55"),
+    "a chunk named often": (with_chunks(str([0] * 100)), "its objects count as 6,555,400 bytes; at most 5,000"),
     "of no known kind": (lambda content: b"X" + content, "KeyError: 'X"),
     "without a head": (lambda content: content[:20], "ValueError"),
     "no message": (lambda content: content.replace(b"Message ", b"ConfigRecord ", 1), "Error"),

@@ -58,7 +58,8 @@ def test_a_client_takes_the_first_batches_of_its_passes_in_its_size(fit: Fit) ->
         number, size = STEPS[11 - row.client_id], SIZES[row.client_id]
         batches = data.client_data(Download(WorkUnit(row.client_id), 1.0, {}, row.round_idx))
         expected = islice(chain.from_iterable(map(batches.epoch, range(9))), number)
-        for step, ((batch, length), own) in enumerate(zip(expected, seen, strict=False)):
+        for step, (batch, length) in enumerate(expected):
+            own = next(seen)
             assert torch.equal(own[0], batch[0])
             assert length == size
             assert own[1:] == (step % (10 // size), row.round_idx * number + step)

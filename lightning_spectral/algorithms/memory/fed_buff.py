@@ -169,6 +169,8 @@ class BufferRound(DenseRound):
         units = [unit for units in cohort.groups.values() for unit in units]
         apart = half.frozen_tensors()  # and what stays with clients, of which all are sent the same
         travelling = {name: tensor for name, tensor in self.tensors.items() if name not in apart}
+        for name, kept in half.flights.sent(self.version, travelling).items():
+            kept.copy_(travelling[name])  # which a callback may have changed since the last step
         old = {version for unit in units if (version := self.version - self.staleness(unit)) < self.version}
         self.stale = {version: half.flights.sent(version, travelling) for version in old}
         self.trained = {name for name, p in half.server.named_parameters() if p.requires_grad}
@@ -238,7 +240,7 @@ class FedBuff(FedAvg):
 
     with the clients' numbers of examples d: a stale update is shortened, and the others do not count for more. Buffers
     move towards the clients' values, s of the way: by differences, variances could become negative. With equal
-    durations and a concurrency of K this is `FedAvg`, bit for bit.
+    durations, ``law="fixed"``, and a concurrency of K this is `FedAvg`, bit for bit.
 
     Time is simulated: who arrives when follows from durations and draws alone, so a round knows its clients when it
     opens, and each of them trains from its own version. A `VirtualClock` is refused: it lets all clients of a round

@@ -212,29 +212,29 @@ class ClientTable(Tabular):
         return found
 
     def intervals(self, metric: str) -> dict[int, tuple[float, float]]:
-        """Wilson's 95 % interval for each client, if the metric is a share of examples, as an accuracy is.
-
-        It is one if every value times the client's number of examples is a whole number, up to rounding.
-        """
+        """Wilson's 95 % interval for each client; none if a value cannot be a share of its examples, as an accuracy."""
         rows = [row for row in self.rows if metric in row.metrics]
         values = torch.tensor([row.metrics[metric] for row in rows], dtype=torch.float64)
         sizes = torch.tensor([row.num_examples for row in rows])
         hits = values * sizes
-        if not ((values >= 0) & (values <= 1) & ((hits - hits.round()).abs() < 1e-3)).all():
+        if not ((sizes > 0) & (values >= 0) & (values <= 1) & ((hits - hits.round()).abs() < 1e-3)).all():
             return {}
         spans = zip(rows, wilson_intervals(values, sizes).tolist(), strict=True)
         return {row.client_id: (low, high) for row, (low, high) in spans}
 
     def _blocks(self) -> list[Block]:
-        spans = {n: {c: f" ({a:.2f}-{b:.2f})" for c, (a, b) in self.intervals(n).items()} for n in self.metrics}
+        shares = (name for name in self.metrics if "acc" in name.lower())
+        spans = {n: {c: f" ({a:.2f}-{b:.2f})" for c, (a, b) in self.intervals(n).items()} for n in shares}
         named = any(row.name for row in self.rows)
         lines = [["client", *["name"] * named, "examples", *self.metrics]]
         for row in self.rows:
-            own = {name: f"{value:.4g}{spans[name].get(row.client_id, '')}" for name, value in row.metrics.items()}
+            own = {
+                name: f"{value:.4g}{spans.get(name, {}).get(row.client_id, '')}" for name, value in row.metrics.items()
+            }
             cells = (own.get(name, "") for name in self.metrics)
             lines.append([str(row.client_id), *[row.name] * named, str(row.num_examples), *cells])
         fewest = sum(sorted(row.num_examples for row in self.rows)[: math.ceil(len(self.rows) / 10)])
-        return [lines, *[f"Deciles may be of as few as {fewest} examples."] * (fewest < 30)]
+        return [lines, *[f"Deciles may be of as few as {fewest} examples."] * (1 < fewest < 30)]
 
 
 class ClientEvaluation(RoundCallback):

@@ -110,6 +110,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(data: Any, fit: Fit, tmp_path: P
     assert float(part.state["net.1.running_var"].min()) > 0
 
 
+class Halving(ls.RoundCallback):
+    """Halves the weights after each step of the server, and compares what is kept with what clients are sent."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        for parameter in pl_module.module.parameters():
+            parameter.data.mul_(0.5)
+
+    def on_round_start(self, trainer: Any, pl_module: Any, opened: Any) -> None:
+        sent = dict(pl_module.module.named_parameters())
+        assert same_state(pl_module.state.sent(pl_module.state.version, sent), sent)
+
+
+def test_a_version_is_what_clients_are_sent_if_a_callback_changes_the_server(data: Any, fit: Fit) -> None:
+    fitted = fit(
+        seeded(LitMLP), data, algorithm=ls.FedBuff(6), clients_per_round=2, max_epochs=3, callbacks=[Halving()]
+    )
+    assert len(fitted.rows) == 3
+
+
 def flights(*options: Any, **more: Any) -> Flights:
     """The queue of an algorithm before its first round."""
     state = ls.FedBuff(*options, **more).new_state(nn.Linear(1, 1), seed=0)

@@ -106,9 +106,12 @@ def test_shares_of_examples_have_the_intervals_of_wilson(spoilt: float | None) -
     rows = [ClientRow(i, n, {"acc": p}) for i, (n, p) in enumerate(zip(sizes, values, strict=True))]
     table = ClientTable(0, tuple([*rows, ClientRow(5, 1, {} if spoilt is None else {"acc": spoilt})]))
     tests = (binomtest(k, n).proportion_ci(method="wilson") for k, n in zip(hits, sizes, strict=True))
-    oracle = {i: pytest.approx((one.low, one.high), abs=1e-6) for i, one in enumerate(tests)}
+    oracle = {i: pytest.approx((one.low, one.high), abs=1e-7) for i, one in enumerate(tests)}
     assert table.intervals("acc") == (oracle if spoilt is None else {})
-    assert ("0.3333 (0.10-0.70)" in str(table)) is (spoilt is None)
+    assert all(0 <= low < high <= 1 for low, high in table.intervals("acc").values())
+    assert all((cell in str(table)) is (spoilt is None) for cell in ("0.3333 (0.10-0.70)", "0 (0.00-0.09)"))
+    recall = ClientTable(0, (ClientRow(0, 30, {"recall": 1.0}),))  # of the few that are ill
+    assert str(recall).split()[-1] == "1"
 
 
 def test_a_value_that_may_be_negative_has_no_share() -> None:
@@ -275,6 +278,8 @@ def test_a_client_is_tested_on_examples_of_their_own(lit: Any, toy: Any, fit: Fi
     after = ls.ClientEvaluation()
     fitted = fit(lit, data, clients_per_round=4, callbacks=[inside := ls.ClientEvaluation()])
     parts = [data.partition.indices, data.held_out.indices]
+    with pytest.raises(ValueError, match="with client_val_fraction, less than all"):
+        ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_val_fraction=0.7, client_test_fraction=0.3)
     trainer = pl.Trainer(callbacks=[after], **quiet)
     trainer.test(fitted.model, data)
     parts.append(data.held_out.indices)

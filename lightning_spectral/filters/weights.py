@@ -134,6 +134,7 @@ class FedNovaEnd(ServerEnd):
     def begin(self, opened: Opened) -> None:
         self._options = opened.cohort.options
         work_of(1, self._options)  # refuses what it cannot count
+        self._trained = {name for name, p in self.fit.half.server.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def arrive(self, arrival: Arrival) -> Arrival:
@@ -141,9 +142,8 @@ class FedNovaEnd(ServerEnd):
         most = sent.steps_in(-(-int(self.fit.sizes()[owner]) // self.batch_sizes.of(owner)))
         if steps > most or (sent.local_epochs and not steps):
             raise Unusable("error", f"FedNova divides by steps of one optimizer, got {steps} for {most} batches")
-        trained = {name for name, parameter in self.fit.half.server.named_parameters() if parameter.requires_grad}
         both, work = both_ways(sent.tensors, upload.tensors), work_of(steps, self._options) or 1.0
-        moved = {n: own.double().lerp(upload.tensors[n].double(), 1 / work) for n, own in both if n in trained}
+        moved = {n: own.double().lerp(upload.tensors[n].double(), 1 / work) for n, own in both if n in self._trained}
         return replace(arrival, upload=replace(upload, tensors={**upload.tensors, **moved}))
 
     def close(self, outcomes: Sequence[ClientOutcome]) -> Mapping[str, float]:

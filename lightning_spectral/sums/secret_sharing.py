@@ -1,6 +1,6 @@
 """Shamir's secret sharing: any t of n shares determine the secret, and fewer say nothing about it.
 
-The secret is the value at 0 of a random polynomial of degree t - 1 over a prime field; shares are other values.
+The secret is the value at 0 of a random polynomial of degree t - 1 over a prime field; shares are values elsewhere.
 
 Reference:
     Shamir (1979), "How to share a secret".

@@ -144,15 +144,18 @@ class Flights(nn.Module):
             versions[client] = started
         return Buffer(draw, versions, flights, now, now - begun, abandoned)
 
-    @torch.no_grad()
-    def advance(self, tensors: Tensors) -> None:
-        """Keep a new version in place of the oldest; time is when the last buffer was full."""
+    def advance(self) -> None:
+        """Begin a new version; time is when the last buffer was full."""
         now, version, flights = self._read()
         if self.buffer is not None:
             now, flights = self.buffer.now, list(self.buffer.flights)
-        for name, kept in self.sent(version + 1, tensors).items():
-            kept.copy_(tensors[name])
         self._write(now, version + 1, flights)
+
+    @torch.no_grad()
+    def keep(self, tensors: Tensors) -> None:
+        """Keep the last version, as clients are sent it, in place of the oldest."""
+        for name, kept in self.sent(self.version, tensors).items():
+            kept.copy_(tensors[name])
 
     def sent(self, version: int, like: Tensors) -> dict[str, Tensor]:
         """Those of some tensors that a version has, by name: views."""
@@ -169,8 +172,7 @@ class BufferRound(DenseRound):
         units = [unit for units in cohort.groups.values() for unit in units]
         apart = half.frozen_tensors()  # and what stays with clients, of which all are sent the same
         travelling = {name: tensor for name, tensor in self.tensors.items() if name not in apart}
-        for name, kept in half.flights.sent(self.version, travelling).items():
-            kept.copy_(travelling[name])  # which a callback may have changed since the last step
+        half.flights.keep(travelling)  # only now: a callback may have changed it since the server's step
         old = {version for unit in units if (version := self.version - self.staleness(unit)) < self.version}
         self.stale = {version: half.flights.sent(version, travelling) for version in old}
         self.trained = {name for name, p in half.server.named_parameters() if p.requires_grad}
@@ -224,7 +226,7 @@ class FedBuffHalf(FedAvgHalf):
         return super().initialize(workers)
 
     def settle(self) -> None:
-        self.flights.advance(travelling_tensors(self.server, without=frozen_parameters(self.server)))
+        self.flights.advance()
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_a_version_is_what_clients_are_sent_if_a_callback_changes_the_server(dat
 def flights(*options: Any, **more: Any) -> Flights:
     """The queue of an algorithm before its first round."""
     state = ls.FedBuff(*options, **more).new_state(nn.Linear(1, 1), seed=0)
-    state.advance({})
+    state.advance()
     return state
 
 
@@ -143,7 +143,7 @@ def arrivals(state: Flights, size: int, num_clients: int, rounds: int) -> list[l
         state.cohort(UniformParticipation(size), num_clients, derived_generator(0, "participation", round_idx))
         assert state.buffer is not None
         found.append([(client, state.version - version) for client, version in state.buffer.versions.items()])
-        state.advance({})
+        state.advance()
     return found
 
 
@@ -182,7 +182,7 @@ def test_clients_of_a_round_stay_the_same_once_the_server_has_stepped() -> None:
     assert first == again != later
     assert flights(4).cohort(UniformParticipation(0.2), 9, torch.Generator().manual_seed(0)).tolist() == first
     state.cohort(pair, 9, torch.Generator().manual_seed(0))
-    state.advance({})
+    state.advance()
     assert state.cohort(pair, 9, torch.Generator().manual_seed(0)).tolist() == first
 
 

@@ -27,8 +27,8 @@ from lightning_spectral.client.local_loop import (
     loss_of,
 )
 from lightning_spectral.errors import warn
-from lightning_spectral.filters.privacy import ClientPrivacy, check_budget
-from lightning_spectral.functional.privacy import Rounds, calibrated, draws, epsilon, grid_of, shortened, warn_of_delta
+from lightning_spectral.filters.privacy import ClientPrivacy, check_budget, epsilon_of, joined
+from lightning_spectral.functional.privacy import Rounds, calibrated, draws, grid_of, shortened, warn_of_delta
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.per_client import Assigned
@@ -39,7 +39,6 @@ from lightning_spectral.sums.exact_mean import Peers
 FIGURE = "example_epsilon"
 GOES_NOT = "ExamplePrivacy does not go with"
 TRAINED = (None, "error", "not_finite", "no_update")  # why clients that trained may be left out
-GIVEN_DATA = ("while_training", "untrained_rows")  # methods of hooks that are given a client's data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +104,8 @@ class ExamplePrivacy(Filter):
         module, kind, who = plan.module, type(plan.module).__name__, plan.participation
         mixing = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
         own = [f"`{name}`" for name in ("backward", "optimizer_step") if has_own_way(module, name)]
-        nothing, kinds = [getattr(LocalHook, name) for name in GIVEN_DATA], map(type, plan.local_hooks)
-        reading = [each.__name__ for each in kinds if [getattr(each, name) for name in GIVEN_DATA] != nothing]
+        hooks, given = plan.local_hooks, (LocalHook.while_training, LocalHook.untrained_rows)  # what has data
+        reading = [type(h).__name__ for h in hooks if (type(h).while_training, type(h).untrained_rows) != given]
         beside = [each for each in plan.filters if isinstance(each, ClientPrivacy)]
         callback = plan.callback_that("reads_clients")
         refused = {
@@ -128,7 +127,7 @@ class ExamplePrivacy(Filter):
     def server(self, fit: Fit) -> "EpsilonEnd":
         fit.refuse_averages("ExamplePrivacy")
         if fit.batch_sizes is None:
-            raise ValueError(f"{GOES_NOT} clients elsewhere, whose batches the server does not know.")
+            raise ValueError(f"{GOES_NOT} clients elsewhere: each asks for it itself, ClientData(example_privacy=...).")
         warn_of_delta(self.delta, int(fit.sizes().max()), "examples of a client")
         return EpsilonEnd(self, fit, fit.batch_sizes)
 
@@ -220,8 +219,8 @@ class EpsilonEnd(ServerEnd):
 
     def __init__(self, choice: ExamplePrivacy, fit: Fit, batch_sizes: Assigned[int]) -> None:
         self._choice, self._fit = choice, fit
-        self._draws_from: Callable[[int], tuple[int, int]] = lambda c: (int(fit.sizes()[c]), batch_sizes.of(c))
-        self._turns: dict[int, tuple[Rounds, ...]] = {}  # of each client, in stretches with the same noise and draws
+        self._known: Callable[[int], tuple[int, int]] = lambda c: (int(fit.sizes()[c]), batch_sizes.of(c))
+        self._turns: dict[int, list[Rounds]] = {}  # of each client, in stretches with the same noise and draws
         self._largest = 0.0  # epsilon of any of them
         self._steps: dict[int, int] = {}  # of a turn
         self._told: set[int] = set()
@@ -233,25 +232,20 @@ class EpsilonEnd(ServerEnd):
             "pass per example. Left out, because it has no noise: losses, what clients log, and their seconds." + known
         ]
 
-    def _after_turn(self, client_id: int) -> tuple[Rounds, ...]:
-        """A client's steps if it takes one more turn."""
-        known, before = self._draws_from(client_id), self._turns.get(client_id, ())
-        (rate, steps), multiplier = draws(*known), self._choice.multiplier(*known)
-        steps = self._steps.get(client_id, steps)
-        if before and before[-1][:2] == (rate, multiplier):
-            before, steps = before[:-1], steps + before[-1][2]
-        return (*before, (rate, multiplier, steps))
+    def _after_turn(self, client_id: int) -> list[Rounds]:
+        """A client's turns if it takes one more."""
+        (rate, steps), multiplier = draws(*self._known(client_id)), self._choice.multiplier(*self._known(client_id))
+        return joined(self._turns.get(client_id, ()), (rate, multiplier, self._steps.get(client_id, steps)))
 
     def _epsilon_after(self, client_id: int) -> float:
-        *before, last = self._after_turn(client_id)
-        return epsilon(*last, self._choice.delta, tuple(before))
+        return epsilon_of(self._after_turn(client_id), self._choice.delta)
 
     def _has_spent(self, client_id: int) -> bool:
         return (target := self._choice.target_epsilon) is not None and self._epsilon_after(client_id) > target
 
     def send(self, download: Download) -> Download:
         client_id = download.unit.client_id
-        self._steps[client_id] = download.steps_in(draws(*self._draws_from(client_id))[1])
+        self._steps[client_id] = download.steps_in(draws(*self._known(client_id))[1])
         if self._has_spent(client_id):
             raise Unusable("spent")
         return download
@@ -287,5 +281,5 @@ class EpsilonEnd(ServerEnd):
         return {"turns": dict(self._turns), "steps": dict(self._steps), "largest": self._largest} if self._turns else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._turns = {client: tuple(map(tuple, turns)) for client, turns in state_dict["turns"].items()}
+        self._turns = {client: [*map(tuple, turns)] for client, turns in state_dict["turns"].items()}
         self._steps, self._largest = dict(state_dict["steps"]), state_dict["largest"]

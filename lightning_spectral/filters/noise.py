@@ -63,9 +63,7 @@ class LocalNoise(Filter):
                 "`clients_per_round`, or Uniform."
             )
         if callback := plan.callback_that("reads_clients"):
-            raise ValueError(
-                f"LocalNoise hides the data of clients, of which {callback} would learn without noise; leave one out."
-            )
+            raise ValueError(f"LocalNoise hides the data of clients, of which {callback} would learn; leave one out.")
 
     def device(self, half: ServerHalf) -> "NoiseEnd":
         return NoiseEnd(self)

@@ -148,6 +148,19 @@ def check_budget(choice: Any, lasting: str) -> None:
         raise ValueError(f"`{lasting}={length}` says how long a budget is to last; give `target_epsilon`.")
 
 
+def joined(before: Sequence[Rounds], own: Rounds) -> list[Rounds]:
+    """Rounds, or steps, and some more, in stretches with the same noise and draws."""
+    if before and before[-1][:2] == own[:2]:
+        before, own = before[:-1], (*own[:2], before[-1][2] + own[2])
+    return [*before, own] if own[2] or not before else [*before]
+
+
+def epsilon_of(stretches: Sequence[Rounds], delta: float) -> float:
+    """The epsilon of all of them."""
+    *before, last = stretches
+    return epsilon(*last, delta, tuple(before))
+
+
 class PrivateFit:
     """What a choice of privacy means for the clients of one fit.
 
@@ -206,16 +219,12 @@ class PrivateFit:
         )
 
     def rounds(self, num_rounds: int) -> list[Rounds]:
-        """All rounds of the model until the fit has counted to a number, in stretches with the same noise and draws."""
-        own, stretches = num_rounds - self.first_round, list(self.before)
-        if stretches and stretches[-1][:2] == (self.rate, self.multiplier):
-            own += stretches.pop()[2]
-        return [*stretches, (self.rate, self.multiplier, own)] if own or not stretches else stretches
+        """All rounds of the model until the fit has counted to a number."""
+        return joined(self.before, (self.rate, self.multiplier, num_rounds - self.first_round))
 
     def epsilon(self, num_rounds: int) -> float:
         """The epsilon of all rounds of the model until the fit has counted to a number."""
-        *before, last = self.rounds(num_rounds)
-        return epsilon(*last, self.choice.delta, tuple(before))
+        return epsilon_of(self.rounds(num_rounds), self.choice.delta)
 
 
 class PrivateEnd(ServerEnd):

@@ -292,8 +292,7 @@ class MaskedSum:
         self._check(count, DID[step], [why.reason for why in self.fallen.values()])
         for client, why in failed.items():
             if step == "reveal" and why.reason == "error":  # others are warned of, or raised, as they are left out
-                text = f"Round {self.round_idx}: the update of client {client} is in the sum, although {why}."
-                warn(text)
+                warn(f"Round {self.round_idx}: the update of client {client} is in the sum, although {why}.")
         return found
 
     def _check(self, count: int, did: str, left_out: Iterable[ExclusionReason]) -> None:

@@ -18,11 +18,10 @@ from toy_models import LitMLP
 import lightning_spectral as ls
 from lightning_spectral.network import RemoteClients
 from lightning_spectral.network.device import ClientData, DeviceService
-from lightning_spectral.network.kit import SERVER
 from lightning_spectral.network.line import Answer, Line, Question
 from lightning_spectral.network.messages import Kind
 from lightning_spectral.network.roster import Roster
-from lightning_spectral.network.status import FILE
+from lightning_spectral.network.status import FILE, SERVER
 
 TRUSTED = ("toy_models", "other_process", "masked_heads")
 

@@ -76,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _init(folder: Path) -> None:
     write_app(folder)
     print(f"wrote app.py, device.py and pyproject.toml in {folder}")
-    print(
-        f"`python -m lightning_spectral network demo {folder}` runs it here, and `network kit` sets up your machines."
-    )
+    print(f"`python -m lightning_spectral network demo {folder}` runs it here; `network kit` sets up your machines.")
 
 
 def write_app(folder: Path) -> None:
@@ -147,8 +145,8 @@ def _demo(folder: Path | None, clients: int, run_config: str, node_config: str) 
     """Run an app, and show those of its lines that are about rounds; all of them if it fails."""
     with from_extra("network"):
         import flwr  # noqa: F401
-    from lightning_spectral.network.kit import SERVER
     from lightning_spectral.network.local_network import LocalNetwork
+    from lightning_spectral.network.status import SERVER
 
     if folder is not None and not (folder / "pyproject.toml").is_file():
         raise FileNotFoundError(f"{folder} has no pyproject.toml; `network init FOLDER` writes an app.")

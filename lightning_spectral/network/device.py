@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,24 +15,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_spectral.algorithms.fed_avg import FedAvg
+from lightning_spectral.algorithms.filter import Plan
 from lightning_spectral.arguments import Number, Whole, check_fields, flag
 from lightning_spectral.client.batches import BatchSource, Collate, examples_per_epoch
 from lightning_spectral.client.batches import ClientData as ClientBatches
-from lightning_spectral.client.device import Device, Instructions
+from lightning_spectral.client.device import Device
 from lightning_spectral.client.masking import Parties
 from lightning_spectral.errors import DeviceError, RecordError, check_is
-from lightning_spectral.filters import LocalNoise
+from lightning_spectral.filters import ExamplePrivacy, LocalNoise
+from lightning_spectral.filters.example_privacy import FIGURE, ExampleEnd
 from lightning_spectral.filters.noise import NoiseEnd
+from lightning_spectral.filters.privacy import epsilon_of, joined
+from lightning_spectral.functional.privacy import draws, warn_of_delta
 from lightning_spectral.network import messages
 from lightning_spectral.network.messages import Holding, Identity, Kind, Part, Parts, Start, record_of, record_parts
 from lightning_spectral.network.objects import read_object
+from lightning_spectral.network.status import write_whole
 from lightning_spectral.network.workplace import Workplace, check_accelerator
 from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.protocol.codec import read_tensors, write_tensors
 from lightning_spectral.protocol.exchange import KeptTensors, load_tensors, named_state
-from lightning_spectral.protocol.records import Download, Tensors, Upload
+from lightning_spectral.protocol.records import Download, LoggedValue, Tensors, Upload
 
-OWNERS_NOISE = "noise of the owner"  # a filter's name
+OWNERS_NOISE, OWNERS_PRIVACY = "noise of the owner", "privacy of the owner"  # names of filters
+SPENT = "spent.json"  # in a state folder: what turns have spent of its examples' privacy, in all runs
 STATE = "state/"  # before the names of what an algorithm and filters keep, as `OWN` is before those of an own model
 SMALLEST_EVALUATION_BATCH = 256  # as at the server
 log = logging.getLogger(__name__)
@@ -58,6 +65,8 @@ class ClientData:
             a folder of this client and model alone; ``None`` for memory, so that it is lost when the process ends.
         local_noise: Noise that hides the client's updates even from the server; ``None`` for none. The server is told
             no losses and metrics either, but the number of examples, and whether the device failed.
+        example_privacy: Noise in each local step that hides single examples; ``None`` for none. The device counts the
+            epsilon of all its turns, in ``state_folder``, whatever the server says, and tells it no more than that.
 
     Raises:
         TypeError: If an argument has the wrong type, or the data set has no length.
@@ -81,6 +90,7 @@ class ClientData:
     num_workers: int = 0
     state_folder: str | None = None
     local_noise: LocalNoise | None = None
+    example_privacy: ExamplePrivacy | None = None
 
     def __post_init__(self) -> None:
         if not (hasattr(self.train, "__getitem__") and hasattr(self.train, "__len__")):
@@ -98,16 +108,34 @@ class ClientData:
         flag("drop_last", self.drop_last)
         if self.state_folder is not None:
             check_is("state_folder", self.state_folder, str)
-        if self.local_noise is not None:
-            check_is("local_noise", self.local_noise, LocalNoise)
-            if self.val is not None:
-                raise ValueError("Evaluations on `val` would reach the server without `local_noise`; leave one out.")
+        for name, kind in (("local_noise", LocalNoise), ("example_privacy", ExamplePrivacy)):
+            if (hides := getattr(self, name)) is not None:
+                check_is(name, hides, kind)
+                if self.val is not None:
+                    raise ValueError(f"Evaluations on `val` would reach the server without `{name}`; leave one out.")
+        if self.example_privacy is not None:
+            if self.state_folder is None:
+                raise ValueError("`example_privacy` counts what it has spent in the `state_folder`; give one.")
+            warn_of_delta(self.example_privacy.delta, len(self.train), "examples of this client")
 
     def holding(self) -> Holding:
         """What the server is told of it."""
         size, held_out = len(self.train), 0 if self.val is None else len(self.val)
         per_epoch = examples_per_epoch(size, self.batch_size, self.drop_last)
         return Holding(size, per_epoch, self.keep_ratio, held_out, self.budget_bytes)
+
+    def spend(self, privacy: ExamplePrivacy, download: Download) -> float | None:
+        """Count a turn, before it begins, and return the epsilon of all; ``None`` if it would exceed the budget."""
+        path, known = Path(self.state_folder or "", SPENT), (len(self.train), self.batch_size)
+        before = [tuple(stretch) for stretch in json.loads(path.read_text())] if path.exists() else []
+        rate, steps = draws(*known)
+        turns = joined(before, (rate, privacy.multiplier(*known), download.steps_in(steps)))
+        after = epsilon_of(turns, privacy.delta)
+        if privacy.target_epsilon is not None and after > privacy.target_epsilon:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(turns).encode())
+        return after
 
     def batches(self, download: Download) -> ClientBatches:
         """The examples of one round, in an order that depends on the run's seed, the round and the client."""
@@ -181,11 +209,9 @@ class KeptStates:
             before = {last: self._in_memory[last]} if last in self._in_memory else {}
             self._in_memory = {**before, new: {name: copies[id(tensor)] for name, tensor in named.items()}}
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         is_lost = download.last_turn is not None and not (self.folder / last).exists()
-        written = self.folder / f"{new}.part"
-        written.write_bytes(write_tensors(named))
-        os.replace(written, self.folder / new)  # a file is complete or not there
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(self.folder / new, write_tensors(named))
         for path in self.folder.glob(_name(download.seed, "*")):
             if path.name not in (last, new):
                 # of another's turn in this client's name, or of an earlier run with the seed
@@ -296,12 +322,7 @@ class DeviceService:
         self._parties = Parties()
 
     def answer(self, question: str, parts: Parts) -> dict[str, bytes]:
-        """Answer one message; errors are reported in the reply.
-
-        Args:
-            question: One of `Kind`.
-            parts: The message.
-        """
+        """Answer a message, whose question is one of `Kind`; errors are reported in the reply."""
 
         def answer() -> dict[str, bytes]:
             if question == Kind.WHO:
@@ -332,15 +353,20 @@ class DeviceService:
             start = self._starts[known]
             self._check_model(start.model)
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
-            start = replace(start, instructions=self._with_noise(start))
-            device = workplace.make_device(self.modules[start.model](), start, self.data[start.model].batches)
+            module = self.modules[start.model]()
+            device = workplace.make_device(module, self._hiding(start, module), self.data[start.model].batches)
             device.kept = self._kept.setdefault(start.model, device.kept)
             device.parties = self._parties
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
         states = self._states[self._starts[known].model]
         download = workplace.arrive(download)
-        completed = states.complete(download)
+        completed, data, said = states.complete(download), self.data[self._starts[known].model], {}
+        is_due = download.local_epochs > 0 and not device.kept.missing(download)
+        if is_due and (privacy := data.example_privacy) is not None:
+            if (spent := data.spend(privacy, download)) is None:
+                return record_parts(Upload(download.unit, {}, left_out="spent"))
+            said = {FIGURE: LoggedValue(spent, prog_bar=False, logger=True)}
         device.generators.save()
         try:
             upload = device.run(completed or download)
@@ -348,7 +374,7 @@ class DeviceService:
             device.generators.restore()
         if device.instructions.keeps_state and upload.left_out is None and not upload.missing:
             states.keep(download, upload, device.instructions.own_model(upload.client_state))
-        upload = replace(upload, client_state={}, lost_state=completed is None)
+        upload = replace(upload, client_state={}, lost_state=completed is None, logged={**upload.logged, **said})
         if (failure := upload.failure) is not None:
             log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
             if not self.share_errors:
@@ -369,19 +395,25 @@ class DeviceService:
             logged |= {f"{OWN}{name}": value for name, value in evaluated.items()}
         return record_parts(Upload(download.unit, {}, logged=logged))
 
-    def _with_noise(self, start: Start) -> Instructions:
-        """What the device does, with its owner's noise; `DeviceError` if the server needs losses, which have none."""
-        noise, told = self.data[start.model].local_noise, start.instructions
-        if noise is None:
-            return told
-        if start.measures or told.side.reads_loss:
+    def _hiding(self, start: Start, module: nn.Module) -> Start:
+        """What the device does, with its owner's noise; `DeviceError` if the server needs what has none."""
+        data, told = self.data[start.model], start.instructions
+        noise = {} if data.local_noise is None else {OWNERS_NOISE: NoiseEnd(data.local_noise)}
+        # the last decides how clients are trained
+        privacy = {} if data.example_privacy is None else {OWNERS_PRIVACY: ExampleEnd(data.example_privacy)}
+        if taken := {*noise, *privacy} & told.ends.keys():  # which would replace it
+            raise RecordError(f"The server sends a filter named {min(taken)!r}, which is this device's own.")
+        try:
+            for end in privacy.values():
+                end.choice.check(Plan(module, FedAvg(), local_hooks=start.local_hooks))
+        except ValueError as error:
+            raise DeviceError(str(error)) from error
+        if (noise or privacy) and (start.measures or told.side.reads_loss):
             raise DeviceError(
-                "This device hides its loss (`local_noise`), and the server asks for it. Choose an algorithm and a "
-                "sampler without losses, such as FedAvg and Uniform."
+                f"This device hides its loss (`{'local_noise' if noise else 'example_privacy'}`), and the server asks "
+                "for it. Choose an algorithm and a sampler without losses, such as FedAvg and Uniform."
             )
-        if OWNERS_NOISE in told.ends:  # which would replace it
-            raise RecordError(f"The server sends a filter named {OWNERS_NOISE!r}, which is this device's own.")
-        return replace(told, ends={OWNERS_NOISE: NoiseEnd(noise), **told.ends})
+        return replace(start, instructions=replace(told, ends={**noise, **told.ends, **privacy}))
 
     def _check_model(self, model: str) -> None:
         if model not in self.modules or model not in self.data:

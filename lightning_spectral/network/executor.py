@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -21,6 +21,7 @@ T = TypeVar("T")
 ABSENT = "late", "dropped_out"  # reasons for which there is no answer, and which are no failure
 
 
+@dataclass(eq=False)
 class RemoteExecutor(Executor):
     """Sends each download to the device of its client, and yields uploads as they arrive.
 
@@ -36,22 +37,18 @@ class RemoteExecutor(Executor):
         keep_first: Number of updates for which a round waits; ``None`` for all.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        start: Start,
-        gate: UploadGate,
-        deadline: float | None,
-        at_once: int | None = None,
-        keep_first: int | None = None,
-    ) -> None:
-        self.roster, self.gate, self.deadline, self.at_once = roster, gate, deadline, at_once
-        self.keep_first, self._num_kept = keep_first, 0
-        surplus: tuple[ExclusionReason, ...] = () if keep_first is None else ("surplus",)
+    roster: Roster
+    start: InitVar[Start]
+    gate: UploadGate
+    deadline: float | None
+    at_once: int | None
+    keep_first: int | None
+
+    def __post_init__(self, start: Start) -> None:
+        surplus: tuple[ExclusionReason, ...] = () if self.keep_first is None else ("surplus",)
         self.exclusion_reasons = ("dropped_out", "late", *surplus)
-        self._start = write_object(start)
+        self._start, self._num_kept, self._started = write_object(start), 0, set[int]()  # nodes that have the start
         self._digest = digest_of(self._start)
-        self._started: set[int] = set()  # nodes that have the start
 
     def begin_round(self) -> None:
         """Wait for as many updates as in every round."""

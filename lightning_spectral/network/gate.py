@@ -142,7 +142,7 @@ class UploadGate:
             return replace(upload, unit=unit, logged=named)
         if upload.left_out == "error" and upload.failure is not None:
             return Upload(unit, {}, left_out="error", failure=_of_client(upload.failure))
-        may_be = ("no_update", "not_finite", *(("dropped_out",) if download.masking is not None else ()))
+        may_be = ("no_update", "not_finite", "spent", *(("dropped_out",) if download.masking is not None else ()))
         if upload.left_out in may_be and upload.failure is None:
             return Upload(unit, {}, loss=upload.loss, left_out=upload.left_out)
         raise RecordError(f"it cannot be left out as {upload.left_out!r}")

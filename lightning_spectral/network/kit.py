@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import getpass
 import ipaddress
-import json
 import os
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_spectral.errors import from_extra
+from lightning_spectral.network.status import QUIET, SERVER, asked_flower, write_whole
 
 with from_extra("network"):
     from cryptography import x509
@@ -30,14 +28,8 @@ with from_extra("network"):
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*")
 VALID = timedelta(days=730)
-SERVER = "server"  # folder of the server's machine, and the name of its SuperLink for `flwr run`
 PORT, LINK_PORT, NODE_PORT = 8443, 8000, 9094  # of the door, and on loopback of the SuperLink and the first SuperNode
 READY = "ExecStartPost=/bin/bash -c 'until (exec 3<>/dev/tcp/127.0.0.1/{}) 2>/dev/null; do sleep 0.2; done'\n"
-QUIET = {
-    "FLWR_TELEMETRY_ENABLED": "0",
-    "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-}
 
 
 @dataclass(frozen=True)
@@ -140,20 +132,20 @@ class Kit:
             write_certificates(server, self.host)
             self.home.mkdir()
             config = filled("config.toml", name=SERVER, port=self.link_port, authority=server / "ca.crt")
-            write(self.home / "config.toml", config.encode())
+            write_whole(self.home / "config.toml", config.encode())
             for file, service in (("superlink", self.superlink()), ("door", self.door())):
-                write(server / f"{file}.service", service.unit().encode(), mode=0o644)
+                write_whole(server / f"{file}.service", service.unit().encode(), mode=0o644)
         devices = sum((path / "supernode.service").exists() for path in self.folder.iterdir())
         for index, name in enumerate(names):
             (folder := self.folder / name).mkdir()
-            write(folder / "ca.crt", (server / "ca.crt").read_bytes(), mode=0o644)
+            write_whole(folder / "ca.crt", (server / "ca.crt").read_bytes(), mode=0o644)
             unit = self.supernode(name, NODE_PORT + devices + index, node_config).unit()
-            write(folder / "supernode.service", unit.encode(), mode=0o644)
+            write_whole(folder / "supernode.service", unit.encode(), mode=0o644)
         exports = " ".join(f"{name}={value}" for name, value in {**QUIET, "FLWR_HOME": self.home}.items())
         who = {"names": " ".join(names), "python": sys.executable, "host": self.host, "user": getpass.getuser()}
         ports = {"port": self.port, "link_port": self.link_port}
         text = filled("README.md", folder=self.folder, exports=exports, **who, **ports)
-        write(self.folder / "README.md", text.encode(), mode=0o644)
+        write_whole(self.folder / "README.md", text.encode(), mode=0o644)
 
     def _is_of(self, server: Path) -> bool:
         """Whether devices reach a server that was written before as they would reach this one."""
@@ -204,16 +196,17 @@ def filled(template: str, **values: object) -> str:
 
 
 def write_key(folder: Path) -> str:
-    """Make a device's key in its folder, on the device, which it never leaves; a key that is there stays.
+    """Make a device's key in its folder, on the device, which it never leaves, unless there is one.
 
-    Returns:
-        The public half, which is in ``node.pub`` too.
+    The public half, which is returned, is in ``node.pub`` too.
     """
     if not (folder / "node").exists():
-        write(folder / "node", _private(ec.generate_private_key(ec.SECP384R1()), serialization.PrivateFormat.OpenSSH))
+        write_whole(
+            folder / "node", _private(ec.generate_private_key(ec.SECP384R1()), serialization.PrivateFormat.OpenSSH)
+        )
     key = serialization.load_ssh_private_key((folder / "node").read_bytes(), password=None)
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    write(folder / "node.pub", public, mode=0o644)
+    write_whole(folder / "node.pub", public, mode=0o644)
     return public.decode()
 
 
@@ -241,21 +234,10 @@ def enrol(folder: Path, name: str, public: str) -> int:
         curve = getattr(serialization.load_ssh_public_key(public.encode()), "curve", None)
     if not isinstance(curve, ec.SECP384R1):
         raise ValueError(f"A device's key is what `network key` prints on the device, got {public[:30]!r}.")
-    write(own / "node.pub", public.encode(), mode=0o644)
+    write_whole(own / "node.pub", public.encode(), mode=0o644)
     node: int = asked_flower(folder, "supernode", "register", str(own / "node.pub"))["node-id"]
-    write(noted, str(node).encode(), mode=0o644)
+    write_whole(noted, str(node).encode(), mode=0o644)
     return node
-
-
-def asked_flower(folder: Path, *command: str) -> dict[str, Any]:
-    """What a command of Flower says of the SuperLink of this machine; `RuntimeError` if it fails."""
-    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder.resolve() / SERVER / "flwr")}
-    program = [str(Path(sys.executable).with_name("flwr")), *command, SERVER, "--format=json"]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
-    with suppress(ValueError):
-        if (said := json.loads(done.stdout)).get("success"):
-            return dict(said)
-    raise RuntimeError(f"`flwr {' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
 
 
 def write_certificates(folder: Path, host: str) -> None:
@@ -287,21 +269,8 @@ def write_certificates(folder: Path, host: str) -> None:
         if key is not signer:
             builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         certificate = builder.sign(authority, hashes.SHA256())
-        write(folder / file, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
-    write(folder / "server.key", _private(own, serialization.PrivateFormat.PKCS8))
-
-
-def write(path: Path, data: bytes, *, mode: int = 0o600) -> None:
-    """Replace a file by one that is whole, and was never readable for more than ``mode`` says."""
-    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            os.fchmod(descriptor, mode)
-        os.replace(new, path)
-    except BaseException:
-        os.unlink(new)
-        raise
+        write_whole(folder / file, certificate.public_bytes(serialization.Encoding.PEM), mode=0o644)
+    write_whole(folder / "server.key", _private(own, serialization.PrivateFormat.PKCS8))
 
 
 def _general_name(host: str) -> x509.GeneralName:

@@ -125,11 +125,7 @@ def record_parts(record: Download | Upload) -> dict[str, bytes]:
 
 
 def record_of(parts: Parts, kind: type[Record]) -> Record:
-    """The record in a message.
-
-    Raises:
-        RecordError: If it is not there, or damaged.
-    """
+    """The record in a message; `RecordError` if it is not there, or damaged."""
     if not {Part.HEAD, Part.VALUES} <= parts.keys():
         raise RecordError(f"The message holds no {kind.__name__}.")
     return decode(parts[Part.HEAD], parts[Part.VALUES], kind)

@@ -143,12 +143,7 @@ class RemoteClients(ServerData):
         return len(self.roster.names)
 
     def setup(self, stage: str) -> None:
-        """Wait for the clients with which a run begins.
-
-        Raises:
-            RoundError: If they are not there in time.
-            ValueError: If a callback needs their examples, or ``wait_for`` is needed and not given.
-        """
+        """Wait for the clients with which a run begins, or raise."""
         if stage != "fit":
             return
         trainer: Any = self.trainer
@@ -200,11 +195,7 @@ class RemoteClients(ServerData):
         self.roster.wait_for(math.ceil(min(usual, expected)), f"Round {round_idx}")
 
     def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor:
-        """The executor that sends downloads to devices.
-
-        Raises:
-            ValueError: If the run has settings that devices cannot honour.
-        """
+        """What sends downloads to devices; ``ValueError`` if the run has settings that they cannot honour."""
         told, trainer = engine.instructions, owner.trainer
         if trainer.world_size > 1:
             raise ValueError("Clients elsewhere are reached from one process: use Trainer(devices=1).")
@@ -231,15 +222,9 @@ class RemoteClients(ServerData):
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
-        """Let clients evaluate the server's model on their own held-out examples.
+        """The metrics of clients on their own held-out examples, with the model of a `FederatedModule`.
 
-        Args:
-            owner: The `FederatedModule`, whose weights all clients get.
-            round_idx: The round, from 0.
-            client_ids: Clients to evaluate.
-
-        Returns:
-            The metrics of each client that answers; those that do not are named in a warning.
+        Those that do not answer are named in a warning.
         """
         roster, client_of, found = self.roster, dict[int, int](), dict[int, Mapping[str, float]]()
         asking, tensors = Asking(roster.line), travelling_tensors(owner.module)

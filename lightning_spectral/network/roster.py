@@ -116,11 +116,8 @@ class Roster:
     def wait_for(self, wanted: int, what: str, *, everybody: bool = False) -> int:
         """Look for clients until enough are there or patience has run out; return how many there are.
 
-        Args:
-            wanted: Number of clients.
-            what: What they are needed for, for the message that the server waits.
-            everybody: Whether to wait for the answers of all nodes that are there, however long these take, so that
-                they are numbered together.
+        The message that the server waits says ``what`` they are needed for. With ``everybody``, all nodes that are
+        there are waited for, however long they take, so that they are numbered together.
         """
         until, announced, pause = time.monotonic() + self.patience, False, SHORTEST
         while True:
@@ -138,11 +135,7 @@ class Roster:
             pause = min(2.0 * pause, LOOK_SECONDS)
 
     def look(self, together: bool = False) -> None:
-        """Look which nodes are there, ask new ones who they are, and admit those that have answered.
-
-        Args:
-            together: Whether to admit nobody before all have answered.
-        """
+        """Look which nodes are there, ask new ones who they are, and admit those that have answered, or all at once."""
         there = frozenset(self.line.nodes())
         self._known &= there
         asked, now = {question.node for question, _ in self._asking.waiting.values()}, time.monotonic()

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_spectral.tables import as_text
 
+SERVER = "server"  # folder of the server's machine, and the name of its SuperLink for `flwr run`
 FILE = "status.jsonl"  # in Flower's folder on the server: a line of JSON for each client of the last run
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
 FIGURES = ("connected", "answered", "round_idx", "sent_bytes", "received_bytes")
 
 
@@ -41,24 +52,42 @@ class Seen:
 def write_status(path: Path, clients: Iterable[Seen], rejected: Mapping[int, str]) -> None:
     """Replace the file of a run by one that is whole, with clients, and the nodes that were rejected and why."""
     rows = [*map(asdict, clients), *({"node": node, "why": f"rejected: {why}"} for node, why in rejected.items())]
-    part = path.with_name(f"{path.name}.part")
-    part.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    part.replace(path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def write_whole(path: Path, data: bytes, *, mode: int = 0o600) -> None:
+    """Replace a file by one that is whole, and was never readable for more than ``mode`` says."""
+    descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            os.fchmod(descriptor, mode)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise
 
 
 def enrolled_beside(path: Path | None) -> dict[int, str]:
     """The names for which keys are enrolled, by node, in the kit that has this file; none if it is in no kit."""
-    from lightning_spectral.network.kit import SERVER
-
     if path is None or path.parts[-3:] != (SERVER, "flwr", FILE):
         return {}
     return {int(noted.read_text()): noted.parent.name for noted in path.parents[2].glob("*/registered")}
 
 
+def asked_flower(folder: Path, *command: str) -> dict[str, Any]:
+    """What a command of Flower says of the SuperLink of this machine; `RuntimeError` if it fails."""
+    environment = {**os.environ, **QUIET, "FLWR_HOME": str(folder.resolve() / SERVER / "flwr")}
+    program = [str(Path(sys.executable).with_name("flwr")), *command, SERVER, "--format=json"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    with suppress(ValueError):
+        if (said := json.loads(done.stdout)).get("success"):
+            return dict(said)
+    raise RuntimeError(f"`flwr {' '.join(command)}` failed:\n{done.stdout}{done.stderr}")
+
+
 def status_of(kit: Path) -> list[dict[str, Any]]:
     """What is known of each client: the fields of `Seen`, and whether it is connected to the SuperLink now."""
-    from lightning_spectral.network.kit import SERVER, asked_flower
-
     listed, path = asked_flower(kit, "supernode", "list")["nodes"], kit / SERVER / "flwr" / FILE
     connected = {int(node["node-id"]) for node in listed if node["status"] == "online"}
     names = enrolled_beside(path)

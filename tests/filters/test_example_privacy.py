@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,20 +12,26 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+import other_process
 import pytest
 import torch
 from audits import lower_bound
-from federation import Fit, ScalesAlone, check_resumes, said_during, seeded
+from fake_line import line_of, remote, toy_client_data
+from federation import Fit, ScalesAlone, check_resumes, said_during, same_state, seeded
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, LitSmall, toy_examples, variant
 
 import lightning_spectral as ls
+from lightning_spectral import network
+from lightning_spectral.algorithms.fed_avg import DenseSide
 from lightning_spectral.client.batches import BatchSource, ClientData
+from lightning_spectral.client.device import Instructions
 from lightning_spectral.client.local_loop import LocalSettings, LocalTask, Placement, Recorder
 from lightning_spectral.filters import example_privacy
-from lightning_spectral.filters.example_privacy import ExampleLoop, ExamplePrivacy
+from lightning_spectral.filters.example_privacy import ExampleEnd, ExampleLoop, ExamplePrivacy
 from lightning_spectral.functional.privacy import epsilon, grid_of, shortened
+from lightning_spectral.network.messages import Start
 from lightning_spectral.protocol.records import Download, WorkUnit
 from lightning_spectral.protocol.rng import SecretNormals
 
@@ -301,3 +308,67 @@ def test_what_the_bound_does_not_cover_is_refused_by_name(what: str, data: Any, 
 def test_rounding_makes_no_example_longer_than_the_bound() -> None:
     """To the nearest step, both entries would become 2."""
     assert shortened(torch.tensor([3.0, 3.0], dtype=torch.float64), clip=2.6, grid=1.0).tolist() == [1.0, 1.0]
+
+
+# -- on devices, which count for themselves
+
+
+def hiding(folder: Path, lit: Any = LitMLP, batch_size: int = 4, **choice: Any) -> Any:
+    """A line of devices whose owners hide their examples."""
+    own: dict[str, Any] = {"batch_size": batch_size, "example_privacy": replace(PRIVACY, **choice)}
+    clients = enumerate(toy_client_data())
+    datas = [{"": network.ClientData(examples, state_folder=str(folder / str(i)), **own)} for i, examples in clients]
+    return line_of([{"": lit}] * 12, datas)
+
+
+EVERYBODY: dict[str, Any] = {"clients_per_round": 12, "max_epochs": 2}
+
+
+@pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.4), ls.LoRA(2)], ids=repr)
+def test_devices_train_as_with_the_filter_and_say_their_epsilon(algorithm: Any, fit: Fit, tmp_path: Path) -> None:
+    options = {**EVERYBODY, "algorithm": algorithm, "local_epochs": 2}
+    theirs = fit(seeded(LitMLP), other_process.toy_data(), filters=[PRIVACY], **options)
+    ours = fit(seeded(LitMLP), remote(hiding(tmp_path)), **options)
+    assert same_state(ours.tensors, theirs.tensors)
+    sizes = list(map(len, toy_client_data()))
+    for turns, row in enumerate(ours.history.rows, start=1):
+        said = [epsilon(min(1.0, 4 / n), NOISE, 2 * turns * math.ceil(n / 4), DELTA) for n in sizes]
+        mean = sum(own * n for own, n in zip(said, sizes, strict=True)) / sum(sizes)
+        assert row["clients/example_epsilon"] == pytest.approx(mean)
+
+
+@pytest.mark.filterwarnings("ignore:Round .. no client is left")
+def test_devices_count_all_runs_and_take_no_part_beyond_their_budget(fit: Fit, tmp_path: Path) -> None:
+    """Two rounds, and three of another run, whose devices are new processes: a server cannot begin anew."""
+    (size,) = set(map(len, toy_client_data()))
+    for seed, rounds, spent in ((0, 2, [0, 0]), (1, 3, [0, 12, 12])):
+        options = {**EVERYBODY, "seed": seed, "max_epochs": rounds}
+        run = fit(seeded(LitMLP), remote(hiding(tmp_path, batch_size=5, target_epsilon=asked(size, 3))), **options)
+        assert [row.get("fl/left_out_spent", 0.0) for row in run.history.rows] == spent
+    assert run.history.rows[0]["clients/example_epsilon"] == pytest.approx(asked(size, 3))
+    for client in range(12):
+        spent_by = json.loads((tmp_path / str(client) / "spent.json").read_text())
+        assert spent_by == [[min(1.0, 5 / size), NOISE, 3 * math.ceil(size / 5)]]
+
+
+def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Path) -> None:
+    examples = toy_client_data()[0]
+    for given, words in (({"state_folder": "a", "val": examples}, "leave one out"), ({}, "`state_folder`; give one")):
+        with pytest.raises(ValueError, match=words):
+            network.ClientData(examples, example_privacy=PRIVACY, **given)
+    for lit, options, words in (
+        (LitMLP, {"algorithm": ls.QFedAvg()}, r"hides its loss \(`example_privacy`\)"),
+        (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
+        (LitSmall, {}, "BatchNorm"),
+        (LitMLP, {"filters": [PRIVACY]}, r"clients elsewhere: .* ClientData\(example_privacy=...\)"),
+    ):
+        with pytest.raises(Exception, match=words):
+            fit(seeded(lit), remote(hiding(tmp_path, lit)), **{**EVERYBODY, **options})
+    assert not list(tmp_path.glob("*/spent.json"))
+
+
+def test_no_filter_of_the_server_decides_how_a_device_with_private_examples_trains(tmp_path: Path) -> None:
+    (device, *_) = hiding(tmp_path).there.values()
+    told = Instructions(DenseSide(()), {"weaker": ExampleEnd(replace(PRIVACY, noise_multiplier=0.05))})
+    kept = device.make()._hiding(Start("", told), LitMLP()).instructions.ends
+    assert list(kept.values()) == [*told.ends.values(), ExampleEnd(PRIVACY)]  # the last one trains

@@ -16,7 +16,8 @@ import yaml
 
 from lightning_spectral.network import kit as kit_module
 from lightning_spectral.network.command import main
-from lightning_spectral.network.kit import NODE_PORT, Kit, write, write_certificates
+from lightning_spectral.network.kit import NODE_PORT, Kit, write_certificates
+from lightning_spectral.network.status import write_whole
 
 FLOWER = Path(sys.executable).with_name("flower-superlink")
 
@@ -157,13 +158,13 @@ def test_a_file_is_replaced_whole_and_never_readable_by_others(tmp_path: Path, m
     before = os.umask(0)
     try:
         monkeypatch.setattr(os, "replace", looks)
-        write(key, b"secret")
+        write_whole(key, b"secret")
     finally:
         os.umask(before)
     assert (modes, mode(key), key.read_bytes()) == ([0o600], 0o600, b"secret")
     monkeypatch.setattr(os, "replace", lambda new, old: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write(key, b"newer")
+        write_whole(key, b"newer")
     assert [path.name for path in tmp_path.iterdir()] == ["node"]
     assert key.read_bytes() == b"secret"
 

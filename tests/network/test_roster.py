@@ -18,7 +18,7 @@ from toy_models import LitMLP
 
 import lightning_spectral as ls
 from lightning_spectral.errors import DeviceError, RoundError
-from lightning_spectral.network import ClientData, kit
+from lightning_spectral.network import ClientData, status
 from lightning_spectral.network import roster as roster_module
 from lightning_spectral.network.command import main
 from lightning_spectral.network.device import answered
@@ -418,7 +418,7 @@ def test_the_status_tells_each_client_by_name(
     line.there[900] = line.there[FIRST]
     line.status = in_kit(tmp_path, {"odd": 900})
     listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
-    monkeypatch.setattr(kit, "asked_flower", lambda folder, *words: {"nodes": listed})
+    monkeypatch.setattr(status, "asked_flower", lambda folder, *words: {"nodes": listed})
     faults = ls.server.Faults(on_error=ls.server.LeaveOut())
     with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .*device '\d+': .* the disk is full"):
         fit(seeded(LitMLP), remote(line, deadline=0.3), faults=faults, max_epochs=2, **EVERYBODY)

@@ -1,16 +1,18 @@
 """How many kernels a local step and a round start, which is what small rounds on a GPU wait for.
 
-``python benchmarks/kernels.py`` takes seconds on the CPU: it counts the operations that torch dispatches, without views
-and allocations, with optimizers as on a GPU (``foreach=True``). A step is counted by piece; what is left of a round of
-ten clients, once their steps are subtracted, is outside of steps.
+``python benchmarks/kernels.py`` takes seconds on the CPU: it counts the operations on the device that the tests pretend,
+without views, allocations and copies, with optimizers as on a GPU (``foreach=True``). A step is counted by piece; what
+is left of a round of ten clients, once their steps are subtracted, is outside of steps.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import pretend_device
 
 NUM_CLIENTS, NUM_STEPS = 10, 3
 FREE = {  # they start nothing on a GPU, or only reserve memory
@@ -49,7 +54,8 @@ class Kernels(TorchDispatchMode):
         self.piece = "outside"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ not in FREE:
+        is_there = pretend_device.PretendTensor in types  # not a draw of terms, which is on the CPU
+        if is_there and func.overloadpacket.__name__ not in FREE:
             self.found[self.piece] += 1
         return func(*args, **(kwargs or {}))
 
@@ -115,7 +121,9 @@ def counted(net: str, algorithm: ls.Algorithm) -> tuple[dict[str, float], float]
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with kernels:
-        pl.Trainer(max_epochs=2, accelerator="cpu", callbacks=[SecondRound()], **quiet).fit(model, data)
+        pl.Trainer(max_epochs=2, callbacks=[SecondRound()], **quiet, **pretend_device.trainer_options()).fit(
+            model, data
+        )
     outside = kernels.found.pop("outside")
     return {piece: count / NUM_CLIENTS / NUM_STEPS for piece, count in kernels.found.items()}, outside
 
@@ -123,6 +131,7 @@ def counted(net: str, algorithm: ls.Algorithm) -> tuple[dict[str, float], float]
 def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
+    pretend_device.install()
     print("| network | algorithm | a step | by piece | outside of steps, a round of ten clients |")
     print("| --- | --- | --- | --- | --- |")
     for net in NETS:

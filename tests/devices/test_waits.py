@@ -3,7 +3,9 @@
 `docs/devices.md` shows these numbers. Fewer are better: lower them here and there.
 """
 
+import importlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -141,3 +143,21 @@ def test_a_parameter_of_the_device_takes_other_memory_of_either_device() -> None
     assert layer(torch.ones(1, 2)).tolist() == [[6.0]]
     weight.data = first
     assert (weight.device.type, weight.tolist()) == (pretend_device.NAME, first.tolist())
+
+
+MOST_KERNELS = {  # in a local step, and in a round of ten clients outside of steps
+    ("MLP", "FedAvg"): (31, 240),
+    ("MLP", "sharding at 0.2"): (53, 1450),
+    ("CNN", "FedAvg"): (33, 400),
+    ("CNN", "sharding at 0.2"): (61, 2050),
+}
+
+
+@pytest.mark.parametrize("case", MOST_KERNELS, ids=" ".join)
+def test_rounds_start_no_more_kernels_than_they_did(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    kernels = importlib.import_module("kernels")
+    step, outside = kernels.counted(case[0], kernels.ALGORITHMS[case[1]])
+    most_in_step, most_outside = MOST_KERNELS[case]
+    assert 0.9 * most_in_step < sum(step.values()) <= most_in_step  # fewer is a reason to lower the bound
+    assert 0.9 * most_outside < outside <= most_outside

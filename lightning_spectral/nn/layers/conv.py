@@ -91,7 +91,7 @@ class SpectralShardedConv(SpectralShardedLayer):
         channel_dim = type(self).channel_dim
         input, v = self._leading(input, channel_dim)
         input, padding = padded(self, input)
-        bias = None if self.bias is None else self.bias[: len(self.u)]
+        bias = self.bias if self.bias is None or self.has_all_rows else self.bias[: len(self.u)]
         if rebuilding_is_cheaper(self._output_positions(input, padding), self.num_terms, len(self.u), v.shape[1]):
             out = self._convolve(input, self.scaled_u() @ v, bias, padding)
         else:

@@ -180,7 +180,7 @@ class SingularTerms(nn.Module):
         hold all rows.
         """
         x, v = self._leading(x, -1)
-        held = None if bias is None else bias[: len(self.u)]
+        held = bias if bias is None or self.has_all_rows else bias[: len(self.u)]
         if rebuilding_is_cheaper(x.numel() // x.shape[-1], self.num_terms, self.u.shape[0], v.shape[1]):
             out = F.linear(x, self.scaled_u() @ v, held)
         else:

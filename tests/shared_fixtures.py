@@ -10,6 +10,7 @@ import federation
 import pytest
 import torch
 from federation import Fit, seeded
+from forks import set_aside
 from hypothesis import settings
 from lightning.fabric.utilities import registry
 from torch.utils.data import TensorDataset
@@ -19,6 +20,12 @@ import lightning_spectral as ls
 
 torch.set_num_threads(1)  # tensors here are tiny: threads only wait for each other
 registry.entry_points = cache(registry.entry_points)  # each of thousands of Trainers would read all packages' metadata
+
+
+def pytest_sessionstart() -> None:
+    set_aside()
+
+
 settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
 settings.load_profile("reproducible")
 

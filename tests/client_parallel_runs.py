@@ -1,11 +1,7 @@
-"""Small federated runs whose outcome must not depend on the number of processes.
-
-``python client_parallel_runs.py FOLDER PORT PORT`` does the runs in two processes, then in three.
-"""
+"""Small federated runs whose outcome must not depend on the number of processes; `main` does them in several."""
 
 import os
 import random
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -19,12 +15,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
-from torch.multiprocessing import start_processes
-
-sys.path.insert(0, str(Path(__file__).parent))
 from lightning_versions import SAVE_ON_EXCEPTION
 from ternary import Ternary
+from torch import nn
+from torch.multiprocessing import start_processes
 from toy_models import LitHalves, LitMLP, LitSmall, Remembering, toy_examples, variant
 
 import lightning_spectral as ls
@@ -476,7 +470,7 @@ def a_lost_process(rank: int, num_processes: int, port: int, folder: Path, name:
 
 
 def main(folder: Path, num_processes: int, port: int, group: str) -> None:
-    """Import once, then fork."""
+    """Do a group of runs in forks of this process."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message=".*LeafSpec")
     warnings.filterwarnings("ignore", category=ls.SpectralWarning)
@@ -487,7 +481,3 @@ def main(folder: Path, num_processes: int, port: int, group: str) -> None:
     for name in [*LOST][: 5 - num_processes] if group == "quick" else ():
         arguments = (num_processes, port, folder, name)
         start_processes(a_lost_process, arguments, nprocs=num_processes, start_method="fork")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

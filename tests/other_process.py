@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forks import started
 from torch.optim import Optimizer
 from torch.utils.data import TensorDataset
 from toy_models import LitMLP, toy_examples
@@ -31,10 +32,8 @@ class Worker:
     """Another process, which acts as one device after another, since starting it takes longer than most tests."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
+        self.pipe, theirs = multiprocessing.Pipe()
+        self._process = started(serve, theirs, daemon=True)
 
     def close(self) -> None:
         """End the process."""

@@ -1,12 +1,11 @@
 """Everything in `devices/` passes on a pretended device and, if there is one, on a GPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pretend_device
 import pytest
 import torch
+from forks import finished
 
 FOLDER = Path(__file__).with_name("devices")
 DEVICES = [
@@ -18,19 +17,18 @@ DEVICES = [
 ]
 
 
-def check_devices(device: str, *options: str) -> None:
+def check_devices(folder: Path, device: str, *options: str) -> None:
     """Run tests of `devices/` in a process of their own: the pretended device changes torch for good."""
-    command = [sys.executable, "-m", "pytest", "--device", device, "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=FOLDER.parents[1], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    said, arguments = folder / "said", ["--device", device, "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    assert finished(said, 600, pytest.main, arguments, unused=True) == 0, said.read_text()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_device_gives_what_the_cpu_gives(device: str) -> None:
-    check_devices(device, str(FOLDER / "test_waits.py"), str(FOLDER / "test_modules.py"))
+def test_a_device_gives_what_the_cpu_gives(device: str, tmp_path: Path) -> None:
+    check_devices(tmp_path, device, str(FOLDER / "test_waits.py"), str(FOLDER / "test_modules.py"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_device_gives_what_the_cpu_gives_in_more_combinations(device: str) -> None:
-    check_devices(device, "-m", "slow or not slow", str(FOLDER))
+def test_a_device_gives_what_the_cpu_gives_in_more_combinations(device: str, tmp_path: Path) -> None:
+    check_devices(tmp_path, device, "-m", "slow or not slow", str(FOLDER))

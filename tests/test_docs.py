@@ -129,10 +129,10 @@ def test_pages_name_attributes_that_classes_have() -> None:
     known: dict[str, str] = {}
     bases: dict[str, list[str]] = {}
     for path in Path(ls.__file__).parent.rglob("*.py"):
-        source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse("\n".join(lines))):
             if isinstance(node, ast.ClassDef):
-                known[node.name] = known.get(node.name, "") + (ast.get_source_segment(source, node) or "")
+                known[node.name] = known.get(node.name, "") + "\n".join(lines[node.lineno - 1 : node.end_lineno])
                 bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]
 
     def has(name: str, attribute: str) -> bool:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import client_parallel_runs as RUNS
 import lightning.pytorch as pl
 import pytest
 import torch
 from federation import seeded
+from forks import finished
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning_versions import HAS_2_5_3
 from ports import free_port
@@ -31,20 +30,7 @@ from lightning_spectral.plugin import ClientParallelStrategy
 from lightning_spectral.plugin.callbacks import LedgerRow
 from lightning_spectral.report.runs import NAME, read_record
 
-SCRIPT = Path(__file__).parents[1] / "client_parallel_runs.py"
 SECONDS = 300  # for all runs; within them no process waits for another longer than a minute
-
-
-def load_runs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("client_parallel_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RUNS = load_runs()
 SAME = [name for name in RUNS.RUNS if "fails" not in name]
 CASES = [
     pytest.param(name, n, marks=() if n == 2 and name in RUNS.QUICK else pytest.mark.slow)
@@ -53,20 +39,6 @@ CASES = [
     if n == 2 or name not in RUNS.ONLY_WITH_TWO
 ]
 TWO_AND_THREE = [2, pytest.param(3, marks=pytest.mark.slow)]
-
-
-def run_in_several(folder: Path, num_processes: int, group: str) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(ls.__file__).parents[1])}
-    command = [sys.executable, str(SCRIPT), str(folder), str(num_processes), str(free_port()), group]
-    process = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        said = process.communicate(timeout=SECONDS)[1]
-        assert process.returncode == 0, said[-3000:]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the processes that it forked are in its session
 
 
 @dataclass(frozen=True)
@@ -97,7 +69,10 @@ class Results:
         if num_processes > 1 and (num_processes, group) not in self.done:
             self(RUNS.RESUMED, 1)  # whose checkpoint is resumed
             self.done.add((num_processes, group))
-            run_in_several(self.folder, num_processes, group)
+            said = self.folder / "said"
+            assert finished(said, SECONDS, RUNS.main, self.folder, num_processes, free_port(), group) == 0, (
+                said.read_text()[-3000:]
+            )
         elif num_processes == 1:
             self(name, 1)
 

@@ -1,5 +1,6 @@
-"""The import of the package, and a run, leave nothing behind and say little."""
+"""The import of the package, and a run, leave nothing behind and say little; a device needs few packages."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,9 +11,22 @@ import pytest
 
 Done = tuple[subprocess.CompletedProcess[str], Path]
 SCRIPT = """
-    import warnings
+    import os, random, sys, torch, warnings
+    if os.fork() == 0:
+        refused = "lightning", "lightning_fabric", "pytorch_lightning", "scipy", "torchmetrics", "wandb"
+        sys.modules.update(dict.fromkeys(refused))  # importing any of these fails
+        import lightning_spectral.client.device
+        import lightning_spectral.algorithms  # with what each does on a device
+        from lightning_spectral.client.local_loop import metrics_of
+        print(metrics_of(torch.nn.Linear(2, 2)), flush=True)
+        os._exit(0)
+    os.wait()
+    def separate():
+        print("---", flush=True)
+        print("---", file=sys.stderr, flush=True)
+    separate()
     warnings.filterwarnings("ignore", message=".*LeafSpec")
-    import lightning.pytorch as pl, torchmetrics, scipy.optimize, random, sys, torch
+    import lightning.pytorch as pl, torchmetrics, scipy.optimize
     known = set(pl.strategies.StrategyRegistry)
     def state():
         return torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads()
@@ -24,9 +38,6 @@ SCRIPT = """
     names = pl.strategies.StrategyRegistry  # the one table that importing adds to
     assert all(name.startswith("client_parallel") for name in names.keys() - known)
     assert heavy.isdisjoint(sys.modules), heavy
-    def separate():
-        print("---", flush=True)
-        print("---", file=sys.stderr, flush=True)
     separate()
     sys.path.insert(0, {tests!r})
     from torch.utils.data import TensorDataset
@@ -52,6 +63,9 @@ LIGHTNING_SAYS = (
 )
 
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="torch is imported once, and the process forks")
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """A process that imports the package and trains with it, and the folder where it did so."""
@@ -61,15 +75,20 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False), folder
 
 
+def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy(done: Done) -> None:
+    process, _ = done
+    assert [text.split("---")[0] for text in (process.stdout, process.stderr)] == ["[]\n", ""]
+
+
 def test_import_changes_nothing_in_the_process(done: Done) -> None:
     process, _ = done
     assert process.returncode == 0, process.stderr
-    assert [text.split("---")[0] for text in (process.stdout, process.stderr)] == ["", ""]
+    assert [text.split("---")[1].strip() for text in (process.stdout, process.stderr)] == ["", ""]
 
 
 def test_a_run_says_how_it_planned_and_started_and_leaves_no_file(done: Done) -> None:
     process, folder = done
-    said = [line for text in (process.stdout, process.stderr) for line in text.split("---")[2].splitlines()]
+    said = [line for text in (process.stdout, process.stderr) for line in text.split("---")[3].splitlines()]
     ours = [line for line in said if line.strip() and not any(words in line for words in LIGHTNING_SAYS)]
     assert [re.sub(r", which held \d+% of it", "", line) for line in ours] == [
         "LitMLP has no `example_input_array`, so no forward pass was traced: the plan assumes that all layers run, in "

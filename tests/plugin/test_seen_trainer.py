@@ -16,7 +16,7 @@ from toy_models import toy_examples, variant
 
 import lightning_spectral as ls
 
-NUM_ROUNDS, BATCH_SIZE = 3, 4
+NUM_ROUNDS, BATCH_SIZE = 3, 16  # four batches, of which the last is smaller
 QUIET = {
     "accelerator": "cpu",
     "enable_checkpointing": False,

@@ -1,6 +1,6 @@
 """How many kernels a local step and a round start, which is what small rounds on a GPU wait for.
 
-``python benchmarks/kernels.py`` takes seconds on the CPU: it counts the operations on the device that the tests pretend,
+``python benchmarks/kernels.py`` takes seconds on the CPU: it counts operations on the device that the tests pretend,
 without views, allocations and copies, with optimizers as on a GPU (``foreach=True``). A step is counted by piece; what
 is left of a round of ten clients, once their steps are subtracted, is outside of steps.
 """

@@ -22,7 +22,7 @@ from lightning_spectral.client.batches import BatchSource, Collate, examples_per
 from lightning_spectral.client.batches import ClientData as ClientBatches
 from lightning_spectral.client.device import Device
 from lightning_spectral.client.masking import Parties
-from lightning_spectral.errors import DeviceError, RecordError, check_is
+from lightning_spectral.errors import DeviceError, RecordError, check_is, from_extra
 from lightning_spectral.filters import ExamplePrivacy, LocalNoise
 from lightning_spectral.filters.example_privacy import FIGURE, ExampleEnd
 from lightning_spectral.filters.noise import NoiseEnd
@@ -116,6 +116,8 @@ class ClientData:
         if self.example_privacy is not None:
             if self.state_folder is None:
                 raise ValueError("`example_privacy` counts what it has spent in the `state_folder`; give one.")
+            with from_extra("privacy"):
+                import dp_accounting  # noqa: F401
             warn_of_delta(self.example_privacy.delta, len(self.train), "examples of this client")
 
     def holding(self) -> Holding:

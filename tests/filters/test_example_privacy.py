@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -351,8 +352,12 @@ def test_devices_count_all_runs_and_take_no_part_beyond_their_budget(fit: Fit, t
         assert spent_by == [[min(1.0, 5 / size), NOISE, 3 * math.ceil(size / 5)]]
 
 
-def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Path) -> None:
+def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Path, monkeypatch: Any) -> None:
     examples = toy_client_data()[0]
+    with monkeypatch.context() as lacking:
+        lacking.setitem(sys.modules, "dp_accounting", None)
+        with pytest.raises(ModuleNotFoundError, match=r"\[privacy\]"):
+            network.ClientData(examples, example_privacy=PRIVACY, state_folder="a")
     for given, words in (({"state_folder": "a", "val": examples}, "leave one out"), ({}, "`state_folder`; give one")):
         with pytest.raises(ValueError, match=words):
             network.ClientData(examples, example_privacy=PRIVACY, **given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,13 +102,10 @@ def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers:
 
 def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:
     """Seconds of each stage of a round, summed over models and averaged over rounds and runs."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = defaultdict(float)
     for run in runs:
-        for row in run.rows:
-            for name, value in row.items():
-                if SECONDS in name:
-                    stage = name.partition(SECONDS)[2]
-                    found[stage] = found.get(stage, 0.0) + value / len(run.rows) / len(runs)
+        for name, value in (item for row in run.rows for item in row.items() if SECONDS in item[0]):
+            found[name.partition(SECONDS)[2]] += value / len(run.rows) / len(runs)
     return found
 
 

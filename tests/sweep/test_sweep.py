@@ -20,8 +20,8 @@ import yaml
 from lightning_spectral.plugin.cli import FederatedCLI
 from lightning_spectral.report.runs import read_runs
 from lightning_spectral.sweep.command import alone_in, main
-from lightning_spectral.sweep.plan import planned_runs
-from lightning_spectral.sweep.run import begin, differences, resolved, train
+from lightning_spectral.sweep.plan import begin, differences, planned_runs
+from lightning_spectral.sweep.run import resolved, train
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
@@ -138,7 +138,7 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     assert other.status == 2
     assert other.err == [
         "error: sweeps/run/kind=fine has a run with other settings: trainer.max_epochs is 2 there, 3 now. Change them "
-        "back, or remove that folder, or choose another for this sweep with `-o`.",
+        "back, or remove that folder, or choose another, with `-o` if this is a sweep.",
         "error: no run can be trained",
     ]
 

@@ -22,6 +22,7 @@ CLIENTS = "fl/clients/"  # of `ClientEvaluation`: ``fl/clients/<metric>/<statist
 ENDS = LOW, MIDDLE, HIGH = ("lowest_decile", "mean", "highest_decile")
 SPECTRUM = "singular_values/"  # a histogram for each layer, of `RoundDashboard`
 CLIENT_TABLE = "tables/clients"
+CROSS_SITE = "cross-site"  # the end of the name of a table whose columns are the models of its clients
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
 HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 MAX_LISTED = 20  # metrics in a message

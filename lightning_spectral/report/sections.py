@@ -338,13 +338,28 @@ def clients_section(contents: Contents) -> Section:
     found = [(run, model, *one) for run in contents.runs for model, one in measures.client_tables(run).items()]
     if not found:
         return Section("Clients", remark=SWITCH_ON["table"])
+    sites = [(model, table) for _, model, _, table in found if model.endswith(measures.CROSS_SITE)][:MAX_HEAT_MAPS]
+
+    def draw(figure: Figure) -> None:
+        for axes, (model, table) in zip(printed.panels(figure, len(sites), columns=2), sites, strict=True):
+            first = table.columns.index("examples") + 1  # before it, ids and names
+            values = [[float(cell) if cell else np.nan for cell in row[first:]] for row in table.rows]
+            figure.colorbar(axes.imshow(values, cmap="viridis"), ax=axes)
+            axes.set_xticks(range(len(values[0])), map(printed.as_label, table.columns[first:]), rotation=90)
+            axes.set_yticks(range(len(values)), [printed.as_label(row[first - 2]) for row in table.rows])
+            axes.set(title=printed.as_label(model), xlabel="model of", ylabel="examples of")
+            axes.grid(visible=False)
+
+    height = 0.5 + 3.6 * -(-len(sites) // 2)
+    picture = Picture("cross_site", "Heat maps of models of single clients, on all.", draw, height) if sites else None
     tables, more = [], any(len(table.rows) > MAX_CLIENTS for *_, table in found)
     for run, model, index, table in found:
         kept = [position for position, name in enumerate(table.columns) if name != "round"]  # which the caption has
         rows = (tuple(_short(row[position]) for position in kept) for row in table.rows[:MAX_CLIENTS])
         caption = ", ".join(filter(None, (run.name, model, f"round {index + 1}")))
         tables.append((caption, Table(tuple(table.columns[position] for position in kept), tuple(rows))))
-    return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=tuple(tables))
+    lead = f"The first {MAX_CLIENTS} clients of each table." if more else ""
+    return Section("Clients", lead, picture, tuple(tables), num_open=len(tables) if sites else 0)
 
 
 def settings_section(contents: Contents) -> Section:

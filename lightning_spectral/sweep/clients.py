@@ -72,8 +72,7 @@ def compare_clients(
         cross-site"`` has a column for each client: the model that it trained alone, on the examples of all.
 
     Raises:
-        ValueError: If nothing is held out, a cohort needs the client that is left out, there are several processes,
-            or the folder has models with other settings.
+        ValueError: If a cohort needs the client that is left out, or the folder has models with other settings.
     """
     seed = Whole()("seed", seed)
     whole, val, held_out = check_is("data", data, FederatedDataModule).parts
@@ -81,7 +80,6 @@ def compare_clients(
     able = {client: name for client, name in names.items() if len(held_out[client])}
     if isinstance(make, pl.LightningModule) or not callable(make):
         raise TypeError(f"`make` must be a function, got {type(make).__name__}; write make=YourModule, without ().")
-    settings = dict(check_is("trainer", trainer, Mapping))
     with isolated_rng(seed):
         if {*make().parameters()} & {*make().parameters()}:
             raise ValueError("`make` must return new weights each time, got the same; make all layers in it.")
@@ -95,13 +93,13 @@ def compare_clients(
         raise ValueError(f"`clients` must be among those with held-out examples ({known}), got {unknown.pop()!r}.")
     chosen = [client for client in able if clients is None or {client, able[client]} & {*clients}]
     federated = federated or {"federated": partial(FederatedModule, participation=FullParticipation())}
-    for name in federated:
-        if name in KINDS or not name.isidentifier():
-            raise ValueError(f"`federated` names are identifiers other than 'alone' and 'pooled', got {name!r}.")
-    config = {"seed": seed, "trainer": settings, "make": make, "held_out": held_out.fingerprint()}
+    if wrong := [name for name in federated if name in KINDS or not name.isidentifier()]:
+        raise ValueError(f"`federated` names are identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
+    check_is("trainer", trainer, Mapping)
+    config = {"seed": seed, "trainer": trainer, "make": make, "held_out": held_out.fingerprint()}
 
     def new_trainer(*callbacks: pl.Callback) -> pl.Trainer:
-        own = copy.deepcopy(settings)
+        own = copy.deepcopy(dict(trainer))
         own |= {"callbacks": [*own.get("callbacks", ()), *callbacks], "enable_checkpointing": True}
         if (made := silent_trainer(**own)).world_size > 1:
             raise ValueError(f"One process compares clients, got {made.world_size}; write trainer={{'devices': 1}}.")
@@ -112,28 +110,30 @@ def compare_clients(
         place = Path(folder) / name
         begin(place, yaml.safe_dump(as_config({**config, **data.configuration(), "federate": federate})))
         if not (done := place / FINISHED).is_file():
-            training = Partition.from_lists([whole[client] for client in members])
-            training = replace(training, names=[names[client] for client in members if whole.names])
+            called = [names[client] for client in members if whole.names]
+            training = replace(Partition.from_lists([whole[client] for client in members]), names=called)
             own, view, evaluation = copy.copy(data), copy.copy(data), ClientEvaluation()
             vars(own)["parts"], vars(view)["parts"] = (training, training, training), (whole, held_out, held_out)
             view.val = Subset(view.train, held_out.indices.tolist())
             sizes = [data.batch_sizes.of(client) for client in members]
             own.batch_size = sizes if len({*sizes}) > 1 else sizes[0]
-            if own.val is None and val.num_assigned:
-                own.val = Subset(own.train, val.indices.tolist())
-            with isolated_rng(seed), silence(), warnings.catch_warnings():
+            own.val = Subset(own.train, val.indices.tolist()) if own.val is None and val.num_assigned else own.val
+            last = LastCheckpoint(place, Path(CHECKPOINT).stem, enable_version_counter=False)
+            history = RoundHistory(place / RECORD, {"sweep": {"model": name.partition("/")[0]}})
+            made = new_trainer(last, *[history] * (federate is not None))
+            with isolated_rng(seed, [made.strategy.root_device]), silence(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", EXPECTED)
-                module, last = make(), LastCheckpoint(place, Path(CHECKPOINT).stem, enable_version_counter=False)
+                module = make()
                 if federate is None:
                     examples = Subset(own.train, training.indices.tolist())
                     options: Any = {"collate_fn": own.collate_fn, "num_workers": own.num_workers}
-                    loader = DataLoader(examples, max(sizes), shuffle=True, drop_last=own.drop_last, **options)
+                    drop_last = own.drop_last and len(examples) > max(sizes)  # as of clients in a round
+                    loader = DataLoader(examples, max(sizes), shuffle=True, drop_last=drop_last, **options)
                     vars(own)["train_dataloader"] = lambda: loader
-                    new_trainer(last).fit(module, datamodule=own)
+                    made.fit(module, datamodule=own)
                 else:
-                    model, its = federate(module), {"sweep": {"model": name.partition("/")[0]}}
-                    start = place / CHECKPOINT if (place / CHECKPOINT).is_file() else None
-                    new_trainer(last, RoundHistory(place / RECORD, its)).fit(model, datamodule=own, ckpt_path=start)
+                    model, start = federate(module), place / CHECKPOINT
+                    made.fit(model, datamodule=own, ckpt_path=start if start.is_file() else None)
                 if federate is None or len(members) < len(whole):
                     model = FederatedModule(module)  # that of the others numbers its clients in another way
                 new_trainer(evaluation).validate(model, datamodule=view, verbose=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_spectral.sweep.plan import SweepError, planned_runs, short_names, split_values
+from lightning_spectral.sweep.plan import SweepError, planned_runs, split_values
 
 RATIOS = "{0.2: 0.6, 0.4: 0.4}"
 SHARDING = "{class_path: SpectralSharding, init_args: {keep_ratio: 0.2, strategy: TopN}}"
@@ -23,6 +23,8 @@ def test_every_combination_has_every_seed_and_a_folder_of_its_own() -> None:
     ]
     assert runs[-1].arguments == (f"--model.algorithm={SHARDING}", "--data.partitioner.alpha=10")
     assert runs[0].folder == Path("algorithm=FedAvg,alpha=0.3/seed=0")
+    alike = ["model.models.a.lr=1", "model.models.b.lr=1", "data.partitioner.init_args.alpha=1", "data.seed=1"]
+    assert planned_runs(alike, [])[0].name == "a.lr=1, b.lr=1, alpha=1, data.seed=1"
 
 
 @pytest.mark.parametrize(
@@ -38,11 +40,6 @@ def test_every_combination_has_every_seed_and_a_folder_of_its_own() -> None:
 )
 def test_commas_within_brackets_and_quotes_belong_to_a_value(text: str, values: list[str]) -> None:
     assert list(split_values(text)) == values
-
-
-def test_settings_have_the_shortest_names_that_differ() -> None:
-    keys = ["model.models.a.lr", "model.models.b.lr", "data.partitioner.init_args.alpha", "data.seed"]
-    assert list(short_names(keys).values()) == ["a.lr", "b.lr", "alpha", "data.seed"]
 
 
 def test_classes_may_be_typed_in_lower_case_and_by_how_they_begin() -> None:

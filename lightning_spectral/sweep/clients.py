@@ -143,7 +143,7 @@ def compare_clients(
     first, *_ = federated
     rest = {client: [other for other in names if other != client] for client in chosen}
     # first of all, because a cohort of all clients is refused there
-    others = {client: rows(f"{OTHERS}/{client}", of, federated[first]) for client, of in rest.items()}
+    others = {client: rows(f"of_the_others/{client}", of, federated[first]) for client, of in rest.items()}
     kinds = {ALONE: {client: rows(f"{ALONE}/{client}", [client]) for client in chosen}}
     kinds |= {POOLED: dict.fromkeys(able, rows(POOLED, [*names]))}
     kinds |= {name: dict.fromkeys(able, rows(name, [*names], federate)) for name, federate in federated.items()}

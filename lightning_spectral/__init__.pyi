@@ -17,6 +17,7 @@ from lightning_spectral import report as report
 from lightning_spectral import server as server
 from lightning_spectral import sharding as sharding
 from lightning_spectral import simulation as simulation
+from lightning_spectral import sweep as sweep
 from lightning_spectral import testing as testing
 from lightning_spectral.algorithms import FIARSE as FIARSE
 from lightning_spectral.algorithms import Algorithm as Algorithm
@@ -107,5 +108,6 @@ from lightning_spectral.sharding import TopN as TopN
 from lightning_spectral.sharding import Unbiased as Unbiased
 from lightning_spectral.simulation import ClientDropout as ClientDropout
 from lightning_spectral.simulation import VirtualClock as VirtualClock
+from lightning_spectral.sweep.clients import compare_clients as compare_clients
 
 __version__: str

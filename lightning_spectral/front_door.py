@@ -40,6 +40,7 @@ _NAMES = {
     "protocol": "Schedule",
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
+    "sweep.clients": "compare_clients",
 }
 INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and what to write here
     {
@@ -68,6 +69,7 @@ INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and wha
         "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
         "SCAFFOLD": "ls.Scaffold()",
         "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",
+        "leave_one_client_out": "ls.compare_clients(make, data, folder, trainer={...}, clients=[...])",
         "TrimmedMean": "filters=[ls.Robust(ls.server.TrimmedMean(0.1))]",
     }
 )

@@ -49,6 +49,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "ClientPrivacy": lambda: {"clip": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
     "DeviceProfile": lambda: {"downlink": 1.0, "uplink": 1.0, "macs_per_second": 1.0},
     "DirichletPartitioner": lambda: {"num_clients": 3, "alpha": 1.0},
+    "compare_clients": lambda: {"make": LitNet, "data": None, "folder": "there", "trainer": {}},
     "EffectiveLRClip": lambda: {"tau": 10.0},
     "ExamplePrivacy": lambda: {"clip": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
     "FedBuff": lambda: {"concurrency": 3},

@@ -106,7 +106,7 @@ def test_hospitals_compare_five_models_and_leave_a_page(tmp_path):
     pytest.importorskip("dp_accounting", reason="comes with the `privacy` extra")
     done = Finished(tmp_path / "hospitals", "hospitals.py", "--rounds", "3")
     kinds = ("alone", "pooled", "together", "hidden", "of the others")
-    found = {kind: done.percentage(rf"acc, {kind}: (\d+\.\d)% of all") for kind in kinds}
+    found = {kind: done.percentage(rf"(\d+\.\d)% of all held-out patients: val_accuracy, {kind}/") for kind in kinds}
     assert found.pop("hidden") > 0  # the noise of so few rounds may hide everything
     assert min(found.values()) > 70, found  # 63 % are benign
     rows = [line.split()[:3] for line in done.output.splitlines()[1:9]]

@@ -164,16 +164,13 @@ class SampledCohorts:
         if self.sampler.normalize:
             return active
         size = math.fsum(outcome.unit.coefficient for outcome in outcomes if not outcome.left_out)
-        return {**active, "step_size": size, **self._variances(model, drawn.probs)}
-
-    def _variances(self, model: int, all_probs: Tensor) -> dict[str, float]:
-        design = self.sampler.design
-        is_known = design is None or (isinstance(design, JointDesign) and len(all_probs) <= MOST_PROCESSORS)
+        found, design = {**active, "step_size": size}, self.sampler.design
+        is_known = design is None or (isinstance(design, JointDesign) and len(drawn.probs) <= MOST_PROCESSORS)
         if isinstance(self.sampler, FullParticipation) or not is_known:
-            return {}
-        joint = None if design is None else self.sampler.joint_probs(all_probs, model)
-        weights, probs = self.population.weights[:, model], all_probs[:, model]
-        found = {"step_size_variance": step_size_variance(weights, probs, joint)}
+            return found
+        joint = None if design is None else self.sampler.joint_probs(drawn.probs, model)
+        weights, probs = self.population.weights[:, model], drawn.probs[:, model]
+        found["step_size_variance"] = step_size_variance(weights, probs, joint)
         known = self.figures[self.population.owner, model].nan_to_num(nan=0.0) * weights
         if self.sampler.figure == "loss":
             found["sampled_loss_variance"] = sampled_variance(known, probs, joint)

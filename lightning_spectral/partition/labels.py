@@ -90,20 +90,14 @@ def check_labels_of_examples(dataset: Dataset[Any], labels: Tensor) -> None:
     for index in sorted({round(i * (size - 1) / (SAMPLED - 1)) for i in range(SAMPLED)} if size else ()):
         example = dataset[index]
         parts = example[1:] if isinstance(example, tuple | list) else ()
-        found = [int(part) for part in parts if _is_whole(part)]
+        values = [torch.as_tensor(part) for part in parts if isinstance(part, Tensor | np.ndarray | np.generic | int)]
+        found = [int(one) for one in values if one.numel() == 1 and not (one.is_floating_point() or one.is_complex())]
         if found and not {int(labels[index]), int(expected[index])} & set(found):
             raise ValueError(
                 f"Example {index} of {type(dataset).__name__} has the label {', '.join(map(str, found))}, but its "
                 f"`targets` or `labels` say {int(labels[index])}, so clients would not get the classes that the "
                 f"partitioner deals. Permute or relabel both (`torch.utils.data.Subset` does), or {_REMEDY}"
             )
-
-
-def _is_whole(part: Any) -> bool:
-    if isinstance(part, Tensor | np.ndarray | np.generic):
-        values = torch.as_tensor(part)
-        return values.numel() == 1 and not values.is_floating_point() and not values.is_complex()
-    return isinstance(part, int)
 
 
 def class_indices(labels: Labels, num_examples: int) -> Tensor:

@@ -140,7 +140,9 @@ def _offsets(sizes: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
 
 
-def hold_out(partition: Partition, fraction: float, generator: torch.Generator) -> tuple[Partition, Partition]:
+def hold_out(
+    partition: Partition, fraction: float, generator: torch.Generator, labels: Tensor | None = None
+) -> tuple[Partition, Partition]:
     """Split each client's examples at random into those that it trains on and those that are held out.
 
     A client with two examples or more has at least one of each kind; a client with a single example trains on it.
@@ -149,6 +151,8 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
         partition: The partition to split.
         fraction: Share to hold out, in ``[0, 1)``, rounded to whole examples client by client.
         generator: CPU generator, the only source of randomness; not drawn from if ``fraction`` is 0.
+        labels: Class of each example of the data set; if given, also of each class of a client its share is held out,
+            rounded up or down.
 
     Returns:
         Two partitions of the same clients: the training examples, in their order in ``partition``, and the others.
@@ -167,10 +171,16 @@ def hold_out(partition: Partition, fraction: float, generator: torch.Generator) 
     counts = (sizes.double() * fraction).round().long().clamp(min=1).minimum((sizes - 1).clamp(min=0))
     owner = torch.arange(partition.num_clients).repeat_interleave(sizes)
     shuffled = torch.randperm(partition.num_assigned, generator=generator)
-    by_client = shuffled[torch.argsort(owner[shuffled], stable=True)]  # each client's entries in random order
+    if labels is not None:
+        shuffled = shuffled[labels[partition.indices[shuffled]].argsort(stable=True)]
+    by_client = shuffled[torch.argsort(owner[shuffled], stable=True)]  # each client's entries in random order, by class
     place = torch.arange(partition.num_assigned) - partition.offsets[owner]
     is_held_out = torch.empty(partition.num_assigned, dtype=torch.bool)
     is_held_out[by_client] = place < counts[owner]
+    if labels is not None:  # at equal steps, from a place that is drawn for each client
+        place += (torch.rand(partition.num_clients, generator=generator) * sizes).long()[owner]
+        passed = torch.stack([place, place + 1]) * counts[owner] // sizes[owner]
+        is_held_out[by_client] = passed[0] < passed[1]
     training = replace(partition, indices=partition.indices[~is_held_out], offsets=_offsets(sizes - counts))
     return training, replace(partition, indices=partition.indices[is_held_out], offsets=_offsets(counts))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
@@ -236,6 +236,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
         client_test_fraction: Share held out besides, on which it evaluates in ``Trainer.test``; 0 for the same ones.
+        stratified: Whether, of each class of a client, its share is held out, rounded up or down.
 
     Raises:
         ValueError: If the fractions leave nothing to train on, or another argument is out of range.
@@ -270,6 +271,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         seed: int = 0,
         client_val_fraction: float = 0.0,
         client_test_fraction: float = 0.0,
+        stratified: bool = False,
     ) -> None:
         check_dealt(train, partitioner)
         if collate_fn is not None and not callable(collate_fn):
@@ -285,6 +287,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         limit = round(1 - self.client_val_fraction, 9)  # .3, where the other is .7
         rest = Number(at_least=0, below=limit, hint="with client_val_fraction, less than all")
         self.client_test_fraction: float = rest("client_test_fraction", client_test_fraction)
+        self.stratified = flag("stratified", stratified)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
         self._source = BatchSource(train, collate_fn, self.num_workers)
         self._assigned: tuple[object, Assigned[int]] | None = None
@@ -316,28 +319,26 @@ class FederatedDataModule(FixedArguments, ServerData):
         return None if stored is None else labels_in_examples(self.train, stored)
 
     @cached_property
-    def _fingerprint(self) -> str:  # which every checkpoint holds
-        return self.partition.fingerprint()
-
-    @cached_property
-    def _parts(self) -> tuple[Partition, Partition, Partition]:
+    def parts(self) -> tuple[Partition, Partition, Partition]:
+        """Each client's examples to train on, and those held out for validation and for tests."""
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
-        self._fix(("partitioner", "seed", "client_val_fraction", "client_test_fraction", "labels"))
-        rest, val = hold_out(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
+        self._fix(("partitioner", "seed", "client_val_fraction", "client_test_fraction", "stratified", "labels"))
+        split = partial(hold_out, labels=self.labels if self.stratified else None)
+        rest, val = split(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))
         share = self.client_test_fraction / (1 - self.client_val_fraction)
-        training, test = hold_out(rest, share, derived_generator(self.seed, "test examples"))
+        training, test = split(rest, share, derived_generator(self.seed, "test examples"))
         return training, val, test if share else val
 
-    @cached_property
+    @property
     def partition(self) -> Partition:
         """The examples that each client trains on; drawn once from the seed."""
-        return self._parts[0]
+        return self.parts[0]
 
     @property
     def held_out(self) -> Partition:
         """The examples of each client on which it is evaluated; in `Trainer.test`, by ``client_test_fraction``."""
-        return self._parts[2 if self.trainer is not None and self.trainer.state.fn == "test" else 1]
+        return self.parts[2 if self.trainer is not None and self.trainer.state.fn == "test" else 1]
 
     def report(self) -> PartitionReport:
         """Number of examples and label histogram of every client, to print or to plot."""
@@ -397,10 +398,10 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     def configuration(self) -> dict[str, str | int]:
         size = self.batch_size if isinstance(self.batch_size, int) else repr(self.batch_size)
-        return {"batch_size": size, "drop_last": self.drop_last, "partition": self._fingerprint}
+        return {"batch_size": size, "drop_last": self.drop_last, "partition": self.partition.fingerprint()}
 
     def identity(self) -> Sequence[str]:
-        return [self._fingerprint]
+        return [self.partition.fingerprint()]
 
     def has_clients_of(self, other: ServerData) -> bool:
         """Examples are compared, the first ones of some clients, unless the data sets are the same object."""

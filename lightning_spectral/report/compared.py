@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -63,9 +63,12 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
     same label are one group, whatever their settings are. The groups are in the order of their first runs.
     """
     settings = [flat_settings(run.config) for run in runs]
-    if by:
-        names = _named(settings, by)
-    else:
+    known, names = sorted({name for one in settings for name in one}), list[str]()
+    for wanted in by:
+        names += (meant := [name for name in known if f"/{name}".endswith(f"/{wanted}")])
+        if not meant:
+            raise ReportError(f"No run has a setting `{wanted}`; known settings: {', '.join(known) or 'none'}.")
+    if not by:
         compared = [own for run, own in zip(runs, settings, strict=True) if own and not run.label]
         varied = [{name: value for name, value in own.items() if name.startswith(SWEEP)} for own in compared]
         names = differing(varied if all(varied) else compared)
@@ -82,42 +85,21 @@ def group_runs(runs: Sequence[LoggedRun], by: Sequence[str] = ()) -> tuple[list[
             text = run.name if len(runs) == 1 else f"all {len(runs)} runs"
         seen[text] += 1
         distinct = text if seen[text] == 1 else f"{text} ({seen[text]})"
-        groups.append(Group(distinct, alike, index, all(map(_is_baseline, chosen))))
+        fixed = [{name: value for name, value in own.items() if not name.startswith(SWEEP)} for own in chosen]
+        used = ({value for name, value in own.items() if f"/{name}".endswith("/algorithm")} for own in fixed)
+        groups.append(Group(distinct, alike, index, all(algorithms == {"FedAvg"} for algorithms in used)))
     return groups, names
 
 
-def _is_baseline(settings: Settings) -> bool:
-    """Whether all models of a run are trained by FedAvg."""
-    chosen = {name: value for name, value in settings.items() if f"/{name}".endswith("/algorithm")}
-    return {value for name, value in chosen.items() if not name.startswith(SWEEP)} == {"FedAvg"}
-
-
-def _named(settings: Sequence[Settings], by: Sequence[str]) -> list[str]:
-    known = sorted({name for one in settings for name in one})
-    found: list[str] = []
-    for wanted in by:
-        names = [name for name in known if f"/{name}".endswith(f"/{wanted}")]
-        if not names:
-            raise ReportError(f"No run has a setting `{wanted}`; known settings: {', '.join(known) or 'none'}.")
-        found += names
-    return found
-
-
-def flat_settings(config: Mapping[str, Any]) -> dict[str, str]:
+def flat_settings(config: Mapping[str, Any], around: str = "") -> dict[str, str]:
     """All settings as ``outer/inner``, with their values as text; a choice is its class, with its arguments inside."""
-    return {printable(name): printable(value) for name, value in _flat("", config)}
-
-
-def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if not isinstance(value, Mapping):
-        yield name, str(value)
-        return
-    is_choice = bool(name) and isinstance(value.get("name"), str)
-    if is_choice:
-        yield name, value["name"]
-    for key, inner in value.items():
-        if not (is_choice and key == "name"):
-            yield from _flat(f"{name}/{key}".lstrip("/"), inner)
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        name, inner = printable(f"{around}/{key}".lstrip("/")), dict(value) if isinstance(value, Mapping) else None
+        if inner is None or isinstance(inner.get("name"), str):
+            found[name] = printable(str(value if inner is None else inner.pop("name")))
+        found |= flat_settings(inner or {}, name)
+    return found
 
 
 def differing(all_settings: Sequence[Settings]) -> list[str]:
@@ -125,12 +107,6 @@ def differing(all_settings: Sequence[Settings]) -> list[str]:
 
     Arguments are compared only among runs with the same class around them: what a class has, and another has not or has
     with another value, is not a difference of its own.
-
-    Example:
-        >>> a = {"algorithm": "FedAvg", "seed": "0"}
-        >>> b = {"algorithm": "Sharding", "algorithm/keep_ratio": "0.2", "seed": "1"}
-        >>> differing([a, b]), differing([a, b, {**b, "algorithm/keep_ratio": "0.1"}])
-        (['algorithm'], ['algorithm', 'algorithm/keep_ratio'])
     """
     found: list[str] = []
     names = {name for settings in all_settings for name in settings}
@@ -157,21 +133,20 @@ def label(settings: Settings, names: Sequence[str]) -> str:
     return ", ".join(sorted(parts, key=lambda part: "=" in part))
 
 
-def run_end(run: LoggedRun, metric: str, round_idx: float = math.nan) -> tuple[float, float]:
-    """Megabytes sent by the evaluation of a round, by the last one if it is NaN, and the mean of `LAST` until then."""
+def run_end(run: LoggedRun, metric: str, round_idx: float = math.inf) -> tuple[float, float]:
+    """Megabytes sent by the last evaluation until a round, and the mean of `LAST` until then."""
     found = until(measures.evaluations(run, metric), round_idx)
     return float(measures.megabytes_at(run, found.rounds[-1:])[0]), float(found.values[-LAST:].mean())
 
 
 def until(found: Curve, round_idx: float) -> Curve:
-    """A curve up to a round, all of it if that is NaN."""
-    end = len(found.rounds) if math.isnan(round_idx) else int(np.searchsorted(found.rounds, round_idx)) + 1
-    return Curve(found.rounds[:end], found.values[:end])
+    """A curve up to a round, and with it."""
+    return Curve(found.rounds[found.rounds <= round_idx], found.values[found.rounds <= round_idx])
 
 
 def last_common_round(runs: Sequence[LoggedRun], metric: str) -> float:
-    """The last round, from 0, in which all runs were evaluated; NaN if there is none."""
-    return max(set.intersection(*(set(measures.evaluations(run, metric).rounds) for run in runs)), default=math.nan)
+    """The last round, from 0, in which all runs were evaluated; infinity if there is none."""
+    return max(set.intersection(*(set(measures.evaluations(run, metric).rounds) for run in runs)), default=math.inf)
 
 
 def group_end(group: Group, metric: str) -> Numbers:
@@ -188,12 +163,7 @@ def in_order(groups: Sequence[Group], metric: str) -> list[Group]:
 
 
 def spread_of(values: Sequence[float] | Numbers) -> str:
-    """Mean and standard deviation of repetitions, as text; of those that are known, and of how many these are.
-
-    Example:
-        >>> spread_of([1.0, 2.0]), spread_of([1.0, math.nan]), spread_of([math.nan])
-        ('1.5 ± 0.71', '1 (1 of 2)', '')
-    """
+    """Mean and standard deviation of repetitions, as text; of those that are known, and of how many these are."""
     every = np.asarray(values, dtype=np.float64)
     found = every[~np.isnan(every)]
     if not len(found):
@@ -208,11 +178,11 @@ def groups_table(groups: Sequence[Group], metric: str, minimise: bool) -> Table:
     """A row for each group: its runs, means of their last evaluations and the best one, rounds and megabytes."""
     common = last_common_round([run for group in groups for run in group.runs], metric)
     ends = [last_common_round(group.runs, metric) for group in groups]
-    compared = len(set(ends)) > 1 and not math.isnan(common)
+    compared = len(set(ends)) > 1 and common < math.inf
     rows = []
     for group, end in zip(groups, ends, strict=True):
         sent, reached = group_end(group, metric).T
-        rounds, pick = "" if math.isnan(end) else int(end) + 1, np.min if minimise else np.max
+        rounds, pick = "" if end == math.inf else int(end) + 1, np.min if minimise else np.max
         best = spread_of([float(pick(until(measures.evaluations(run, metric), end).values)) for run in group.runs])
         at_common = [spread_of([run_end(run, metric, common)[1] for run in group.runs])] if compared else []
         rows.append((group.label, len(group.runs), spread_of(reached), best, rounds, spread_of(sent), *at_common))
@@ -287,27 +257,18 @@ def on_curves(groups: Sequence[Group], metric: str) -> str:
     if flat:
         baseline = FLAT_BASELINE if any(group.is_baseline for group, _ in flat) else ""
         parts.append(f"Curves that hardly move: {'; '.join(text for _, text in flat)}. {FLAT_CURVES}{baseline}")
-    if stretched := _stretched(means):
-        parts.append(stretched)
+    every = np.concatenate([own[np.isfinite(own)] for _, own in means] or [np.empty(0)])
+    low, high, first, last = np.quantile(every, (0.05, 0.95, 0, 1)) if len(every) else np.zeros(4)
+    if last - first > STRETCHED * max(high - low, 1e-12 * abs(high)):  # most values look the same
+        middle, reach = (low + high) / 2, STRETCHED / 4 * (high - low)
+        far = [group.label for group, own in means if (np.abs(own - middle) > reach).any()]
+        parts.append(
+            f"The axis goes from {first:.3g} to {last:.3g} because of {'; '.join(far)}; nine in ten values lie "
+            f"between {low:.3g} and {high:.3g}, and look alike."
+        )
     if lost := [group.label for group in groups if any(not np.isfinite(one.last) for one in group.each(of))]:
         parts.append(f"Curves that end in no finite number: {'; '.join(lost)}. {DIVERGED}")
     return " ".join(parts)
-
-
-def _stretched(means: Sequence[tuple[Group, Numbers]]) -> str:
-    """Which group makes the axis so long that most values look the same; empty if none does."""
-    values = np.concatenate([own[np.isfinite(own)] for _, own in means] or [np.empty(0)])
-    if not len(values):
-        return ""
-    (low, high), ends = np.quantile(values, (0.05, 0.95)), (values.min(), values.max())
-    if ends[1] - ends[0] <= STRETCHED * max(high - low, 1e-12 * abs(high)):
-        return ""
-    middle, reach = (low + high) / 2, STRETCHED / 4 * (high - low)
-    far = [group.label for group, own in means if (np.abs(own - middle) > reach).any()]
-    return (
-        f"The axis goes from {ends[0]:.3g} to {ends[1]:.3g} because of {'; '.join(far)}; nine in ten values lie "
-        f"between {low:.3g} and {high:.3g}, and look alike."
-    )
 
 
 def equal_groups(groups: Sequence[Group], of: Callable[[LoggedRun], Curve | None]) -> list[list[Group]]:
@@ -348,18 +309,13 @@ def on_lengths(groups: Sequence[Group], metric: str) -> str:
     if within := [label for label, of_group in ends.items() if len(of_group) > 1]:
         parts.append(f"Repetitions are compared where the shortest of them ends: {'; '.join(within)}.")
     common = last_common_round([run for group in groups for run in group.runs], metric) + 1
-    if not math.isnan(common):
+    if common < math.inf:
         parts.append(f"The table also compares all groups at round {common:g}, the last that all runs have.")
     return " ".join(parts)
 
 
 def pareto_front(costs: Sequence[float], values: Sequence[float], lower_is_better: bool) -> list[int]:
-    """Indices of the points that no other point beats in both respects, by ascending cost; NaN is never among them.
-
-    Example:
-        >>> pareto_front([3, 1, 2, 4], [0.9, 0.5, 0.4, 0.95], lower_is_better=False)
-        [1, 0, 3]
-    """
+    """Indices of the points that no other point beats in both respects, by ascending cost; NaN is never among them."""
     sign = 1 if lower_is_better else -1
     front: list[int] = []
     known = [index for index in range(len(costs)) if not math.isnan(costs[index] + values[index])]

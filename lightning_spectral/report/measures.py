@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ CLIENTS = "fl/clients/"  # of `ClientEvaluation`: ``fl/clients/<metric>/<statist
 ENDS = LOW, MIDDLE, HIGH = ("lowest_decile", "mean", "highest_decile")
 SPECTRUM = "singular_values/"  # a histogram for each layer, of `RoundDashboard`
 CLIENT_TABLE = "tables/clients"
+CROSS_SITE = "cross-site"  # the end of the name of a table whose columns are the models of its clients
 LOWER_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "nll", "wer")
 HIGHER_IS_BETTER = ("acc", "f1", "auc", "auroc", "iou", "precision", "recall")
 MAX_LISTED = 20  # metrics in a message
@@ -101,13 +103,10 @@ def megabytes_at(run: LoggedRun, rounds: Numbers) -> Numbers:
 
 def mean_stage_seconds(runs: Sequence[LoggedRun]) -> dict[str, float]:
     """Seconds of each stage of a round, summed over models and averaged over rounds and runs."""
-    found: dict[str, float] = {}
+    found: dict[str, float] = defaultdict(float)
     for run in runs:
-        for row in run.rows:
-            for name, value in row.items():
-                if SECONDS in name:
-                    stage = name.partition(SECONDS)[2]
-                    found[stage] = found.get(stage, 0.0) + value / len(run.rows) / len(runs)
+        for name, value in (item for row in run.rows for item in row.items() if SECONDS in item[0]):
+            found[name.partition(SECONDS)[2]] += value / len(run.rows) / len(runs)
     return found
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from lightning_spectral.errors import ReportError, from_extra
 from lightning_spectral.report.compared import SWEEP, group_runs, in_order
 from lightning_spectral.report.measures import choose_metric, lower_is_better
-from lightning_spectral.report.runs import Table, labelled, printable, read_runs
+from lightning_spectral.report.runs import labelled, printable, read_runs
 from lightning_spectral.tables import html_table
 
 if TYPE_CHECKING:
@@ -39,13 +39,21 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with some arguments, by default those of this process.
-
-    Returns:
-        0, or 1 if no report could be made; the reason is then on standard error.
-    """
+    """Run the command, by default with the arguments of this process; 1 if there is no report, 0 otherwise."""
+    name, layout = "python -m lightning_spectral report", RawDescriptionHelpFormatter
+    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout)
+    add = parser.add_argument
+    runs = "a run or a folder of runs; those with a label are one group"
+    add("runs", nargs="+", type=_path, metavar="[LABEL=]RUN", help=runs)
+    add("-o", "--output", type=_path, default=Path("report.html"), help="the page to write (default: %(default)s)")
+    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
+    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
+    add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
+    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
+    add("--png", type=_path, metavar="FOLDER", help="also write each figure there as a PNG file")
+    add("--title", help="title of the page")
     try:
-        written = write_report(**vars(_parser().parse_args(argv)))
+        written = write_report(**vars(parser.parse_args(argv)))
     except (ModuleNotFoundError, ReportError) as error:
         print("\n".join(map(printable, f"error: {error}".split("\n"))), file=sys.stderr)
         return 1
@@ -59,22 +67,6 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _parser() -> ArgumentParser:
-    name, layout = "python -m lightning_spectral report", RawDescriptionHelpFormatter
-    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout)
-    add = parser.add_argument
-    runs = "a run or a folder of runs; those with a label are one group"
-    add("runs", nargs="+", type=_path, metavar="[LABEL=]RUN", help=runs)
-    add("-o", "--output", type=_path, default=Path("report.html"), help="the page to write (default: %(default)s)")
-    add("--metric", help="evaluation metric (default: an accuracy or the like that all runs have, otherwise a loss)")
-    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
-    add("--mode", choices=("min", "max"), help="whether lower or higher is better (default: by its name)")
-    add("--group-by", nargs="+", default=(), metavar="SETTING", help="settings that define the groups, e.g. keep_ratio")
-    add("--png", type=_path, metavar="FOLDER", help="also write each figure there as a PNG file")
-    add("--title", help="title of the page")
-    return parser
-
-
 def write_report(
     runs: Sequence[str | Path],
     output: str | Path,
@@ -86,21 +78,9 @@ def write_report(
     title: str | None = None,
     target: float | None = None,
 ) -> list[Path]:
-    """Read runs and write a page on them.
+    """Read runs, write a page on them and return the files that were written; the arguments are those of the command.
 
-    Args:
-        runs: Files of runs, or folders of them, each maybe as ``label=path``: runs with the same label are one group.
-            Of a run that was resumed in another folder, only the last file is read.
-        output: The HTML file to write; missing folders are created.
-        metric: The evaluation metric; by default the most telling one that all runs have.
-        mode: ``"min"`` or ``"max"``: whether lower or higher values are better; by default its name decides.
-        group_by: Settings by which runs are grouped; by default all in which they differ, except seeds.
-        png: A folder to which each figure is written as a PNG file; none are written by default.
-        title: Title of the page.
-        target: A value of the metric; the page says what it costs each group to reach it.
-
-    Returns:
-        The files that were written.
+    Missing folders are created.
     """
     with from_extra("report"):
         from lightning_spectral.report.sections import Contents, all_sections
@@ -109,7 +89,19 @@ def write_report(
     if mode not in (None, "min", "max"):
         raise ReportError(f"`mode` must be 'min', 'max' or None, got {mode!r}.")
     try:
-        _check_destinations(output, png)
+        if output.is_dir():
+            raise ReportError(
+                f"{output} is a folder, but the page is one file: name it, as in {output / 'report.html'}."
+            )
+        if output.exists() and not output.is_file():
+            raise ReportError(f"{output} is not an ordinary file, so no page can be written to it. Choose another.")
+        if output.suffix not in (".html", ".htm"):
+            raise ReportError(
+                f"The page is written as HTML, so its name must end in .html; got {output}. Browsers print PDF."
+            )
+        for folder in [output.parent, png] if png else [output.parent]:
+            if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
+                raise ReportError(f"{folder} cannot be a folder: {blocking[0]} is a file. Choose another.")
         with np.errstate(all="ignore"):  # differences of infinite values are NaN, which figures leave out
             found, left_out = read_runs(paths)
             metric, read, without = choose_metric(found, metric, {path for _, path in map(labelled, paths)})
@@ -117,15 +109,20 @@ def write_report(
             minimise = mode == "min" if mode else lower_is_better(metric)
             sections = all_sections(Contents(in_order(groups, metric), metric, minimise, target))
             sizes = sorted({len(group.runs) for group in groups})
-            each = f"{sizes[0]} to {sizes[-1]} runs" if len(sizes) > 1 else _counted(sizes[0], "run")
+            each = " to ".join(map(str, sizes[:1] + sizes[1:][-1:])) + (" run" if sizes == [1] else " runs")
             listed = ", ".join(f"`{name.removeprefix(SWEEP)}`" for name in names) if len(groups) > 1 else ""
             differ = f", which differ in {listed}" if listed else ""
-            summary = f"{_counted(len(groups), 'group')} of {each} each{differ}."
+            summary = f"{len(groups)} {'group' if len(groups) == 1 else 'groups'} of {each} each{differ}."
             warnings = [f"Left out: {reason}" for reason in (*left_out, *without)]
             warnings += [f"{run.name} ({run.path.name}): {'; '.join(run.notes)}." for run in read if run.notes]
-            title = title or f"{metric} of {_counted(len(read), 'federated run')}"
+            title = title or f"{metric} of {len(read)} federated {'run' if len(read) == 1 else 'runs'}"
             output.parent.mkdir(parents=True, exist_ok=True)
-            output.write_text(page(title, summary, warnings, sections), encoding="utf-8")
+            here = files("lightning_spectral.report")
+            style, blank = (here.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html"))
+            told = [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings)]
+            body = "\n".join([*told, *map(_section, sections)])
+            text = blank.format(policy=POLICY, title=escape(title), style=style, body=body)
+            output.write_text("\n".join(map(printable, text.split("\n"))), encoding="utf-8")
             if png is None:
                 return [output]
             png.mkdir(parents=True, exist_ok=True)
@@ -134,42 +131,18 @@ def write_report(
         raise ReportError(f"{error.filename or output} cannot be written: {error.strerror}. Choose another.") from error
 
 
-def _check_destinations(output: Path, png: Path | None) -> None:
-    if output.is_dir():
-        raise ReportError(f"{output} is a folder, but the page is one file: name it, as in {output / 'report.html'}.")
-    if output.exists() and not output.is_file():
-        raise ReportError(f"{output} is not an ordinary file, so no page can be written to it. Choose another.")
-    if output.suffix not in (".html", ".htm"):
-        raise ReportError(
-            f"The page is written as HTML, so its name must end in .html; got {output}. Browsers print PDF."
-        )
-    for folder in [output.parent, png] if png else [output.parent]:
-        if blocking := [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]:
-            raise ReportError(f"{folder} cannot be a folder: {blocking[0]} is a file. Choose another.")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def page(title: str, summary: str, warnings: Sequence[str], sections: Sequence[Section]) -> str:
-    """Make a complete HTML document; the summary and the warnings are paragraphs below its title."""
-    folder = files("lightning_spectral.report")
-    style = (folder / "style.css").read_text(encoding="utf-8")
-    told = [_paragraph(summary), *(_paragraph(text, "warning") for text in warnings)]
-    body = "\n".join([*told, *map(_section, sections)])
-    values = {"policy": POLICY, "title": escape(title), "style": style, "body": body}
-    text = (folder / "page.html").read_text(encoding="utf-8").format(**values)
-    return "\n".join(map(printable, text.split("\n")))
-
-
 def _section(section: Section) -> str:
     parts = [_paragraph(section.remark, "remark"), _paragraph(section.lead, "faint")]
+    number = re.compile(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?")  # maybe with a deviation, or known of some runs
     if section.picture:
         parts.append(f"<figure>\n{section.picture.svg()}\n</figure>")
     for index, (caption, table) in enumerate(section.tables):
         opened = " open" if index < section.num_open else ""
-        body = f'<div class="table" tabindex="0">{_table(table)}</div>'
+        rows = [["" if value is None else str(value) for value in row] for row in table.rows]
+        numeric = [all(map(number.fullmatch, filter(None, column))) for column in zip(*rows, strict=True)]
+        # columns of nothing but numbers are aligned right, with their titles
+        shown = html_table([table.columns, *rows], [" class=number" if is_number else "" for is_number in numeric])
+        body = f'<div class="table" tabindex="0">{shown}</div>'
         parts.append(f"<details{opened}><summary>{escape(caption)}</summary>\n{body}\n</details>")
     return "\n".join(filter(None, ["<section>", f"<h2>{escape(section.title)}</h2>", *parts, "</section>"]))
 
@@ -178,11 +151,3 @@ def _paragraph(text: str, style: str = "") -> str:
     """A paragraph in which texts between backticks are code; none if there is no text."""
     marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return text and (f'<p class="{style}">{marked}</p>' if style else f"<p>{marked}</p>")
-
-
-def _table(table: Table) -> str:
-    """Columns of nothing but numbers are aligned right, with their titles."""
-    number = re.compile(rf"{NUMBER}( ± {NUMBER})?( \(\d+ of \d+\))?")  # maybe with a deviation, or known of some runs
-    rows = [["" if value is None else str(value) for value in row] for row in table.rows]
-    numeric = [all(map(number.fullmatch, filter(None, column))) for column in zip(*rows, strict=True)]
-    return html_table([table.columns, *rows], [" class=number" if is_number else "" for is_number in numeric])

@@ -198,9 +198,8 @@ class Picture:
 
     def svg(self) -> str:
         """The figure for a page."""
-        with _drawing():
-            file = io.StringIO()
-            self.drawn().savefig(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
+        file = io.StringIO()
+        self._save(file, format="svg", transparent=True, dpi=150, metadata=NO_METADATA)
         text = file.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
         text = re.sub(r"<[^<>]+>", lambda tag: _embedded(tag[0], self.name), text)  # tags, not texts
@@ -211,9 +210,15 @@ class Picture:
     def write_png(self, folder: Path) -> Path:
         """Write the figure for print to ``<folder>/<name>.png``."""
         path = folder / f"{self.name}.png"
-        with _drawing():
-            self.drawn().savefig(path, dpi=200, metadata={"Software": None})
+        self._save(path, dpi=200, metadata={"Software": None})
         return path
+
+    def _save(self, target: Any, **options: Any) -> None:
+        """Draw it in our settings of matplotlib, without its remarks on what runs may hold, and save it."""
+        with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+            # It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all room.
+            warnings.filterwarnings("ignore", "Glyph .* missing from|.*layout not applied", UserWarning)
+            self.drawn().savefig(target, **options)
 
     def drawn(self) -> Figure:
         """Draw it, with one legend for all panels above them."""
@@ -225,15 +230,6 @@ class Picture:
         figure = Figure(figsize=(INCHES, height), layout="constrained")
         self.draw(figure)
         return figure
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Our settings of matplotlib, without its remarks on what runs may hold."""
-    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        # It lacks glyphs of some scripts, which a browser has, and gives up on a layout when names take all the room.
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from|.*layout not applied", category=UserWarning)
-        yield
 
 
 def _embedded(tag: str, prefix: str) -> str:

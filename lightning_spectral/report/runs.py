@@ -54,12 +54,7 @@ class Record(NamedTuple):
 
 
 def read_record(path: Path) -> Record:
-    """Read a record.
-
-    Raises:
-        OSError: If there is no such file.
-        ValueError: If it is something else; the message says what is wrong with it.
-    """
+    """Read a record; `OSError` if there is no such file, `ValueError`, with the reason, if it is something else."""
     *whole, rest = path.read_bytes().split(b"\n")
     found = []
     for number, text in enumerate(whole, start=1):
@@ -201,9 +196,20 @@ def run_of(name: str, path: Path, config: Mapping[str, Any], lines: Iterable[Lin
             rows.setdefault(round_idx, {}).update({**trained, **evaluated, ROUND: float(round_idx)})
         from_clients |= trained.keys()
         for own, content in line.get("tables", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = _table(content["columns"], content["rows"])
+            columns, cells = content["columns"], content["rows"]
+            if not columns or any(len(row) != len(columns) for row in cells):
+                raise ValueError("a row of a table is not as long as its header")
+            known = (str, int, float, type(None))  # other cells become texts
+            plain = (tuple(cell if isinstance(cell, known) else str(cell) for cell in row) for row in cells)
+            shown.setdefault(printable(own), {})[round_idx] = Table(tuple(map(str, columns)), tuple(plain))
         for own, content in line.get("histograms", {}).items():
-            shown.setdefault(printable(own), {})[round_idx] = _histogram(content["edges"], content["counts"])
+            edges, counts = content["edges"], content["counts"]
+            if len(edges) != len(counts) + 1 or not counts or not all(map(math.isfinite, [*edges, *counts])):
+                numbers = f"{len(edges)} edges and {len(counts)} counts"
+                raise ValueError(f"a histogram has {numbers}, which must be finite numbers")
+            if sorted(edges) != list(edges) or min(counts) < 0:
+                raise ValueError("the edges of a histogram descend, or a count is negative")
+            shown.setdefault(printable(own), {})[round_idx] = Histogram(tuple(edges), tuple(counts))
     if not any(row.keys() - {ROUND} for row in rows.values()):
         raise ReportError(f"{path} has no logged round. Train at least one, or leave this run out.")
     first = min(rows)
@@ -221,20 +227,3 @@ def as_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return math.copysign(math.inf, value) if abs(value) > LARGEST else float(value)
-
-
-def _histogram(edges: Any, counts: Any) -> Histogram:
-    if len(edges) != len(counts) + 1 or not counts or not all(map(math.isfinite, [*edges, *counts])):
-        raise ValueError(f"a histogram has {len(edges)} edges and {len(counts)} counts, which must be finite numbers")
-    if sorted(edges) != list(edges) or min(counts) < 0:
-        raise ValueError("the edges of a histogram descend, or a count is negative")
-    return Histogram(tuple(edges), tuple(counts))
-
-
-def _table(columns: Any, rows: Any) -> Table:
-    """Cells that are neither numbers nor texts become texts."""
-    if not columns or any(len(row) != len(columns) for row in rows):
-        raise ValueError("a row of a table is not as long as its header")
-    known = (str, int, float, type(None))
-    cells = (tuple(cell if isinstance(cell, known) else str(cell) for cell in row) for row in rows)
-    return Table(tuple(map(str, columns)), tuple(cells))

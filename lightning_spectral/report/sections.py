@@ -17,7 +17,7 @@ from matplotlib.transforms import offset_copy
 
 from lightning_spectral.report import compared, measures, printed
 from lightning_spectral.report.compared import LAST, Group
-from lightning_spectral.report.measures import Curve, Numbers, Spectrum
+from lightning_spectral.report.measures import Curve, Numbers
 from lightning_spectral.report.printed import COLOURS, GREY, INK, LEGEND_COLUMNS, PAPER, Look, Picture
 from lightning_spectral.report.runs import LoggedRun, Table
 
@@ -88,11 +88,6 @@ class Contents:
         sent = np.array([compared.group_end(group, self.metric)[:, 0].mean() for group in self.groups])
         return bool(np.isfinite(sent).all() and (len(sent) == 1 or np.ptp(sent) > SAME * sent.max()))
 
-    @property
-    def labels(self) -> list[str]:
-        """Labels of the groups."""
-        return [group.label for group in self.groups]
-
 
 def all_sections(contents: Contents) -> list[Section]:
     """Every section of a report, in order."""
@@ -142,8 +137,17 @@ def pareto_section(contents: Contents) -> Section:
             style: dict[str, Any] = {"marker": look.marker, "ms": 7 + 2 * look.width, "ls": "none", "mec": PAPER}
             axes[0].plot(x, y, color=look.colour, label=group.label, **style)
         if with_clients:
-            for group, x, shift in zip(groups, means[:, 0], shifts(means[:, 0]), strict=True):
-                _draw_clients(figure, axes[1], group, metric, x, shift)
+            for index, (group, x) in enumerate(zip(groups, means[:, 0], strict=True)):
+                # bars of about the same cost stand side by side
+                near = np.flatnonzero(abs(means[:, 0] - x) <= SAME * np.ptp(means[:, 0]))
+                shift = GAP * (near.searchsorted(index) - (len(near) - 1) / 2)
+                found = [three for run in group.runs if (three := measures.spread(run, metric)) is not None]
+                if found:  # a bar from low to high clients, with a mark in the middle, shifted sideways
+                    low, middle, high = np.mean([[one.last for one in three] for three in found], axis=0)
+                    look, at = look_of(group), offset_copy(axes[1].transData, figure, x=shift, units="points")
+                    axes[1].update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
+                    axes[1].plot([x, x], [low, high], color=look.colour, lw=2.5, transform=at)
+                    axes[1].plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=PAPER, transform=at)
             of_clients = measures.client_statistics(groups[0].runs[0], metric)[0]
             axes[1].set_ylabel(printed.as_label(f"{of_clients} of clients"))
         front = compared.pareto_front(list(means[:, 0]), list(means[:, 1]), contents.minimise)
@@ -154,33 +158,8 @@ def pareto_section(contents: Contents) -> Section:
         printed.legend_above(figure, LEGEND_COLUMNS)
 
     height = 6.4 if with_clients else 4.2
-    picture = Picture("pareto", f"{title}: a point for each run.", draw, height, contents.labels)
+    picture = Picture("pareto", f"{title}: a point for each run.", draw, height, [group.label for group in groups])
     return Section(title, lead, picture, tables, remark, num_open=1)
-
-
-def _draw_clients(figure: Figure, axes: Axes, group: Group, metric: str, x: float, shift: float) -> None:
-    """Draw a bar from low to high clients, as means of repetitions, with a mark in the middle, shifted sideways."""
-    found = [[one.last for one in three] for run in group.runs if (three := measures.spread(run, metric)) is not None]
-    if not found:
-        return
-    look, (low, middle, high) = look_of(group), np.mean(found, axis=0)
-    at = offset_copy(axes.transData, figure, x=shift, units="points")
-    axes.update_datalim([(x, low), (x, high)])  # shifted artists are not included automatically
-    axes.plot([x, x], [low, high], color=look.colour, lw=2.5, transform=at)
-    axes.plot(x, middle, marker=look.marker, ms=7, color=look.colour, mec=PAPER, transform=at)
-
-
-def shifts(costs: Numbers) -> list[float]:
-    """How far to move each bar sideways, in points, so that bars of the same cost stand side by side.
-
-    Example:
-        >>> shifts(np.array([1.0, 2.0, 1.01]))
-        [-4.0, 0.0, 4.0]
-    """
-    known = costs[np.isfinite(costs)]
-    far = SAME * np.ptp(known) if len(known) else 0.0
-    near = [np.flatnonzero((abs(costs - cost) <= far) | (np.arange(len(costs)) == i)) for i, cost in enumerate(costs)]
-    return [GAP * (float(np.flatnonzero(group == i)[0]) - (len(group) - 1) / 2) for i, group in enumerate(near)]
 
 
 def costs_section(contents: Contents) -> Section:
@@ -218,7 +197,7 @@ def curves_section(contents: Contents) -> Section:
 
     title = f"{metric} over rounds" + " and over megabytes" * costed
     lead = "Mean of each group over the rounds that all its repetitions have, plus and minus one standard deviation."
-    picture = Picture("curves", f"{title}: a line for each group.", draw, 3.8, contents.labels)
+    picture = Picture("curves", f"{title}: a line for each group.", draw, 3.8, [group.label for group in groups])
     return Section(title, lead, picture, remark=compared.on_curves(groups, metric))
 
 
@@ -271,7 +250,8 @@ def bits_section(contents: Contents) -> Section:
 
 def seconds_section(contents: Contents) -> Section:
     """Wall-clock time by stage."""
-    title, times = "Where the time went", [measures.mean_stage_seconds(group.runs) for group in contents.groups]
+    title, labels = "Where the time went", [group.label for group in contents.groups]
+    times = [measures.mean_stage_seconds(group.runs) for group in contents.groups]
     stages = {stage: sum(one.get(stage, 0.0) for one in times) for one in times for stage in one}
     if not stages:
         return Section(title, remark=SWITCH_ON["seconds"])
@@ -283,8 +263,7 @@ def seconds_section(contents: Contents) -> Section:
             colour, hatch = COLOURS[index % len(COLOURS)], HATCHES[index // len(COLOURS) % len(HATCHES)]
             axes.barh(at, widths, 0.6, left, color=colour, edgecolor=PAPER, hatch=hatch, lw=0.5, label=stage)
             left += widths
-        labels = ["\n".join(printed.in_lines(label, 40)) for label in contents.labels]
-        axes.set_yticks(at, labels)
+        axes.set_yticks(at, ["\n".join(printed.in_lines(label, 40)) for label in labels])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlabel("seconds per round")
@@ -292,15 +271,15 @@ def seconds_section(contents: Contents) -> Section:
 
     picture = Picture("seconds", "Seconds of a round by stage.", draw, 1.2 + 0.45 * len(times))
     names, lead = sorted(stages), "Mean wall-clock seconds of a round, by stage, without evaluation."
-    cells = [[_short(one.get(stage, 0.0)) for stage in names] for one in times]
-    rows = tuple((label, *row) for label, row in zip(contents.labels, cells, strict=True))
+    named = zip(labels, times, strict=True)
+    rows = tuple((label, *(_short(one.get(stage, 0.0)) for stage in names)) for label, one in named)
     return Section(title, lead, picture, (("Seconds per round", Table(("group", *names), rows)),))
 
 
 def spectra_section(contents: Contents) -> Section:
     """Singular values over rounds, with a heat map for each layer of each group's first run that has some."""
     by_group = [next(filter(None, map(measures.spectra, group.runs)), {}) for group in contents.groups]
-    named = list(zip(contents.labels, by_group, strict=True))
+    named = [(group.label, own) for group, own in zip(contents.groups, by_group, strict=True)]
     layers = dict.fromkeys(layer for own in by_group for layer in own)
     shown = [(heat_map_title(layer, name), own[layer]) for layer in layers for name, own in named if layer in own]
     if not shown:
@@ -315,14 +294,23 @@ def spectra_section(contents: Contents) -> Section:
 
     def draw(figure: Figure) -> None:
         axes = printed.panels(figure, len(shown), columns=3)
-        found = [_matrix(by_round) for _, by_round in shown]
+        found = []  # for each, its rounds, shape (R,), and singular values, shape (R, N), NaN where a round has fewer
+        for _, by_round in shown:
+            kept, width = sorted(by_round), max(map(len, by_round.values()))
+            kept = kept[:: -(-len(kept) * width // MAX_CELLS)]
+            padded = [np.pad(by_round[i], (0, width - len(by_round[i])), constant_values=np.nan) for i in kept]
+            found.append((np.array(kept, dtype=np.float64), np.array(padded)))
         known = min(float(np.nanmin(values) / np.nanmax(values)) for _, values in found)
         smallest = min(max(known, SMALLEST), LARGEST)  # what is smaller looks the same
         scale = LogNorm(smallest, 1.0)
         for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
             shares = np.maximum(values / np.nanmax(values), smallest)
             terms = np.arange(values.shape[1] + 1) + 0.5
-            panel.pcolormesh(edges(rounds + 1), terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
+            around = (
+                np.pad(rounds, 1, "reflect", reflect_type="odd") if len(rounds) > 1 else rounds[0] + np.arange(-1, 2)
+            )
+            edges = (around[1:] + around[:-1]) / 2 + 1  # halfway: each column is centred on its own round
+            panel.pcolormesh(edges, terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
             panel.set_title("\n".join(title))
             panel.grid(visible=False)
             panel.invert_yaxis()
@@ -345,39 +333,33 @@ def heat_map_title(layer: str, group: str) -> list[str]:
     return [*(line.replace(". ", ".") for line in of_layer), *printed.in_lines(group, TITLE)]
 
 
-def _matrix(by_round: Spectrum) -> tuple[Numbers, Numbers]:
-    """Rounds, shape ``(R,)``, and their singular values, shape ``(R, N)``; NaN where a round has fewer."""
-    rounds, terms = sorted(by_round), max(map(len, by_round.values()))
-    rounds = rounds[:: -(-len(rounds) * terms // MAX_CELLS)]
-    values = np.full((len(rounds), terms), np.nan)
-    for row, round_idx in enumerate(rounds):
-        values[row, : len(by_round[round_idx])] = by_round[round_idx]
-    return np.array(rounds, dtype=np.float64), values
-
-
-def edges(rounds: Numbers) -> Numbers:
-    """Edges halfway between rounds, so that each column is centred on its own round.
-
-    Example:
-        >>> edges(np.array([1.0, 11.0, 21.0]))
-        array([-4.,  6., 16., 26.])
-    """
-    around = np.pad(rounds, 1, "reflect", reflect_type="odd") if len(rounds) > 1 else rounds[0] + np.arange(-1.0, 2.0)
-    return (around[1:] + around[:-1]) / 2
-
-
 def clients_section(contents: Contents) -> Section:
     """The last known values of single clients."""
     found = [(run, model, *one) for run in contents.runs for model, one in measures.client_tables(run).items()]
     if not found:
         return Section("Clients", remark=SWITCH_ON["table"])
+    sites = [(model, table) for _, model, _, table in found if model.endswith(measures.CROSS_SITE)][:MAX_HEAT_MAPS]
+
+    def draw(figure: Figure) -> None:
+        for axes, (model, table) in zip(printed.panels(figure, len(sites), columns=2), sites, strict=True):
+            first = table.columns.index("examples") + 1  # before it, ids and names
+            values = [[float(cell) if cell else np.nan for cell in row[first:]] for row in table.rows]
+            figure.colorbar(axes.imshow(values, cmap="viridis"), ax=axes)
+            axes.set_xticks(range(len(values[0])), map(printed.as_label, table.columns[first:]), rotation=90)
+            axes.set_yticks(range(len(values)), [printed.as_label(row[first - 2]) for row in table.rows])
+            axes.set(title=printed.as_label(model), xlabel="model of", ylabel="examples of")
+            axes.grid(visible=False)
+
+    height = 0.5 + 3.6 * -(-len(sites) // 2)
+    picture = Picture("cross_site", "Heat maps of models of single clients, on all.", draw, height) if sites else None
     tables, more = [], any(len(table.rows) > MAX_CLIENTS for *_, table in found)
     for run, model, index, table in found:
         kept = [position for position, name in enumerate(table.columns) if name != "round"]  # which the caption has
         rows = (tuple(_short(row[position]) for position in kept) for row in table.rows[:MAX_CLIENTS])
         caption = ", ".join(filter(None, (run.name, model, f"round {index + 1}")))
         tables.append((caption, Table(tuple(table.columns[position] for position in kept), tuple(rows))))
-    return Section("Clients", f"The first {MAX_CLIENTS} clients of each table." if more else "", tables=tuple(tables))
+    lead = f"The first {MAX_CLIENTS} clients of each table." if more else ""
+    return Section("Clients", lead, picture, tuple(tables), num_open=len(tables) if sites else 0)
 
 
 def settings_section(contents: Contents) -> Section:

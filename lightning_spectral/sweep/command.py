@@ -20,8 +20,8 @@ from lightning_spectral.report.compared import group_runs, groups_table, in_orde
 from lightning_spectral.report.measures import choose_metric, lower_is_better
 from lightning_spectral.report.page import write_report
 from lightning_spectral.report.runs import printable, read_runs
-from lightning_spectral.sweep.plan import PlannedRun, SweepError, planned_runs
-from lightning_spectral.sweep.run import FINISHED, OUTPUT, begin, resolved
+from lightning_spectral.sweep.plan import FINISHED, OUTPUT, PlannedRun, SweepError, begin, planned_runs
+from lightning_spectral.sweep.run import resolved
 from lightning_spectral.tables import as_text
 
 DESCRIPTION = """\
@@ -41,7 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if a run failed; 2 if the sweep cannot begin; 130 if it was interrupted. Standard error says what is wrong.
     """
-    options, given = _parser().parse_known_args(argv)
+    name, layout = "python -m lightning_spectral sweep", RawDescriptionHelpFormatter
+    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout, allow_abbrev=False)
+    add = parser.add_argument
+    add("-c", "--config", action="append", required=True, help="the config of the runs, as for fit")
+    varied = "a setting and its values; commas within brackets or quotes belong to a value"
+    add("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE", help=varied)
+    add("--seeds", type=_seeds, default=[], metavar="0,1,2", help="repeat each combination with these seeds")
+    add("--jobs", type=at_least_one, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
+    add("-o", "--output", type=Path, metavar="FOLDER", help="where runs are kept (default: sweeps/NAME_OF_THE_CONFIG)")
+    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
+    options, given = parser.parse_known_args(argv)
     configs = [text for path in options.config for text in ("--config", path)]
     folder = options.output or Path("sweeps") / Path(options.config[-1]).stem
     try:
@@ -82,8 +92,18 @@ def _sweep(runs: Sequence[PlannedRun], folder: Path, given: Sequence[str], jobs:
             left = (time.monotonic() - begun) / number * (len(waiting) - number)
             print(f"[{before + number}/{len(able)}] {run.name}, {left / 60:.1f} min left", flush=True)
     finished = [place for place in able.values() if (place / FINISHED).is_file()]
-    written = _compare(finished, folder / "report.html", target)
-    return int(len(finished) < len(runs) or not written)
+    if finished:
+        try:
+            metric, read, _ = choose_metric(read_runs(finished)[0])
+            groups = in_order(group_runs(read)[0], metric)
+            table = groups_table(groups, metric, lower_is_better(metric))
+            shown = as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]])
+            print("", shown, "", *filter(None, [on_repetitions(groups, metric)]), sep="\n")
+            print(f"wrote {write_report(finished, folder / 'report.html', target=target)[0]}")
+        except (ModuleNotFoundError, ReportError) as error:
+            _complain(str(error))
+            return 1
+    return int(len(finished) < len(runs))
 
 
 def _train_all(places: Mapping[PlannedRun, Path], jobs: int) -> Iterator[tuple[PlannedRun, str]]:
@@ -119,24 +139,6 @@ def _failure(status: int, place: Path) -> str:
     return last.removeprefix("error: ") if status in (1, 2) and last else f"its process ended with status {status}"
 
 
-def _compare(finished: Sequence[Path], page: Path, target: float | None) -> bool:
-    """Print a table of finished runs, by their folders, and write the report; ``False`` if that is impossible."""
-    if not finished:
-        return False
-    try:
-        metric, runs, _ = choose_metric(read_runs(finished)[0])
-        groups = in_order(group_runs(runs)[0], metric)
-        table = groups_table(groups, metric, lower_is_better(metric))
-        shown = as_text([[tuple(map(str, row)) for row in (table.columns, *table.rows)]])
-        print("", shown, "", *filter(None, [on_repetitions(groups, metric)]), sep="\n")
-        (written, *_) = write_report(finished, page, target=target)
-    except (ModuleNotFoundError, ReportError) as error:
-        _complain(str(error))
-        return False
-    print(f"wrote {written}")
-    return True
-
-
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Keep other sweeps out of a folder, which would train the same runs."""
@@ -163,17 +165,3 @@ def _seeds(text: str) -> list[int]:
     if not all(map(str.isdecimal, parts)):
         raise ArgumentTypeError(f"expected whole numbers of at least 0 such as 0,1,2, got {text!r}")
     return list(map(int, parts))
-
-
-def _parser() -> ArgumentParser:
-    name, layout = "python -m lightning_spectral sweep", RawDescriptionHelpFormatter
-    parser = ArgumentParser(name, description=DESCRIPTION, formatter_class=layout, allow_abbrev=False)
-    add = parser.add_argument
-    add("-c", "--config", action="append", required=True, help="the config of the runs, as for fit")
-    varied = "a setting and its values; commas within brackets or quotes belong to a value"
-    add("--vary", action="append", default=[], metavar="KEY=VALUE,VALUE", help=varied)
-    add("--seeds", type=_seeds, default=[], metavar="0,1,2", help="repeat each combination with these seeds")
-    add("--jobs", type=at_least_one, default=1, metavar="N", help="how many runs at a time (default: %(default)s)")
-    add("-o", "--output", type=Path, metavar="FOLDER", help="where runs are kept (default: sweeps/NAME_OF_THE_CONFIG)")
-    add("--target", type=float, metavar="VALUE", help="also report the cost of reaching this value of the metric")
-    return parser

@@ -1,4 +1,4 @@
-"""Which runs a sweep has: every combination of the varied settings with every seed."""
+"""Which runs a sweep has, every combination of the varied settings with every seed, and what is in their folders."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_spectral.front_door import NAMES
+from lightning_spectral.report.runs import NAME as RECORD
 
 BRACKETS = {"{": "}", "[": "]", "(": ")"}
 BETWEEN = ("init_args", "class_path")  # parts of a key that the command line does not need
+# What is in a run's folder, beside its record: all settings, as `fit --config` takes them; what the run printed, with
+# the traceback if it failed; the last round; and a file that exists once the run is finished.
+CONFIG, OUTPUT, CHECKPOINT, FINISHED = "config.yaml", "output.txt", "last.ckpt", "finished"
+MISSING = "nothing"
+MAX_LISTED = 3  # differences in a message
 LONGEST = 80  # letters of a varied setting in the name of a folder
 SEED = "seed"
 # The room whose classes a setting takes, by the last part of its key.
@@ -63,15 +70,7 @@ class PlannedRun:
 
 
 def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun]:
-    """Every combination of varied settings, each written as ``key=value,value``, with every seed.
-
-    Example:
-        >>> runs = planned_runs(["model.algorithm=FedAvg", "data.partitioner.init_args.alpha=0.3,10"], [0])
-        >>> [run.name for run in runs]
-        ['algorithm=FedAvg, alpha=0.3, seed=0', 'algorithm=FedAvg, alpha=10, seed=0']
-        >>> print(runs[1].folder)
-        algorithm=FedAvg,alpha=10/seed=0
-    """
+    """Every combination of varied settings, each written as ``key=value,value``, with every seed."""
     settings: dict[str, list[str]] = {}  # the values of each, by its key
     for text in varied:
         key, equals, listed = text.partition("=")
@@ -116,65 +115,74 @@ def _repeated(values: Sequence[Any]) -> str:
 
 
 def split_values(text: str) -> Iterator[str]:
-    """Split at commas, except at those within brackets or quotes.
-
-    Example:
-        >>> list(split_values("0.1, {0.2: 0.6, 0.4: 0.4}, 'a, b'"))
-        ['0.1', '{0.2: 0.6, 0.4: 0.4}', "'a, b'"]
-    """
-    closing: list[str] = []
-    quote, start = "", 0
-    for position, letter in enumerate(f"{text},"):  # the last value ends at a comma too
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in BRACKETS:
-            closing.append(BRACKETS[letter])
-        elif closing and letter == closing[-1]:
-            closing.pop()
-        elif letter == "," and not closing:
-            yield from filter(None, [text[start:position].strip()])
-            start = position + 1
-    if closing or quote:
-        raise SweepError(f"{text!r} has no {quote or closing[-1]} to what it opens; in a shell, put it between quotes")
+    """Split at commas, except at those within brackets or quotes."""
+    value, missing = "", list[str]()
+    for piece in text.split(","):
+        value = f"{value},{piece}" if missing else piece
+        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", value)
+        missing = [closing for opening, closing in BRACKETS.items() if bare.count(opening) > bare.count(closing)]
+        missing += [quote for quote in "\"'" if quote in bare]
+        if value.strip() and not missing:
+            yield value.strip()
+    if missing:
+        raise SweepError(f"{text!r} has no {missing[0]} to what it opens; in a shell, put it between quotes")
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The shortest ends of dotted keys that differ from each other.
-
-    Example:
-        >>> short_names(["model.models.a.lr", "model.models.b.lr", "data.partitioner.init_args.alpha", "data.seed"])
-        {'model.models.a.lr': 'a.lr', 'model.models.b.lr': 'b.lr', 'data.partitioner.init_args.alpha': 'alpha',
-         'data.seed': 'data.seed'}
-    """
+    """The shortest ends of dotted keys that differ from each other."""
     parts = {key: [part for part in key.split(".") if part not in BETWEEN] or [key] for key in keys}
-    lengths = dict.fromkeys(keys, 1)
-    while True:
-        names = {key: ".".join(parts[key][-lengths[key] :]) for key in keys}
-        taken = Counter([*names.values(), SEED, SEED])
-        longer = [key for key in keys if taken[names[key]] > 1 and lengths[key] < len(parts[key])]
-        if not longer:
-            return names
-        for key in longer:
-            lengths[key] += 1
+    ends = {key: [".".join(own[-number:]) for number in range(1, len(own) + 1)] for key, own in parts.items()}
+    taken = Counter([SEED, *(end for own in ends.values() for end in own)])
+    return {key: next((end for end in own if taken[end] == 1), own[-1]) for key, own in ends.items()}
 
 
 def in_few_letters(text: str) -> str:
-    """A value for readers: a class with arguments looks like a call of it.
+    """A value for readers: a class with arguments looks like a call of it."""
 
-    Example:
-        >>> in_few_letters("{class_path: my.Sharding, init_args: {keep_ratio: {0.2: 0.6, 0.4: 0.4}, strategy: TopN}}")
-        'Sharding(keep_ratio={0.2: 0.6, 0.4: 0.4}, strategy=TopN)'
-    """
+    def as_call(value: Any, otherwise: str) -> str:
+        if not isinstance(value, Mapping) or "class_path" not in value:
+            return otherwise
+        inside = [f"{name}={as_call(inner, str(inner))}" for name, inner in (value.get("init_args") or {}).items()]
+        return f"{str(value['class_path']).rpartition('.')[2]}({', '.join(inside)})"
+
     try:
-        return _as_call(yaml.safe_load(text), text)
+        return as_call(yaml.safe_load(text), text)
     except yaml.YAMLError:
         return text
 
 
-def _as_call(value: Any, otherwise: str) -> str:
-    if not isinstance(value, Mapping) or "class_path" not in value:
-        return otherwise
-    arguments = [f"{name}={_as_call(inner, str(inner))}" for name, inner in (value.get("init_args") or {}).items()]
-    return f"{str(value['class_path']).rpartition('.')[2]}({', '.join(arguments)})"
+def begin(folder: Path, config: str) -> None:
+    """Keep a run's config; refuse a folder with other settings, and remove the record of a run without checkpoint."""
+    if changed := differences(folder, config):
+        raise SweepError(
+            f"{folder} has a run with other settings: {'; '.join(changed)}. Change them back, or remove that folder, "
+            "or choose another, with `-o` if this is a sweep."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(config, encoding="utf-8")
+    if not (folder / CHECKPOINT).is_file() and not (folder / FINISHED).is_file():
+        (folder / RECORD).unlink(missing_ok=True)
+
+
+def differences(folder: Path, config: str) -> list[str]:
+    """The settings in which the run that is already there differs from a config; none if there is no run."""
+    if not (folder / CONFIG).is_file():
+        return []
+    there, now = (dict(_flat("", yaml.safe_load(text))) for text in ((folder / CONFIG).read_text("utf-8"), config))
+    changed = [name for name in (*there, *(now.keys() - there.keys())) if there.get(name) != now.get(name)]
+    listed = [f"{name} is {there.get(name, MISSING)} there, {now.get(name, MISSING)} now" for name in changed]
+    more = [f"and {len(listed) - MAX_LISTED} more"] if len(listed) > MAX_LISTED else []
+    return [*listed[:MAX_LISTED], *more]
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Settings by their names on the command line, which have no ``init_args``."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in inner:
+        yield from _flat(name if key in ("init_args", "class_path") else f"{name}.{key}".lstrip("."), below)
+    if not inner:
+        yield name, str(value)
+
+
+class LastCheckpoint(ModelCheckpoint):
+    """Keeps the last round; a class of its own, beside which a config may have any `ModelCheckpoint`."""

@@ -249,21 +249,29 @@ def whole() -> Partition:
     return Partition.from_lists(list(torch.randperm(sum(sizes), generator=seeded()).split(sizes)))
 
 
+STRATA = pytest.mark.parametrize("labels", [None, torch.arange(101) % 4 // 2 * 7], ids=["of all", "of each class"])
+
+
+@STRATA
 @pytest.mark.parametrize(("fraction", "expected"), [(0.1, [0, 0, 1, 1, 1, 2, 6]), (0.9, [0, 0, 1, 2, 9, 22, 54])])
-def test_every_example_is_trained_on_or_held_out(fraction: float, expected: list[int], whole: Partition) -> None:
-    training, held_out = hold_out(whole, fraction, seeded())
+def test_every_example_is_trained_on_or_held_out(fraction: float, expected: Any, whole: Partition, labels: Any) -> None:
+    training, held_out = hold_out(whole, fraction, seeded(), labels)
     assert held_out.sizes.tolist() == expected
+    for mine, out in zip(whole, held_out, strict=True) if labels is not None else ():
+        share = len(out) / max(len(mine), 1)
+        assert all(abs((labels[out] == label).sum() - share * (labels[mine] == label).sum()) < 1 for label in (0, 7))
     for mine, kept, out in zip(whole, training, held_out, strict=True):
         assert sorted([*kept.tolist(), *out.tolist()]) == sorted(mine.tolist())
         places = [mine.tolist().index(example) for example in kept.tolist()]
         assert places == sorted(places)  # in their original order
 
 
-def test_every_example_of_a_client_is_as_likely_to_be_held_out(whole: Partition) -> None:
+@STRATA
+def test_every_example_of_a_client_is_as_likely_to_be_held_out(whole: Partition, labels: Any) -> None:
     generator, draws = seeded(), 500
     counts = torch.zeros(whole.num_assigned)
     for _ in range(draws):
-        counts[hold_out(whole, 0.2, generator)[1].indices] += 1
+        counts[hold_out(whole, 0.2, generator, labels)[1].indices] += 1
     for examples, expected in zip(whole, (0, 0, 1 / 2, 1 / 3, 2 / 10, 5 / 25, 12 / 60), strict=True):
         five_sigma = 5 * (expected * (1 - expected) / draws) ** 0.5
         assert ((counts[examples] / draws - expected).abs() <= five_sigma).all()

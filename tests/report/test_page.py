@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from made_up_runs import rounds, strategies, write_run
 from matplotlib.figure import Figure
@@ -167,6 +168,15 @@ def test_runs_of_one_name_have_a_row_each_and_nan_is_remarked_on(tmp_path: Path)
     assert [row[-1] for row in every_run.rows] == ["", "val_acc is nan in its last 5 evaluations"]
 
 
+def test_bars_of_clients_whose_groups_sent_the_same_stand_side_by_side(tmp_path: Path) -> None:
+    made = (made_up(tmp_path / str(mb), {"fl/bytes_up": mb * 1e6, **CLIENTS}, lr=mb) for mb in (1.0, 2.0, 1.01))
+    figure = sections_of(*made)["val_acc against megabytes"].picture.drawn()
+    figure.draw_without_rendering()
+    places = [line.get_transform().transform((1.0, 0.5))[0] for line in figure.axes[1].lines[::2]]
+    points = (np.array(places) - figure.axes[1].transData.transform((1.0, 0.5))[0]) * 72 / figure.dpi
+    assert points.tolist() == pytest.approx([-4, 0, 4], abs=1e-6)
+
+
 def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> None:
     """Of one large and nine tiny values, the histogram only says that nine are in the first of its four bins."""
     counted = Histogram((0.0, 0.25, 0.5, 0.75, 1.0), (9, 0, 0, 1))
@@ -176,6 +186,7 @@ def test_heat_maps_do_not_show_what_is_smaller_than_a_bin(tmp_path: Path) -> Non
     panel, bar = picture.drawn().axes
     assert panel.collections[0].norm.vmin == 0.1  # the smallest share that is known is 1 / 7
     assert list(panel.get_xticks()) == [1, 2, 3]
+    assert panel.collections[0].get_coordinates()[0, :, 0].tolist() == [0.5, 1.5, 2.5, 3.5]
     assert bar.get_xlim()[0] == pytest.approx(0.1)
     assert panel.get_title().splitlines() == ["a_layer.with.a_name.that_is.", "much_too_long", "run"]
 

@@ -23,6 +23,8 @@ def test_every_combination_has_every_seed_and_a_folder_of_its_own() -> None:
     ]
     assert runs[-1].arguments == (f"--model.algorithm={SHARDING}", "--data.partitioner.alpha=10")
     assert runs[0].folder == Path("algorithm=FedAvg,alpha=0.3/seed=0")
+    alike = ["model.models.a.lr=1", "model.models.b.lr=1", "data.partitioner.init_args.alpha=1", "data.seed=1"]
+    assert planned_runs(alike, [])[0].name == "a.lr=1, b.lr=1, alpha=1, data.seed=1"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ import yaml
 from lightning_spectral.plugin.cli import FederatedCLI
 from lightning_spectral.report.runs import read_runs
 from lightning_spectral.sweep.command import alone_in, main
-from lightning_spectral.sweep.plan import planned_runs
-from lightning_spectral.sweep.run import begin, differences, resolved, train
+from lightning_spectral.sweep.plan import begin, differences, planned_runs
+from lightning_spectral.sweep.run import resolved, train
 
 pytest.importorskip("jsonargparse", reason="comes with the `test` extra")
 pytest.importorskip("matplotlib", reason="matplotlib is in the `report` extra")
@@ -138,7 +138,7 @@ def test_what_fails_is_one_line_and_the_others_go_on(sweep: Callable[..., Told])
     assert other.status == 2
     assert other.err == [
         "error: sweeps/run/kind=fine has a run with other settings: trainer.max_epochs is 2 there, 3 now. Change them "
-        "back, or remove that folder, or choose another for this sweep with `-o`.",
+        "back, or remove that folder, or choose another, with `-o` if this is a sweep.",
         "error: no run can be trained",
     ]
 
@@ -153,17 +153,13 @@ def test_a_wrong_key_is_told_once(sweep: Callable[..., Told]) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--vary", "model.algorithm="], "error: `--vary model.algorithm=` names no value"),
-        (["--seeds", "0", "-o", "run.yaml/there"], "error: run.yaml/there cannot be written: Not a directory"),
-    ],
-)
-def test_a_sweep_that_cannot_begin_says_so_in_one_line(sweep: Any, arguments: list[str], message: str) -> None:
-    told = sweep("--config", "run.yaml", *arguments)
-    assert (told.status, len(told.err)) == (2, 1)
-    assert told.err[0].startswith(message)
+def test_a_sweep_that_cannot_begin_says_so_in_one_line(sweep: Callable[..., Told]) -> None:
+    no_folder = "run.yaml/there cannot be written: Not a directory"
+    wrong = {"--vary a.b=": "`--vary a.b=` names no value", "--seeds 0 -o run.yaml/there": no_folder}
+    for arguments, message in wrong.items():
+        told = sweep("--config", "run.yaml", *arguments.split())
+        assert (told.status, len(told.err)) == (2, 1)
+        assert told.err[0].startswith(f"error: {message}")
 
 
 def test_a_second_sweep_in_the_same_folder_is_refused(sweep: Callable[..., Told]) -> None:

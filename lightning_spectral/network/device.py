@@ -135,7 +135,6 @@ class ClientData:
         after = epsilon_of(turns, privacy.delta)
         if privacy.target_epsilon is not None and after > privacy.target_epsilon:
             return None
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(turns).encode())
         return after
 
@@ -212,7 +211,6 @@ class KeptStates:
             self._in_memory = {**before, new: {name: copies[id(tensor)] for name, tensor in named.items()}}
             return
         is_lost = download.last_turn is not None and not (self.folder / last).exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.folder / new, write_tensors(named))
         for path in self.folder.glob(_name(download.seed, "*")):
             if path.name not in (last, new):

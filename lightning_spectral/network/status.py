@@ -57,6 +57,7 @@ def write_status(path: Path, clients: Iterable[Seen], rejected: Mapping[int, str
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600) -> None:
     """Replace a file by one that is whole, and was never readable for more than ``mode`` says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # 0600
     try:
         with os.fdopen(descriptor, "wb") as file:

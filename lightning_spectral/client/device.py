@@ -420,18 +420,14 @@ class Device:
         return replace(upload, seconds={stage: clock.seconds[stage] for stage in ("load", "train")})
 
     def _answer(self, download: Download, clock: StageClock) -> Upload:
-        """What leaves the device once the client has trained, or failed."""
+        """What leaves the device once the client has trained, or failed, with what the device keeps."""
         try:
             download, upload = self._turn(download, clock)
         except _Failed as failed:
             upload = Upload(download.unit, {}, left_out="error", failure=failed.failure)
-        with clock.measure("train") if self.instructions.ends else nullcontext():
-            return self._leave(download, upload)
-
-    def _leave(self, download: Download, upload: Upload) -> Upload:
-        """What leaves the device in place of an upload, with what the device keeps."""
+        measuring = clock.measure("train") if self.instructions.ends else nullcontext()
         try:
-            with _during("collecting", passing=(DeviceError, RecordError)):
+            with measuring, _during("collecting", passing=(DeviceError, RecordError)):
                 left, state = self.instructions.leave(self.module, download, upload, self.parties)
         except _Failed as failed:
             return Upload(download.unit, {}, left_out="error", failure=failed.failure)

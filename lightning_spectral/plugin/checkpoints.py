@@ -17,6 +17,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_spectral.errors import RoundError
 from lightning_spectral.plugin.callbacks import RoundHistory
 from lightning_spectral.plugin.checkpoint_files import ARGUMENTS, HPARAMS, NOTHING_NEW, OF_MODELS, write_hparams
 from lightning_spectral.plugin.federation import Federation
@@ -113,8 +114,11 @@ class SavedRun:
             checkpoint.clear()
             checkpoint.update(kept)
             return
-        for engine in engines:
-            engine.check_not_stepping()
+        if any(engine.server_is_stepping for engine in engines):
+            raise RoundError(
+                "The server's step was interrupted: its weights belong to no round and are not saved. Resume from the "
+                "last checkpoint."
+            )
         for entry in (ARGUMENTS, f"{ARGUMENTS}_name"):  # what Lightning has put there is for loggers: no arguments
             checkpoint.pop(entry, None)
         if self._given:

@@ -131,24 +131,13 @@ class ServerData(pl.LightningDataModule):
         raise NotImplementedError
 
     def make_executor(self, owner: Any, engine: Engine, local_trainer: LocalTrainer) -> Executor | None:
-        """Create the executor of clients that are elsewhere; by default there are none, and it returns ``None``.
-
-        Args:
-            owner: The `FederatedModule` of the model that they train.
-            engine: Runs its rounds.
-            local_trainer: Runs a client's local epochs.
-        """
+        """Create the executor of a `FederatedModule` whose clients are elsewhere; by default ``None``, as none are."""
         return None
 
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> Mapping[int, Mapping[str, float]] | None:
-        """Evaluate the server's model where clients are; ``None``, as by default, if that is here.
-
-        Args:
-            owner: The `FederatedModule`.
-            round_idx: The round, from 0.
-            client_ids: Clients to evaluate.
+        """Evaluate a `FederatedModule` where clients are; ``None``, as by default, if that is here.
 
         Returns:
             The metrics of each client that could be evaluated, by name.

@@ -206,8 +206,12 @@ class Member(pl.LightningModule):
     def begin_fit(self, resumed: bool) -> None:
         """Call the user's hook, let the algorithm set the initial weights of a new run, and build the engine."""
         runtime = self.shared.runtime
-        if self.name and runtime.trainer is not None:  # a plain loop has none
-            self.module.trainer = self._own_trainer(runtime.trainer)
+        if self.name and (trainer := runtime.trainer) is not None:  # a plain loop has none
+            # one of several models sees its own optimizers, schedules and data
+            wrapped = [one for one in trainer.strategy._lightning_optimizers if one.optimizer in self.templates]
+            schedules, strategy = self.schedules.schedulers, Lookalike(trainer.strategy, _lightning_optimizers=wrapped)
+            own = {"optimizers": self.templates, "lr_scheduler_configs": schedules, "strategy": strategy}
+            self.module.trainer = cast(Any, Lookalike(trainer, datamodule=self.data, **own))
         self.module.on_fit_start()
         untrained = untrained_parameters(self.templates, self.module)
         if not resumed:
@@ -241,13 +245,6 @@ class Member(pl.LightningModule):
             self.lasting.attach(name, end)
         for end in engine.filters.values():
             self._report(end.remarks())
-
-    def _own_trainer(self, trainer: Any) -> Any:
-        """The Trainer as one of several models sees it: with its own optimizers, schedules and data."""
-        wrapped = [one for one in trainer.strategy._lightning_optimizers if one.optimizer in self.templates]
-        schedules, strategy = self.schedules.schedulers, Lookalike(trainer.strategy, _lightning_optimizers=wrapped)
-        own = {"optimizers": self.templates, "lr_scheduler_configs": schedules, "strategy": strategy}
-        return Lookalike(trainer, datamodule=self.data, **own)
 
     def _drop_what_belongs_elsewhere(self) -> None:
         """Drop what earlier fits have left of other clients, or of tensors that were others, with a warning."""

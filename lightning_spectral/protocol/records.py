@@ -284,13 +284,9 @@ class ClientOutcome:
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
-        logged: Means of the values that the client logged with ``self.log``; empty if it is left out.
+        logged, unreached, discarded, missing, put_back: As of its `Upload`; nothing is logged if it is left out.
         frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
-        unreached: Names of the sharded layers that got no gradient; ``None`` if they were not watched.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
-        discarded: Names of parameters whose change on the device is lost; found only in the first rounds.
-        missing: Names of the frozen tensors that its device had lost, so that it was sent its download twice.
-        put_back: Names of attributes of the module that it changed, and that were put back; looked for in a few turns.
         figures: What filters have found out about its update, by name, such as its norm, ``"update_norm"``.
     """
 

@@ -127,8 +127,7 @@ class Engine:
 
     def passes_of(self, client_id: int) -> float:
         """Passes over its data that a client trains, the last one perhaps in part."""
-        length = self.length_of(client_id)
-        return self.clients.passes_of(client_id, **length)
+        return self.clients.passes_of(client_id, **self.length_of(client_id))
 
     @cached_property
     def _lengths(self) -> Assigned[int]:
@@ -186,12 +185,7 @@ class Engine:
         return replace(usual, num_examples=task.num_examples, local_epochs=passes, downlink_bytes=downlink_bytes)
 
     def open_round(self, round_idx: int, units: Iterable[WorkUnit]) -> OpenRound:
-        """Open a round and prepare it for its cohort, from the server's weights.
-
-        Args:
-            round_idx: Communication round, from 0.
-            units: The units that take part, in the cohort's order.
-        """
+        """Open a round and prepare it for its cohort, from the server's weights; arguments as of `OpenRound`."""
         executor = self.executor
         self._round = OpenRound(self, executor, round_idx, units)
         self.round_is_open = True
@@ -235,24 +229,12 @@ class Engine:
         self.half.settle()
         self.server_is_stepping = False
 
-    def check_not_stepping(self) -> None:
-        """Raise ``RoundError`` if the server's step began but did not end, so that its weights belong to no round."""
-        if self.server_is_stepping:
-            raise RoundError(
-                "The server's step was interrupted: its weights belong to no round and are not saved. Resume from the "
-                "last checkpoint."
-            )
-
     def measure(self, round_idx: int, units: Sequence[WorkUnit]) -> list[ClientOutcome]:
         """Measure the loss or update norm of some clients at the server's current weights, without changing the server.
 
         For losses, a client evaluates ``training_step`` once on each of its batches, without gradients, which takes a
         third of the multiplications of an epoch. For update norms, it trains as it would in the round and obtains the
         same update, so a client that is drawn afterwards trains twice. It gets its sub-model and returns one number.
-
-        Args:
-            round_idx: The round that is about to begin.
-            units: The units to measure.
 
         Returns:
             One outcome per unit, the same in all processes; those of failed clients are marked as left out.
@@ -589,9 +571,7 @@ class Turn:
     """One unit's turn in a round.
 
     Attributes:
-        unit: Whose turn it is.
         num_examples: Number of the client's training examples.
-        round_idx: Communication round, from 0.
         receipt: What the server keeps of the download.
         download: What it was sent; ``None`` before `send`, and if it has no data.
         upload: What it sent back; ``None`` before `accept`.

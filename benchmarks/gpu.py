@@ -14,7 +14,7 @@ limit; one that fails is a line of its table, and the others go on. The parts:
 - ``factorise``: milliseconds to factorise matrices, all terms or the largest tenth, on the device and on the CPU.
 - ``shared``: a round of the tiny network and of the CNN, by the number of processes on the device.
 - ``stacked``: the same round with all clients at once, their weights stacked by ``torch.func``.
-- ``captured``: the same round with a client's step captured once as a graph, and replayed for every other step.
+- ``captured``: the same round with captured steps (`captured.py`), on the CPU as always; differences of final weights.
 - ``cifar10``: the row "Collective, keep ratio 0.2" of Table 1 for CIFAR-10, as long as it is said.
 """
 
@@ -37,6 +37,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from captured import CapturedLoop
 from contenders.workload import cnn, mlp
 from page import show
 from torch import Tensor, nn
@@ -44,11 +45,8 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.data import TensorDataset
 
 import lightning_spectral as ls
-from lightning_spectral.client.local_loop import LocalLoop, LocalResult, LocalTask
 from lightning_spectral.functional.spectra import factorize, leading_factors
 from lightning_spectral.models import CharTransformer, LitClassifier, ResNet18
-from lightning_spectral.nn.layers.terms import SingularTerms
-from lightning_spectral.nn.optimizer_hooks import TermRates
 from lightning_spectral.protocol.records import Download, Upload
 from lightning_spectral.server.executor import Executor
 
@@ -154,88 +152,9 @@ class StackedFederation(ls.FederatedModule):
         return Stacked(self)
 
 
-WATCHED = 1  # rounds, in place of ten
-
-
-class Replayed:
-    """A step that is recorded once, and replayed with other values in the same memory; on the CPU it is run again."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self.step = step
-        if torch.cuda.is_available():
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.loss = step()[1]
-
-    def __call__(self) -> Tensor:
-        if not torch.cuda.is_available():
-            return self.step()[1].clone()
-        self.graph.replay()
-        return self.loss.clone()
-
-
-class CapturedLoop(LocalLoop):
-    """Replays clients' steps, recorded once for each form and shape of a batch: a prototype.
-
-    For steps that log nothing, read no value and draw nothing, with constant learning rates and SGD without dampening,
-    which takes the same steps from zero momentum as from none. The first rounds, with watched parameters, are eager.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.replayed: dict[Any, tuple[Replayed, list[Tensor]]] = {}
-        self.states: dict[Any, dict[Tensor, dict[str, Any]]] = {}
-        self.stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-
-    def __call__(self, task: LocalTask) -> LocalResult:
-        self.form = (*(id(p) for p in self.module.parameters()), *(t.data_ptr() for t in self.tensors()))
-        if self.stream is None:
-            return super().__call__(task)
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            done = super().__call__(task)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return done
-
-    def tensors(self) -> Iterator[Tensor]:
-        return itertools.chain(self.module.parameters(), self.module.buffers())
-
-    def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
-        if task.download.round_idx < WATCHED:
-            return super()._step(task, batch, batch_idx)
-        state = self.optimizers[0].optimizer.state
-        if self.form not in self.states:
-            found = super()._step(task, batch, batch_idx)
-            self.states[self.form] = {parameter: dict(own) for parameter, own in state.items()}
-            return found
-        if not state:  # a client's first step
-            for parameter, own in self.states[self.form].items():
-                state[parameter] = {name: value.zero_() for name, value in own.items()}
-        key = self.form, *(part.shape for part in batch)
-        if key not in self.replayed:
-            inputs = [part.clone() for part in batch]
-            before = [tensor.detach().clone() for tensor in self.tensors()]
-            momenta = [value.clone() for own in state.values() for value in own.values()]
-            step = Replayed(lambda: LocalLoop._step(self, task, inputs, batch_idx))
-            self.replayed[key] = step, inputs
-            torch._foreach_copy_([tensor.detach() for tensor in self.tensors()], before)
-            torch._foreach_copy_([value for own in state.values() for value in own.values()], momenta)
-        step, inputs = self.replayed[key]
-        torch._foreach_copy_(inputs, list(batch))
-        return None, step()
-
-
 class CapturedFederation(ls.FederatedModule):
     def make_executor(self, engine: Any) -> Executor:
         return self.make_local_executor(engine, CapturedLoop)
-
-
-def start_in_place(rates: TermRates, kept: dict[SingularTerms, Tensor]) -> None:
-    """`TermRates.start_client` without a wait, in memory that stays: a factor of 1 changes nothing."""
-    rates._scaled = []
-    for layer in rates._layers:
-        factors = kept.setdefault(layer, torch.ones_like(layer.omega)).copy_(rates.factors(layer))
-        rates._scaled += [(layer.u, factors), (layer.v, factors[:, None])]
 
 
 class Clock(pl.Callback):
@@ -369,23 +288,20 @@ ALGORITHMS: dict[str, Callable[[], ls.Algorithm]] = {
 
 def captured(case: str, device: str, toy: bool) -> Rows:
     model, algorithm = case.split(", ")
-    net, count = (TOYS if toy else MODELS)[model](), 2 if toy else 6
-    data, loop, kept = federated(net), bare(copy.deepcopy(net), *examples(net), device), dict[SingularTerms, Tensor]()
+    net, count = (TOYS if toy else MODELS)[model](), 2 if toy else 8
+    data, loop = federated(net), bare(copy.deepcopy(net), *examples(net), device)
 
-    def trained(kind: type[ls.FederatedModule] = ls.FederatedModule) -> tuple[float, list[Tensor]]:
+    def trained(capture: bool = False) -> tuple[float, list[Tensor]]:
         own = copy.deepcopy(net)
+        kind = CapturedFederation if capture else ls.FederatedModule
         clock = train(own, data, device, count, kind, ALGORITHMS[algorithm]())
-        return clock.milliseconds(WATCHED + 2), [tensor.detach().double() for tensor in own.state_dict().values()]
+        return clock.milliseconds(3), [tensor.detach().double() for tensor in own.state_dict().values()]
 
     def farthest(some: list[Tensor], others: list[Tensor]) -> str:
         return f"{max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True)):.0e}"
 
-    in_place = patch.object(TermRates, "start_client", lambda rates: torch.no_grad()(start_in_place)(rates, kept))
-    with patch(f"{ls.__name__}.client.device.WATCHED_ROUNDS", WATCHED):
-        eager, weights = trained()
-        _, again = trained()
-        with in_place:
-            at_once, replayed = trained(CapturedFederation)
+    with patch(f"{ls.__name__}.client.device.WATCHED_ROUNDS", 1):  # in place of ten
+        (eager, weights), (_, again), (at_once, replayed) = trained(), trained(), trained(capture=device == "cuda")
     theirs = statistics.median([next(loop) for _ in range(count + 2)][2:])
     figures = f"{theirs:.1f} {eager:.1f} {at_once:.1f} {at_once / theirs:.2f}".split()
     return [(case, *figures, farthest(weights, replayed), farthest(weights, again))]

@@ -165,10 +165,14 @@ class Recorder:
                 f"`self.log({name!r}, ...)` takes a number, a tensor or a metric of torchmetrics, got {value!r}; log "
                 "several values with `self.log_dict`, and print what is not a number."
             )
-        weight, value = float(self.num_examples if batch_size is None else batch_size), _scalar(value)
+        weight = float(self.num_examples if batch_size is None else batch_size)
+        self.add(name, _scalar(value), weight, prog_bar, to_logger)
+
+    def add(self, name: str, value: Tensor, weight: float, prog_bar: bool, logger: bool) -> None:
+        """Add a scalar to the mean of a name."""
         if (entry := self._client.get(name)) is None:
             zero = torch.zeros((), dtype=torch.float64, device=value.device)
-            entry = self._client[name] = _Entry(zero, 0.0, prog_bar, to_logger)
+            entry = self._client[name] = _Entry(zero, 0.0, prog_bar, logger)
         entry.total.add_(value, alpha=weight)
         entry.weight += weight
 

@@ -53,7 +53,6 @@ class WithLimits(LitMLP):
 
 
 WithBatchNorm = partial(variant(LitSmall, lambda lit: setattr(lit.net[1], "momentum", None)), dropout=0.3)
-WithPlainSGD = partial(LitMLP, momentum=0.0)
 
 
 class Levelled(LitMLP):
@@ -257,7 +256,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "Ditto": {"algorithm": ls.Ditto(), "module": WithBatchNorm, "rounds": 3},
     "FedBuff": {"algorithm": ls.FedBuff(9), "module": WithBatchNorm, "clients_per_round": 4, "rounds": 4},
     "q-FedAvg": {"algorithm": ls.QFedAvg(q=2.0), "module": WithBatchNorm, "rounds": 3},
-    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": WithPlainSGD, "rounds": 3},
+    "SCAFFOLD": {"algorithm": ls.Scaffold(), "module": partial(LitMLP, momentum=0.0), "rounds": 3},
     "LoRA": {"algorithm": ls.LoRA({1: 0.5, 3: 0.5}), "rounds": 3},
     "LoRA, truncated": {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.TruncatedProducts()),
@@ -351,14 +350,13 @@ def run(
         watchers.append(ls.RoundDashboard(every_n_rounds=1))
     timeout = timedelta(seconds=patience)  # a process that waits any longer would wait for ever
     several = {"strategy": ls.plugin.ClientParallelStrategy(timeout=timeout), "devices": num_processes}
-    strategy = several if num_processes > 1 else {}
     runner = pl.Trainer(
         max_epochs=rounds,
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,
         **{**options, "callbacks": [history, ledger, saver, *watchers, *options.get("callbacks", [])]},
-        **strategy,
+        **(several if num_processes > 1 else {}),
     )
     error, tested, model = None, None, None
     try:

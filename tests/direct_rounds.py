@@ -48,7 +48,6 @@ class DirectRounds:
         self.half = self.algorithm.bind(self.server, self.state)
 
     def copy(self) -> DirectRounds:
-        """An independent copy of this federation."""
         return copy.deepcopy(self)
 
     def open(self, coefficients: Mapping[int, float]) -> tuple[Round, list[WorkUnit]]:
@@ -80,14 +79,12 @@ class DirectRounds:
         return {name: p.grad.clone() for name, p in self.server.named_parameters() if p.grad is not None}
 
     def play(self, coefficients: Mapping[int, float], train: Train, left_out: tuple[int, ...] = ()) -> None:
-        """Play a round, and step the server."""
         gradients = self.gradients(coefficients, train, left_out)
         with torch.no_grad():
             for name, gradient in gradients.items():
                 self.server.get_parameter(name).sub_(gradient)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of the averaged tensors."""
         return {name: tensor.clone() for name, tensor in returned_tensors(self.server).items()}
 
 
@@ -95,5 +92,4 @@ def assert_close(ours: Tensors, theirs: Tensors, tolerance: float = 1e-13) -> No
     """Compare names, and values up to a tolerance relative to the largest value (or to 1, if that is larger)."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        scale = max(1.0, float(value.abs().max()))
-        assert float((ours[name] - value).abs().max()) <= tolerance * scale, name
+        assert float((ours[name] - value).abs().max()) <= tolerance * max(1.0, float(value.abs().max())), name

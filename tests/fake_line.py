@@ -40,8 +40,7 @@ class Node:
 
     def answer(self, question: Question) -> dict[str, bytes]:
         """Answer in a process of its own, which lasts if it can."""
-        service = self.make() if self.forgets else self._service
-        return service.answer(question.kind, question.parts)
+        return (self.make() if self.forgets else self._service).answer(question.kind, question.parts)
 
     @cached_property
     def _service(self) -> DeviceService:
@@ -188,7 +187,6 @@ def held_out_line(lit: Callable[[], Any] = LitMLP, folder: Path | None = None, *
         ]
         for client in range(12)
     ]
-    folders = [None if folder is None else str(folder / str(client)) for client in range(12)]
-    both = zip(parts, folders, strict=True)
+    both = zip(parts, [None if folder is None else str(folder / str(client)) for client in range(12)], strict=True)
     datas = [{"": ClientData(train, batch_size=4, val=val, state_folder=kept)} for (train, val), kept in both]
     return line_of([{"": lit}] * 12, datas, **options)

@@ -20,7 +20,6 @@ _unused: list[tuple[BaseProcess, Connection]] = []
 
 
 def started(call: Callable[..., object], *arguments: Any, method: str = METHOD, **options: Any) -> BaseProcess:
-    """A process that calls a function."""
     context: Any = multiprocessing.get_context(method)
     process: BaseProcess = context.Process(target=call, args=arguments, **options)
     with warnings.catch_warnings():

@@ -95,7 +95,6 @@ def start(folder: Path, num_rounds: int, num_processes: int) -> tuple[list[int],
 
 
 def status_of(*arguments: Any) -> int:
-    """Train, and return the exit status."""
     try:
         train(*arguments)
     except SystemExit:

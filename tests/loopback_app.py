@@ -47,8 +47,7 @@ class SaysWhoIsLeftOut(ls.RoundCallback):
 
 
 def examples(seed: int, number: int = 60) -> TensorDataset:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(number, 20, generator=generator)
+    x = torch.randn(number, 20, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x @ torch.randn(20, 4, generator=torch.Generator().manual_seed(0))).argmax(1))
 
 

@@ -108,8 +108,7 @@ def serve(pipe: Connection) -> None:
     warnings.simplefilter("ignore")
     while start := pipe.recv_bytes():
         told, module, optimizers, make_data, local_hooks = pickle.loads(start)
-        settings = LocalSettings(local_hooks=local_hooks)
-        device = Device(module, told, optimizers, make_data(), settings, owned=True)
+        device = Device(module, told, optimizers, make_data(), LocalSettings(local_hooks=local_hooks), owned=True)
         while (download := receive(pipe))[0]:
             send(pipe, encode(device.run(decode(*download, Download))))
 
@@ -124,8 +123,7 @@ def sorted_data() -> ls.FederatedDataModule:
     """Clients with few classes: ten examples each, in the order of their labels."""
     tensors = toy_examples().tensors
     toy = TensorDataset(*(tensor[tensors[1].argsort(stable=True)] for tensor in tensors))
-    by_label = ls.NaturalPartitioner([i // 10 for i in range(len(toy))])
-    return ls.FederatedDataModule(toy, by_label, val=toy, batch_size=4)
+    return ls.FederatedDataModule(toy, ls.NaturalPartitioner([i // 10 for i in range(len(toy))]), val=toy, batch_size=4)
 
 
 def sorted_data_of_clients() -> Callable[[Download], ClientData]:

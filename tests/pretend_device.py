@@ -93,8 +93,6 @@ class PretendTensor(torch.Tensor):
 
 
 class PretendAccelerator(Accelerator):
-    """Lightning's part of the pretended device."""
-
     def setup_device(self, device: torch.device) -> None: ...
 
     def teardown(self) -> None: ...

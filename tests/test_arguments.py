@@ -95,7 +95,6 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
 }
 # Only the package creates the first ones; the last passes its arguments on to torch.
 LEFT_OUT = {"ClientRow", "ClientTable", "CostTable", "load_user_module"}
-MAY_BE_NEGATIVE = {"absent", "seed", "strength"}
 MAY_BE_INFINITE = re.compile(
     r"budget|every_n_seconds|slack|clip_|deadline|downlink$|uplink$|macs_per|max_norm|EffectiveLRClip\.tau"
 )
@@ -117,7 +116,7 @@ def wrong_values(name: str, argument: str, hint: Any) -> Iterator[Any]:
         yield from ("no", 1)
     if int in found or float in found:
         yield from ("8", "a word", True, math.nan, [[2]], object())
-        yield from () if argument in MAY_BE_NEGATIVE else (-1,)
+        yield from () if argument in {"absent", "seed", "strength"} else (-1,)
         yield from () if type(None) in found else (None,)
         yield from () if MAY_BE_INFINITE.search(f"{name}.{argument}") else (math.inf,)
     if int in found and float not in found:

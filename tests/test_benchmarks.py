@@ -75,16 +75,14 @@ def test_the_suites_slowest_tests_are_written_where_its_page_shows_them(tmp_path
     assert table.startswith("21 tests take 22 CPU seconds; the slowest 20, 98%:\n")
     assert table.splitlines()[4] == "| 2.0 | `b/test_b.py::test_it` |"
     assert "test_a" not in table
-    page = (BENCHMARKS.parent / "CONTRIBUTING.md").read_text()
-    assert table in suite["TABLE"].sub(lambda _: table, page)
+    assert table in suite["TABLE"].sub(lambda _: table, (BENCHMARKS.parent / "CONTRIBUTING.md").read_text())
 
 
 @pytest.mark.slow
 def test_what_runs_on_a_gpu_runs_on_the_cpu_at_toy_size(tmp_path: Path, run: Run) -> None:
     """All but the tests on the device and the doctor, which have their own tests."""
     for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
-        rows = np.random.default_rng(0).integers(0, 10, (60, 1 + 3 * 32 * 32), np.uint8)
-        rows.tofile(tmp_path / f"{name}.bin")
+        np.random.default_rng(0).integers(0, 10, (60, 1 + 3 * 32 * 32), np.uint8).tofile(tmp_path / f"{name}.bin")
     toy = ("gpu.py", "--device", "cpu", "--toy", "--cifar10")
     parts = "rounds", "factorise", "shared", "stacked", "captured", "cifar10"
     said = run(*toy, str(tmp_path), "--parts", *parts)

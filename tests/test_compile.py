@@ -139,14 +139,13 @@ def test_parts_that_are_compiled_in_place_train_compiled(algorithm, parts, toy, 
 def test_parts_compiled_in_place_compile_in_the_first_round_once_for_each_keep_ratio(toy, fit):
     made: list[Any] = []
     after: list[int] = []
-    count = acting(on_round_end=lambda trainer, model, summary: after.append(len(made)))
     fit(
         seeded(in_place, made),
         clients(toy, 5),
         algorithm=spectral([0.3, 0.6] * 6),
         clients_per_round=12,
         max_epochs=4,
-        callbacks=[count],
+        callbacks=[acting(on_round_end=lambda trainer, model, summary: after.append(len(made)))],
     )
     assert after == [2] * 4
 

@@ -115,8 +115,7 @@ def test_the_readme_has_two_set_up_commands_and_code_early() -> None:
 def test_the_reference_has_every_public_name_and_no_other() -> None:
     reference = (DOCS / "api.md").read_text()
     paths = [name if name in ls.__all__ else f"{place}.{name}" for name, place in PLACES.items()]
-    missing = [path for path in paths if not re.search(rf"^\.\. auto\w+:: {path}$", reference, re.MULTILINE)]
-    assert not missing
+    assert not [path for path in paths if not re.search(rf"^\.\. auto\w+:: {path}$", reference, re.MULTILINE)]
     module = ls.__name__
     for kind, path in re.findall(r"^\.\. (auto\w+|module):: (\S+)$", reference, re.MULTILINE):
         if kind == "module":
@@ -230,8 +229,7 @@ def test_hooks_run_where_the_hooks_page_says(lit_mlp, toy, quiet, tmp_path):
 
     run()
     run(ckpt_path=tmp_path / "one.ckpt")
-    clients = {name for name in hooks if "client" in found[name]}
-    assert clients == on_clients - {"None"} | moves
+    assert {name for name in hooks if "client" in found[name]} == on_clients - {"None"} | moves
     assert {name for name in hooks if "server" in found[name]} == at_server & set(hooks) | moves
 
 

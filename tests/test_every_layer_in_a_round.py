@@ -77,7 +77,6 @@ def flat() -> TensorDataset:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of one round with six clients."""
     return partial(fit, clients_per_round=6)
 
 
@@ -98,10 +97,9 @@ def same_initial_weights() -> Iterator[None]:
 
 def options_for(name: str, keep_ratio: Any) -> ls.SpectralSharding:
     """Options with which any layer can be sharded, and weights change only by training."""
-    split = {"core.1": 3} if name == "split" else {}
     choices = ls.LayerChoices(
         exclude=["head"],
-        split=split,
+        split={"core.1": 3} if name == "split" else {},
         keep_first_and_last_dense=False,
         convolutions="spatial" if name == "spatial conv2d" else "matrix",
     )
@@ -168,10 +166,7 @@ def test_a_layer_used_twice_trains(traced: bool, flat: TensorDataset, fit: Fit) 
 
 
 def test_a_layer_never_used_stays_dense_if_seen_and_is_named_if_not(flat: TensorDataset, fit: Fit) -> None:
-    def make(traced: bool) -> Any:
-        return lit_of(lambda self, x: self.mid(x), traced, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
-
-    lit = make(traced=True)
+    lit = lit_of(lambda self, x: self.mid(x), True, mid=nn.Linear(8, 8), spare=nn.Linear(8, 8))
     fit(lit, shared_out(flat), algorithm=(algorithm := ls.SpectralSharding(keep_ratio=0.5)))
     assert list(algorithm.plan(lit).sharded) == ["mid"]
     # registered last, so that only `exclude` could save it: the head is registered before
@@ -253,10 +248,8 @@ def test_buffers_can_keep_the_servers_value(flat: TensorDataset, fit: Fit) -> No
     def make() -> Any:
         return lit_of(lambda self, x: self.mid(self.norm(x)), True, norm=nn.BatchNorm1d(8), mid=nn.Linear(8, 8))
 
-    kept = {"*running_*": "server"}
-    planned = ls.SpectralSharding(layers=plan_layers(make()))
-    for algorithm in (ls.FedAvg(), ls.SpectralSharding(), planned):
+    for algorithm in (ls.FedAvg(), ls.SpectralSharding(), ls.SpectralSharding(layers=plan_layers(make()))):
         lit = make()
-        fit(lit, shared_out(flat), algorithm=algorithm, buffers=kept)
+        fit(lit, shared_out(flat), algorithm=algorithm, buffers={"*running_*": "server"})
         assert torch.equal(lit.norm.running_mean, torch.zeros(8))
         assert not torch.equal(lit.norm.weight, torch.ones(8))

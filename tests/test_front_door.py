@@ -18,22 +18,16 @@ from lightning_spectral.front_door import INSTEAD
 
 def run(script: str) -> str:
     """What a script prints in a process of its own."""
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def typed_names() -> dict[str, str]:
-    """What type checkers see at the top level: a name, and the package that it is imported from."""
-    stub = ast.parse(Path(ls.__file__).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {str(alias.asname): str(node.module) for node in imports for alias in node.names}
-
-
 def test_type_checkers_see_the_names_that_there_are() -> None:
-    rooms = dict.fromkeys(ls._ROOMS, "lightning_spectral")
-    assert typed_names() == {**rooms, **{name: f"lightning_spectral.{place}" for name, place in ls._PLACES.items()}}
+    rooms, stub = dict.fromkeys(ls._ROOMS, "lightning_spectral"), Path(ls.__file__).with_suffix(".pyi")
+    imports = [node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)]
+    typed = {str(alias.asname): str(node.module) for node in imports for alias in node.names}
+    assert typed == {**rooms, **{name: f"lightning_spectral.{place}" for name, place in ls._PLACES.items()}}
 
 
 def test_a_name_is_what_its_package_has() -> None:

@@ -72,8 +72,7 @@ def test_everyone_with_one_full_batch_step_is_gradient_descent(regression: Tenso
 
 
 def test_plain_server_is_the_weighted_mean_of_clients(regression: TensorDataset, fit: Fit) -> None:
-    keys = [0] * 25 + [1] * 10 + [2] * 5
-    data = ls.FederatedDataModule(regression, ls.NaturalPartitioner(keys), batch_size=5)
+    data = ls.FederatedDataModule(regression, ls.NaturalPartitioner([0] * 25 + [1] * 10 + [2] * 5), batch_size=5)
     federated = recording(momentum=0.9)  # fresh for every client
     start = copy.deepcopy(federated)
     fit(federated, data, clients_per_round=3, local_epochs=2)

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The study's files as modules."""
     with study_files("lora", ("run", "report"), tmp_path_factory.mktemp("lora")) as modules:
         yield modules
 

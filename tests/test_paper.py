@@ -72,8 +72,7 @@ def test_every_grid_has_algorithms_metrics_and_numbers_for_every_cell(paper: Any
 
 
 def test_original_sizes_are_those_of_the_papers(paper: Any) -> None:
-    grid = paper.run.read("table1", "gpu")
-    rounds = {cell.task: cell.settings.num_rounds for cell in grid.cells}
+    rounds = {cell.task: cell.settings.num_rounds for cell in paper.run.read("table1", "gpu").cells}
     assert list(rounds.values()) == [1000, 2500, 1500, 1500, 1500]
     longer = {cell.column: cell.settings.num_rounds for cell in paper.run.read("table2", "gpu").cells}
     assert list(longer.values()) == [1500, 5000]

@@ -30,7 +30,6 @@ FIVE = ["fashion", "fashion2", "cifar10", "mnist", "shakespeare"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The study's files as modules."""
     with study_files("several_models", MODULES, tmp_path_factory.mktemp("several_models")) as modules:
         yield modules
 
@@ -158,16 +157,14 @@ def test_runs_are_done_once_and_reported(study: Any, monkeypatch: pytest.MonkeyP
         result = study.run.train(federation, name, seed, num_rounds=5)
         study.run.path_of(federation, name, seed).write_text(json.dumps(result))
     assert list(study.run.todo(federation, names, seeds=1)) == []
-    runs = study.report.results(federation)
-    found = {name: of_setup[0] for name, of_setup in runs.items() if of_setup}
+    found = {name: of_setup[0] for name, of_setup in study.report.results(federation).items() if of_setup}
     assert list(found) == names
     for run in found.values():
         assert run["error"] == ""
         assert study.report.rounds_of(run) == 5
         assert len(study.report.curve(run)) == 1
         assert list(run["models"]) == list(federation.models)
-    stale = [len(run["models"][federation.models[0]]["fl/store_bytes"]) for run in found.values()]
-    assert stale == [0, 5]
+    assert [len(run["models"][federation.models[0]]["fl/store_bytes"]) for run in found.values()] == [0, 5]
     study.report.main()
     assert Path(f"docs/{federation.figure}.png").exists()
 
@@ -383,8 +380,7 @@ def test_the_search_finds_better_probabilities_where_updates_share_much_and_diff
 def test_draws_of_fixed_size_are_compared_on_the_updates_of_a_federation(study, monkeypatch):
     synthetic(study, monkeypatch, 500)
     grams = study.fixed_size.trained((1, 2))
-    found = list(study.fixed_size.rows(grams))
-    assert [row[0] for row in found] == ["1"] * 4 + ["2"] * 4
+    assert [row[0] for row in study.fixed_size.rows(grams)] == ["1"] * 4 + ["2"] * 4
     weights, gram = grams[1]
     assert float(weights.sum()) == pytest.approx(1)
     assert not torch.equal(gram, grams[2][1])

@@ -107,8 +107,7 @@ def test_a_ladder_on_which_nothing_learns_is_climbed_to_both_ends(study, made_up
     start, rungs = toy(study, "FedAvg", 1.0), study.plans.RUNGS
     tried = climbed(study, made_up, start, lambda rate: None if rate > 0.4 else 0.1 + 0.01 * (rate == 0.1))
     assert sorted(tried) == [0.1 * 2.0**step for step in range(-rungs, rungs + 1)]
-    other = replace(start, setup="sharding")
-    assert min(climbed(study, made_up, other, lambda rate: 1 - rate)) == 0.1 / 2**rungs
+    assert min(climbed(study, made_up, replace(start, setup="sharding"), lambda rate: 1 - rate)) == 0.1 / 2**rungs
 
 
 def test_a_ladder_goes_on_where_only_rates_far_from_the_first_one_learn(study, made_up):
@@ -338,8 +337,7 @@ def test_a_round_of_fedlrt_is_a_projected_step_cut_to_its_rank(study, net):
             block.matrix(module.get_parameter(block.parameter)).copy_(model.u[name] @ model.s[name] @ model.v[name].T)
     torch.testing.assert_close(model(images), module(images))  # the low-rank network is the dense one of its weights
     dense = dense_gradients(module, images, labels)
-    own = study.fedlrt.gradients(model, images, labels)
-    wide = study.fedlrt.augmented(model, own)
+    wide = study.fedlrt.augmented(model, study.fedlrt.gradients(model, images, labels))
     torch.testing.assert_close(wide(images), model(images))
     sgd = partial(torch.optim.SGD, lr=rate)
     no_correction = {name: torch.zeros_like(core) for name, core in model.s.items()}

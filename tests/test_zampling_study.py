@@ -102,8 +102,7 @@ def test_a_client_stops_after_so_many_epochs_without_a_lower_loss(study, monkeyp
     ],
 )
 def test_a_run_says_what_travelled_and_how_good_networks_became(study, monkeypatch, setup, compression, down, up):
-    toy = toy_task(study, monkeypatch)
-    monkeypatch.setitem(study.tasks.TASKS, "toy", toy)
+    monkeypatch.setitem(study.tasks.TASKS, "toy", toy_task(study, monkeypatch))
     run = study.federated.train(study.plans.Spec(setup, compression, num_rounds=study.federated.EVERY, task="toy"))
     assert (run["down"], run["up"]) == (down, up)
     assert [len(run["accuracy"]), len(run["sampled"])] == [1, 2 if compression else 0]
@@ -155,8 +154,7 @@ def test_coded_bits_come_back_and_take_little_more_than_their_entropy(study: Any
 def test_a_decoder_with_other_probabilities_gets_other_bits(study: Any) -> None:
     half = study.coding.HALF
     bits = [0, 1] * 100
-    coded = study.coding.encode(bits, [half // 3] * 200)
-    assert study.coding.decode(coded, [half // 2] * 200) != bits
+    assert study.coding.decode(study.coding.encode(bits, [half // 3] * 200), [half // 2] * 200) != bits
 
 
 def test_a_pickle_that_could_run_code_is_not_read(study: Any) -> None:

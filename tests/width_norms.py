@@ -24,8 +24,7 @@ class LitNorms(LitSmall):
         self.norm, self.head = nn.BatchNorm1d(8, momentum=None), nn.Linear(48, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(self.conv(self.before(x)[:, None])).relu()
-        return super().forward(self.head(hidden.flatten(1)))
+        return super().forward(self.head(self.norm(self.conv(self.before(x)[:, None])).relu().flatten(1)))
 
 
 def recorded_turns(monkeypatch: pytest.MonkeyPatch) -> list[Any]:

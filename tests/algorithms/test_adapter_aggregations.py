@@ -155,8 +155,7 @@ def test_by_rank_each_place_is_averaged_over_the_clients_that_have_it(left_out: 
 
 def test_an_orthonormal_a_and_its_b_are_the_singular_terms_of_the_mean() -> None:
     layer = OneLayer(ls.algorithms.OrthonormalA(), ALL_FULL)
-    dense = mean_product(layer.play())
-    U, s, Vh = torch.linalg.svd(dense)
+    U, s, Vh = torch.linalg.svd(mean_product(layer.play()))
     b, a = layer.adapter.B.detach(), layer.adapter.A.detach()
     assert torch.allclose(b @ a, U[:, :R] @ torch.diag(s[:R]) @ Vh[:R], rtol=0, atol=1e-12)
     assert torch.allclose(a @ a.T, torch.eye(R, dtype=torch.float64), rtol=0, atol=1e-13)

@@ -264,8 +264,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
 def test_state_is_moved_and_cast_with_the_module() -> None:
     state = ours().new_state(seeded(LitNorms), 0)
     assert isinstance(state, WidthAverages)
-    half = copy.deepcopy(state).half()
-    assert {t.dtype for own in half.widths.values() for t in own.values()} == {torch.float16}
+    assert {t.dtype for own in copy.deepcopy(state).half().widths.values() for t in own.values()} == {torch.float16}
 
 
 @pytest.mark.parametrize("own", [True, False])

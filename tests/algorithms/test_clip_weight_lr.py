@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from federation import Fit, same_state, seeded
 from one_client import Turns
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from toy_models import variant
 
 import lightning_spectral as ls
 from lightning_spectral.algorithms.spectral.algorithm import SpectralSide
@@ -102,8 +103,7 @@ class TestFrobeniusDecay:
                     parameter.grad = torch.zeros_like(parameter)
                 step()
                 ended[bound] = torch.diagonal(client[1].weight.detach())
-        rates = (2 * sizes).clamp(max=1.0)
-        torch.testing.assert_close(ended[1.0], (1 - lr * decay * rates / 2).square() * sizes)
+        torch.testing.assert_close(ended[1.0], (1 - lr * decay * (2 * sizes).clamp(max=1.0) / 2).square() * sizes)
         dense = (1 - lr * decay) * sizes
         rounding = 1e-12  # float64
         assert bool(((ended[1.0] - dense).abs() <= (lr * decay / 2) ** 2 * sizes + rounding)[:3].all())
@@ -127,11 +127,6 @@ class MultipliersAlone(SpectralSide):
         return StepActions(before_step=before_step)
 
 
-@dataclass(frozen=True)
-class WithoutTermRates(ls.SpectralSharding):
-    side = MultipliersAlone
-
-
 EVERY_LAYER = ls.LayerChoices(keep_first_and_last_dense=False)
 
 
@@ -149,7 +144,8 @@ class TestInAFit:
 
         options = {**self.OPTIONS, "clip_tau": tau}
         without = state(ls.SpectralSharding.published(ls.Unbiased(), **options))
-        assert same_state(without, state(WithoutTermRates.published(ls.Unbiased(), **options)))
+        bare = variant(ls.SpectralSharding, side=MultipliersAlone)  # without rates of its own for terms
+        assert same_state(without, state(bare.published(ls.Unbiased(), **options)))
         bounded = state(ls.SpectralSharding.published(ls.Unbiased(), **options, clip_weight_lr=0.5))
         assert not same_state(without, bounded)  # negative controls
         other = {**options, "clip_tau": math.inf if tau < 2 else 1.2}

@@ -220,7 +220,6 @@ def far_at_once(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
-        """Fits of SCAFFOLD with five of twelve clients."""
         return partial(fit, algorithm=ls.Scaffold(), clients_per_round=5, local_epochs=2)
 
     def test_the_first_round_is_that_of_federated_averaging(self, data: Any, fit: Fit) -> None:

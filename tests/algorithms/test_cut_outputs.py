@@ -17,7 +17,6 @@ from lightning_spectral.nn.layers.leading_channels import LeadingChannels
 from lightning_spectral.nn.optimizer_hooks import TermRates
 
 HALF = ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, output_ratio=0.5)
-HELD = {"1": 4, "4": 5}  # of the layers of `net`
 
 
 class Masked(nn.Module):
@@ -65,8 +64,7 @@ def test_a_cut_sub_model_is_the_whole_one_with_zeros(norm: Any, size: int) -> No
     first, norm_layer, _, second = copy.deepcopy(ours)
     theirs = Masked(first, norm_layer, second, held=5)
     x = torch.randn(4, 3, size, size, generator=torch.Generator().manual_seed(0))
-    out = ours(x)
-    torch.testing.assert_close(out, theirs(x))
+    torch.testing.assert_close(ours(x), theirs(x))
     for model in (ours, theirs):
         model(x).square().sum().backward()
     own = dict(theirs.named_parameters())
@@ -91,7 +89,7 @@ def test_held_rows_are_averaged_over_those_who_held_the_term_and_the_others_stay
     server = net()
     before = copy.deepcopy(server)
     seen = run_round(HALF, server, [0.3, 0.6, 0.3])
-    for name, held in HELD.items():
+    for name, held in {"1": 4, "4": 5}.items():  # of the layers of `net`
         weight = before.get_submodule(name).weight
         u, v = (factor.double() for factor in absorb(factorize(weight), torch.float32))
         slow = torch.zeros_like(weight.flatten(1), dtype=torch.float64)
@@ -115,10 +113,8 @@ def test_held_rows_are_averaged_over_those_who_held_the_term_and_the_others_stay
 
 
 def test_what_travels_is_cut() -> None:
-    opened = HALF.bind(net()).open(cohort([0.3, 0.3]))
-    download, _ = opened.send(unit(0))
-    shapes = {name: tuple(tensor.shape) for name, tensor in download.tensors.items() if name[0] in "14"}
-    assert shapes == {
+    download, _ = HALF.bind(net()).open(cohort([0.3, 0.3])).send(unit(0))
+    assert {name: tuple(tensor.shape) for name, tensor in download.tensors.items() if name[0] in "14"} == {
         **{"1.u": (4, 3), "1.v": (3, 54), "1.omega": (3,), "1.bias": (4,)},
         **{"4.u": (5, 3), "4.v": (3, 32), "4.omega": (3,), "4.bias": (5,)},
     }

@@ -51,11 +51,9 @@ def trained_slowly(server: nn.Module, client: nn.Module, batches: Any, keep_rati
         leaves = {name: p.requires_grad_() for name, p in parameters.items()}
         used = {n: p * Threshold.apply(p.abs(), threshold) if n in WEIGHTS else p for n, p in leaves.items()}
         loss = nn.functional.cross_entropy(functional_call(client, used, (x,)), y)
-        gradients = torch.autograd.grad(loss, list(leaves.values()))
-        steps = zip(leaves.items(), gradients, strict=True)
+        steps = zip(leaves.items(), torch.autograd.grad(loss, list(leaves.values())), strict=True)
         parameters = {name: (p - client.hparams.lr * g).detach() for (name, p), g in steps}
-    absent = {name: parameters[name].masked_fill(~held[name], float("nan")) for name in WEIGHTS}
-    return {**parameters, **absent}
+    return {**parameters, **{name: parameters[name].masked_fill(~held[name], float("nan")) for name in WEIGHTS}}
 
 
 def test_an_average_is_that_of_those_who_held_an_entry(fit: Fit, toy: TensorDataset) -> None:
@@ -72,8 +70,7 @@ def test_an_average_is_that_of_those_who_held_an_entry(fit: Fit, toy: TensorData
         shares = shares * ~values.isnan()
         mean = (shares * values.nan_to_num()).sum(0) / shares.sum(0)
         old = before.get_parameter(name).detach()
-        expected = torch.where(shares.sum(0) > 0, mean, old)
-        torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight.detach(), torch.where(shares.sum(0) > 0, mean, old), rtol=1e-5, atol=1e-6)
         assert torch.equal(weight[shares.sum(0) == 0], old[shares.sum(0) == 0])
 
 

@@ -14,8 +14,6 @@ from width_norms import recorded_turns
 
 import lightning_spectral as ls
 
-KEEP_RATIO = {0.5: 0.5, 1.0: 0.5}
-
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
@@ -33,7 +31,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(
         lit.net[1] = nn.BatchNorm1d(12)
     before = {name: tensor.clone() for name, tensor in lit.state_dict().items()}
     turns = recorded_turns(monkeypatch)
-    algorithm = ls.WidthSharding(keep_ratio=KEEP_RATIO, step_widths=step_widths, averages_per_width=per_width)
+    algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, step_widths=step_widths, averages_per_width=per_width)
     data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and has large gradients with two
     hooks = [ls.client.MaskedLogits(), ls.client.GradientClip(1.0)]
     fitted = fit(lit, data, algorithm=algorithm, local_hooks=hooks, max_epochs=1)

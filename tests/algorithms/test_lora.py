@@ -38,8 +38,7 @@ class Adapted(nn.Module):
         self.B, self.A = nn.Parameter(B.detach().clone()), nn.Parameter(A.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = nn.functional.linear(x, self.A) * self.scale
-        return self.layer(x) + nn.functional.linear(hidden, self.B)
+        return self.layer(x) + nn.functional.linear(nn.functional.linear(x, self.A) * self.scale, self.B)
 
 
 def adapted_by_hand(model: ls.FederatedModule, algorithm: ls.LoRA) -> LitMLP:
@@ -73,8 +72,7 @@ def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
         assert torch.equal(adapter.A, theirs.A)
         assert adapter.B.any()
         product = theirs.scale * theirs.B.double() @ theirs.A.double()
-        weight = (theirs.layer.weight.double() + product).float()
-        assert torch.equal(model.module.get_submodule(name).weight, weight)
+        assert torch.equal(model.module.get_submodule(name).weight, (theirs.layer.weight.double() + product).float())
     assert [row["train_loss"] for row in ours.rows] == [row["train_loss"] for row in expected.rows]
     assert ours.rows[-1]["val_loss"] == pytest.approx(expected.rows[-1]["val_loss"], rel=1e-5)
 
@@ -104,8 +102,7 @@ def test_the_base_travels_once_and_then_factors_alone(aggregation: Any, data: An
         omega = 4 * rank * len(LAYERS) * aggregation.has_multipliers
         up = {part: 4 * rank * sum(shape[part == "A"] for shape in LAYERS.values()) for part in ("A", "B")}
         assert row.frozen_bytes == (again if row.round_idx else BASE)
-        held = 3 if aggregation.folds else rank
-        assert row.downlink_bytes == row.frozen_bytes + factor_bytes(held) + omega
+        assert row.downlink_bytes == row.frozen_bytes + factor_bytes(3 if aggregation.folds else rank) + omega
         assert row.uplink_bytes == sum(up[part] for part in aggregation.trained(row.round_idx))
 
 
@@ -343,8 +340,7 @@ def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
     aggregation: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     run = partial(fit, data=data, clients_per_round=12)
-    restarting = ls.LoRA(MIXED, aggregation=aggregation, merge_every=2)
-    ours = run(seeded(LitMLP), algorithm=restarting, max_epochs=3)
+    ours = run(seeded(LitMLP), algorithm=ls.LoRA(MIXED, aggregation=aggregation, merge_every=2), max_epochs=3)
     keeping = ls.LoRA(MIXED, aggregation=aggregation)
     first = run(seeded(LitMLP), algorithm=keeping, max_epochs=2)
     first.trainer.save_checkpoint(tmp_path / "before.ckpt")

@@ -67,12 +67,6 @@ def ratio(coefficients: dict[int, float], holders: range) -> float:
     return sum(coefficients.values()) * sum(c * CHANGES[client] for client, c in held.items()) / sum(held.values())
 
 
-def holder_counts(algorithm: Any) -> dict[str, Tensor]:
-    """How many clients hold each entry: those whose own round changes it."""
-    each = [step(algorithm, {client: 1.0}) for client in range(3)]
-    return {name: torch.stack([own[name] != 0 for own in each]).sum(0) for name in each[0]}
-
-
 def test_whole_models_have_the_expected_step_of_full_participation() -> None:
     whole = step(ls.FedAvg(), dict(enumerate(SHARES)))
     for name, own in expected_step(ls.FedAvg()).items():
@@ -81,7 +75,9 @@ def test_whole_models_have_the_expected_step_of_full_participation() -> None:
 
 @pytest.mark.parametrize("algorithm", SUB_MODELS, ids=["width", "FIARSE"])
 def test_the_expected_step_of_entries_that_some_lack_is_that_of_a_ratio(algorithm: Any) -> None:
-    whole, ours, held = step(algorithm, dict(enumerate(SHARES))), expected_step(algorithm), holder_counts(algorithm)
+    whole, ours = step(algorithm, dict(enumerate(SHARES))), expected_step(algorithm)
+    each = [step(algorithm, {client: 1.0}) for client in range(3)]
+    held = {name: torch.stack([own[name] != 0 for own in each]).sum(0) for name in each[0]}  # by how many clients
     for count in range(4):
         holders = range(3 - count, 3)  # the clients of the largest keep ratios
         full = ratio(dict(enumerate(SHARES)), holders)

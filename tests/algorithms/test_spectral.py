@@ -134,11 +134,9 @@ def test_draws_depend_on_seed_round_client_and_layer_alone() -> None:
 
     opened = algorithm.bind(server).open(cohort([0.3] * 5))
     forward = [terms(c, 0, 1) for c in range(5)]
-    backward = [terms(c, 0, 1) for c in reversed(range(5))][::-1]
-    for one, two in zip(forward, backward, strict=True):
+    for one, two in zip(forward, [terms(c, 0, 1) for c in reversed(range(5))][::-1], strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
-    distinct = {tuple(terms(0, s, r)["4"].tolist()) for s in (0, 1) for r in range(8)}
-    assert len(distinct) > 3
+    assert len({tuple(terms(0, s, r)["4"].tolist()) for s in (0, 1) for r in range(8)}) > 3
 
 
 def test_a_sub_model_shares_nothing_with_the_server() -> None:
@@ -162,8 +160,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
         turns.side.load(client, download)
         weights = {name: layer.weight.detach().clone() for name, layer in sharded_layers(client).items()}
         oracle = copy.deepcopy(client)
-        penalty = sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values())
-        penalty.backward()
+        sum(0.03 * layer.weight.square().sum() for layer in sharded_layers(oracle).values()).backward()
         for parameter in client.parameters():
             parameter.grad = torch.zeros_like(parameter)
         turns.start(client)()
@@ -178,8 +175,7 @@ def test_weight_decay_moves_from_the_factors_to_frobenius_decay_and_is_said() ->
 def test_clipping_acts_through_the_local_optimizer() -> None:
     algorithm = ls.SpectralSharding.published(keep_ratio=0.5, frobenius_decay=0.0, clip_tau=2.0)
     server = net()
-    template = torch.optim.SGD(server.parameters(), lr=1.0)
-    turns = Turns(algorithm.bind(server).client_side, server, template)
+    turns = Turns(algorithm.bind(server).client_side, server, torch.optim.SGD(server.parameters(), lr=1.0))
     with turns.client(0.5) as client:
         layer = sharded_layers(client)["4"]
         layer.load_terms(torch.zeros(10, 5), torch.zeros(5, 32), torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]))
@@ -332,8 +328,6 @@ class Switched(ls.sharding.ShardingStrategy):
 
 
 class TurnsTheSwitch(ls.RoundCallback):
-    """Turns the switch before the server prepares the round."""
-
     def __init__(self, switch: Switched, values: list[ls.sharding.ShardingStrategy]) -> None:
         self.switch, self.values = switch, values
 

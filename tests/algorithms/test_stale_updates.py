@@ -179,8 +179,7 @@ def test_the_sum_over_all_clients_is_that_of_the_table_after_many_rounds() -> No
     pieces = rounds.state.pieces()
     assert float(pieces.pop(SEEN)) == pytest.approx(1.0, abs=1e-15)
     like = {name: p for name, p in rounds.server.named_parameters()}
-    units = rounds.open(SHARES)[1]
-    table = {unit.client_id: restore(rounds.store[unit], like) for unit in units}
+    table = {unit.client_id: restore(rounds.store[unit], like) for unit in rounds.open(SHARES)[1]}
     assert_close(pieces, {name: sum(SHARES[c] * table[c][name] for c in SHARES) for name in like}, 1e-12)
 
 
@@ -242,7 +241,6 @@ def test_bad_choices_are_refused_with_the_rule(options: dict[str, Any], message:
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
-        """Fits of three rounds with five of twelve clients."""
         return partial(fit, clients_per_round=5, max_epochs=3)
 
     def test_without_beta_it_is_federated_averaging_bit_for_bit(self, lit_mlp: Any, data: Any, fit: Fit) -> None:

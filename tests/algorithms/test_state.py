@@ -29,21 +29,19 @@ class Velocity(nn.Module):
             self.register_buffer(f"velocity_{index}", torch.zeros_like(parameter))
 
 
-class MomentumRound(DenseRound):
-    def close(self) -> None:
-        super().close()
-        algorithm: Any = self.half.algorithm
-        for parameter, velocity in zip(self.half.server.parameters(), self.half.state.buffers(), strict=True):
-            velocity.mul_(algorithm.beta).add_(parameter.grad)
-            parameter.grad = velocity.clone()
-
-
 @dataclass(frozen=True)
 class ServerMomentum(ls.FedAvg):
     """``v <- beta v + pseudo-gradient`` in the algorithm, and a plain step of ``v`` at the server."""
 
-    round = MomentumRound
     beta: float = BETA
+
+    class round(DenseRound):
+        def close(self) -> None:
+            super().close()
+            algorithm: Any = self.half.algorithm
+            for parameter, velocity in zip(self.half.server.parameters(), self.half.state.buffers(), strict=True):
+                velocity.mul_(algorithm.beta).add_(parameter.grad)
+                parameter.grad = velocity.clone()
 
     def new_state(self, server: nn.Module, seed: int) -> nn.Module:
         return Velocity(server)
@@ -57,24 +55,20 @@ class Master(nn.Module):
         self.weights = nn.ParameterList(p.detach().clone() for p in server.parameters())
 
 
-class MasterRound(DenseRound):
-    def close(self) -> None:
-        super().close()
-        for own, master in zip(self.half.server.parameters(), self.half.state.parameters(), strict=True):
-            own.grad, master.grad = None, own.grad
-
-
-class MasterHalf(FedAvgHalf):
-    def settle(self) -> None:
-        with torch.no_grad():
-            for own, master in zip(self.server.parameters(), self.state.parameters(), strict=True):
-                own.copy_(master)
-
-
 class MasterWeights(ls.FedAvg):
     """The server's weights are a copy of those in the state."""
 
-    round, half = MasterRound, MasterHalf
+    class round(DenseRound):
+        def close(self) -> None:
+            super().close()
+            for own, master in zip(self.half.server.parameters(), self.half.state.parameters(), strict=True):
+                own.grad, master.grad = None, own.grad
+
+    class half(FedAvgHalf):
+        def settle(self) -> None:
+            with torch.no_grad():
+                for own, master in zip(self.server.parameters(), self.state.parameters(), strict=True):
+                    own.copy_(master)
 
     def new_state(self, server: nn.Module, seed: int) -> nn.Module:
         return Master(server)
@@ -82,7 +76,6 @@ class MasterWeights(ls.FedAvg):
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 

@@ -83,8 +83,7 @@ def test_a_step_is_that_of_the_narrower_model(module: Any, width: float, capacit
         whole.view(-1)[left.get(name, torch.arange(whole.numel()))] = small.get_parameter(name).grad.reshape(
             left[name].shape if name in left else (-1,)
         )
-        inside = whole.view(-1)[own[name]] if name in own else whole
-        assert torch.equal(parameter.grad, inside)
+        assert torch.equal(parameter.grad, whole.view(-1)[own[name]] if name in own else whole)
     before = alone.state_dict()
     assert all(torch.equal(tensor, before[name]) for name, tensor in client.state_dict().items())
 
@@ -101,8 +100,7 @@ def test_widths_are_drawn_evenly_up_to_the_clients_own() -> None:
             assert client.net[0].out_features == 9
     counts = torch.tensor(sizes).bincount(minlength=13)
     assert counts.nonzero().squeeze(1).tolist() == [3, 6, 9]
-    bound = 5 * (len(sizes) * 1 / 3 * 2 / 3) ** 0.5
-    assert bool(((counts[[3, 6, 9]] - len(sizes) / 3).abs() <= bound).all())
+    assert bool(((counts[[3, 6, 9]] - len(sizes) / 3).abs() <= 5 * (len(sizes) * 1 / 3 * 2 / 3) ** 0.5).all())
     assert sizes[:60] != sizes[60:120]
     again = side.start(client, Download(WorkUnit(0, coefficient=1.0), 0.75, {}, round_idx=3, seed=5))
     repeated = []
@@ -160,8 +158,7 @@ def test_layers_that_run_again_in_the_backward_pass_are_refused(reentrant: bool,
 
 
 def test_a_client_without_narrow_steps_may_compute_activations_again(data: Any, fit: Fit) -> None:
-    algorithm = ls.WidthSharding(keep_ratio=0.5, step_widths=[0.5, 0.75])
-    assert fit(seeded(LitCheckpointed), data, algorithm=algorithm).rows
+    assert fit(seeded(LitCheckpointed), data, algorithm=ls.WidthSharding(keep_ratio=0.5, step_widths=[0.5, 0.75])).rows
 
 
 def test_the_users_own_passes_are_not_refused(data: Any, fit: Fit) -> None:

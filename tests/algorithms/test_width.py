@@ -89,8 +89,7 @@ def test_a_frozen_layer_is_cut_and_travels_anew(data: Any, fit: Fit) -> None:
     fitted = fit(lit, data, algorithm=algorithm, clients_per_round=12, max_epochs=2)
     assert torch.equal(fitted.state["net.3.weight"], before["net.3.weight"])
     assert [row.frozen_bytes for row in fitted.ledger.rows] == 12 * [12] + 12 * [0]  # the last bias, once
-    values = (6 * 6 + 6) + 4 * 6 + (6 * 6 + 6) + 6 * 3
-    assert fitted.ledger.rows[-1].downlink_bytes == 4 * values + 8
+    assert fitted.ledger.rows[-1].downlink_bytes == 4 * ((6 * 6 + 6) + 4 * 6 + (6 * 6 + 6) + 6 * 3) + 8
 
 
 def test_a_scaler_before_averages_of_batch_norm_is_warned_of(data: Any, fit: Fit) -> None:

@@ -31,8 +31,7 @@ class Small(LitNet):
     """One hidden layer, with a norm or without; no dropout, so that an oracle can follow it."""
 
     def __init__(self, lr: float = 3.0, norm: bool = False, optimizer: Any = None) -> None:
-        norms = [nn.BatchNorm1d(12)] if norm else []
-        net = nn.Sequential(nn.Linear(6, 12), *norms, nn.ReLU(), nn.Linear(12, 3))
+        net = nn.Sequential(nn.Linear(6, 12), *([nn.BatchNorm1d(12)] if norm else []), nn.ReLU(), nn.Linear(12, 3))
         super().__init__(net, lr, optimizer=optimizer)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -299,8 +298,7 @@ class TestRelatives:
             for client_id in range(4):
                 ids = (round_idx, client_id)
                 scores, generator = torch.logit(probs.clamp(0.01, 0.99)), derived_generator(0, "local bits", *ids)
-                download = Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)
-                for (x, y), _ in data.client_data(download).epoch(0):
+                for (x, y), _ in data.client_data(Download(WorkUnit(client_id), 1.0, {}, round_idx=round_idx)).epoch(0):
                     p = torch.sigmoid(scores)
                     z = (torch.rand(len(p), generator=generator) < p).double().requires_grad_()
                     logits = torch.func.functional_call(net, as_weights(net, Q @ z), x.double())
@@ -395,8 +393,7 @@ def test_frozen_layers_and_excluded_ones_stay_dense(data: Any, fit: Fit) -> None
     fitted = fit(module, data, algorithm=ls.Zampling(2, degree=3, exclude=["*.bias"]))
     assert torch.equal(fitted.state["net.0.weight"], before["net.0.weight"])
     assert fitted.model.state.probs.shape == (18,)  # of the 36 weights of the head
-    change = fitted.state["net.2.bias"] - before["net.2.bias"]
-    assert 0 < float(change.abs().max()) < 1
+    assert 0 < float((fitted.state["net.2.bias"] - before["net.2.bias"]).abs().max()) < 1
 
 
 def test_a_round_costs_no_warning_and_says_what_becomes_of_the_weights(

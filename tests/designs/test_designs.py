@@ -71,16 +71,12 @@ def seeds_itself(inner: FittedDesign, size: int, generator: torch.Generator) -> 
     return inner.draw(size, generator)
 
 
-def call_draw(inner: FittedDesign, size: int, generator: torch.Generator) -> Tensor:
-    return inner.draw(size, generator)
-
-
-def choice_sizes(probs: Tensor) -> Tensor:
-    return torch.where(probs == 1, torch.inf, probs.log())
-
-
 def num_terms(probs: Tensor) -> int:
     return round(float(probs.sum()))
+
+
+def as_by_choice(probs: Tensor) -> FittedDesign:
+    return FittedDesign(draw_successive, torch.where(probs == 1, torch.inf, probs.log()), num_terms(probs))
 
 
 def unfitted(probs: Tensor) -> FittedDesign:
@@ -109,8 +105,8 @@ class Swapped(ConditionalPoisson):
     ("design", "message"),
     [
         # inclusion probabilities as working probabilities; numpy.random.choice(replace=False, p=inclusion_probs / n)
-        (Broken(call_draw, unfitted), "has frequency"),
-        (Broken(call_draw, lambda pi: FittedDesign(draw_successive, choice_sizes(pi), num_terms(pi))), "has frequency"),
+        (Broken(FittedDesign.draw, unfitted), "has frequency"),
+        (Broken(FittedDesign.draw, as_by_choice), "has frequency"),
         (Broken(lambda inner, k, g: inner.draw(k, g)[::2].repeat_interleave(2, dim=0)[:k]), "samples are correlated"),
         (Broken(lambda inner, k, g: inner.draw(k, g).flip(1)), "not sorted and distinct"),
         (Broken(lambda inner, k, g: inner.draw(k, g).int()), "dtype torch.int32"),

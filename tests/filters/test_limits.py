@@ -74,8 +74,7 @@ def test_extremes_equal_pythons_in_any_order_and_over_any_processes(dtype: torch
     one = extremes_of(added, before).finish()
     assert {name: values.tolist() for name, values in one.items()} == expected
     assert all(values.dtype == dtype for values in one.values())
-    split = [extremes_of(group, before) for group in (added[3:], [], added[:3][::-1])]
-    for other in together(split, gathered):
+    for other in together([extremes_of(group, before) for group in (added[3:], [], added[:3][::-1])], gathered):
         assert all(torch.equal(other[name], one[name]) for name in SIGNS)
 
 
@@ -108,8 +107,7 @@ def test_infinite_values_stay_infinite() -> None:
 
 def test_without_clients_nothing_changes() -> None:
     before = {"low": torch.tensor([3.0, torch.nan])}
-    extremes = Extremes(before, {"low": torch.tensor(-1)})
-    torch.testing.assert_close(extremes.finish(), before, equal_nan=True)
+    torch.testing.assert_close(Extremes(before, {"low": torch.tensor(-1)}).finish(), before, equal_nan=True)
 
 
 def test_entries_that_no_client_holds_do_not_change() -> None:

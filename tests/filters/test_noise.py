@@ -59,8 +59,7 @@ def left(noise: LocalNoise, sent: dict[str, Tensor], upload: Upload, buffers: Se
 def hidden(noise: LocalNoise, change: dict[str, Tensor], normals: Callable[[int], Tensor] | None = NO_NOISE) -> Tensor:
     """What a device sends after a change, minus what it was sent."""
     zeros = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-    after = {name: value.double() for name, value in change.items()}
-    upload = Upload(CLIENT, after)
+    upload = Upload(CLIENT, {name: value.double() for name, value in change.items()})
     upload = left(noise, zeros, upload) if normals is None else NoiseEnd(noise).hidden(turn_of(zeros), upload, normals)
     return torch.cat([upload.tensors[name].flatten() for name in sorted(SHAPES)])
 

@@ -162,8 +162,7 @@ def test_what_is_sent_and_what_is_kept_are_together_the_change(packing: Any, dty
 
 
 def test_ten_largest_of_a_hundred_are_sent_whatever_their_order() -> None:
-    change = torch.arange(100.0).roll(37).view(10, 10)
-    parts = ls.TopK(0.1).pack(change)
+    parts = ls.TopK(0.1).pack(torch.arange(100.0).roll(37).view(10, 10))
     assert parts["places"].tolist() == [*range(27, 37)]
     assert parts["values"].tolist() == [*range(90, 100)]
     assert (parts["places"].dtype, parts["values"].dtype) == (torch.int32, torch.float32)
@@ -221,8 +220,7 @@ def test_all_say_the_bytes_that_travel(packing: Any, fit: Fit) -> None:
 
     filters = [packing]
     options: dict[str, Any] = {"filters": filters, "max_epochs": 2, "seed": 3}
-    line = toy_line(LitMLP, spoil=weighed)
-    ours = fit(seeded(LitMLP), remote(line), **options)
+    ours = fit(seeded(LitMLP), remote(toy_line(LitMLP, spoil=weighed)), **options)
     parameters = [(12 * 6, 12), (12 * 12, 12), (3 * 12, 3)]
     if packing == ls.Int8():  # a scale for each row, and one for each bias
         expected = sum(weight + 4 * bias + bias + 4 for weight, bias in parameters)

@@ -241,8 +241,7 @@ def test_clients_are_evaluated_with_their_own_parameters_beside_the_servers(opti
             with torch.no_grad():
                 loss = float(nn.functional.cross_entropy(net(x), y))
             assert row.metrics[f"{prefix}val_loss"] == pytest.approx(loss, rel=1e-5)
-        is_same = row.metrics["own/val_loss"] == row.metrics["val_loss"]
-        assert is_same == (row.client_id not in trained)
+        assert (row.metrics["own/val_loss"] == row.metrics["val_loss"]) == (row.client_id not in trained)
     assert "fl/clients/own/val_acc/mean" in fitted.trainer.callback_metrics
 
 

@@ -310,8 +310,7 @@ BESIDE: dict[str, ls.Filter] = {"personal head": ls.Personal(["net.5.*"]), "eigh
 
 def options_of(name: str, privacy: ls.ClientPrivacy = PRIVACY) -> dict[str, Any]:
     """Those of one of the fits."""
-    beside = [BESIDE[name]] if name in BESIDE else []
-    return {**PRIVATE, "algorithm": FITTED[name], "filters": [privacy, *beside]}
+    return {**PRIVATE, "algorithm": FITTED[name], "filters": [privacy, *([BESIDE[name]] if name in BESIDE else [])]}
 
 
 @pytest.mark.sampled(2)
@@ -429,8 +428,7 @@ def test_mistakes_in_the_users_code_are_named_as_without_privacy(data: Any, fit:
 @pytest.mark.slow
 def test_a_fit_ends_before_it_exceeds_its_budget(data: Any, fit: Fit, tmp_path: Path) -> None:
     """Also if it is resumed; and with a number of rounds, the noise is such that these spend it."""
-    rate = ACTIVE / NUM_CLIENTS
-    budget = epsilon(rate, 1.0, 3, PRIVACY.delta)
+    budget = epsilon(ACTIVE / NUM_CLIENTS, 1.0, 3, PRIVACY.delta)
     limited = {**PRIVATE, "filters": [replace(PRIVACY, target_epsilon=1.01 * budget)]}
     fitted = fit(seeded(LitMLP), data, max_epochs=9, **limited)
     assert [row["fl/round"] for row in fitted.rows] == [0, 1, 2]

@@ -71,8 +71,7 @@ def test_a_resumed_run_needs_no_earlier_checkpoint(data: Any, fit: Fit, tmp_path
 def test_a_budget_counts_them_too(data: Any, fit: Fit) -> None:
     lit = seeded(LitMLP)
     fit(lit, data, max_epochs=2, filters=private(), **OPTIONS)
-    most = epsilon(RATE, 1.0, 3, DELTA)
-    again = fit(lit, data, max_epochs=9, filters=private(target_epsilon=most), **OPTIONS)
+    again = fit(lit, data, max_epochs=9, filters=private(target_epsilon=epsilon(RATE, 1.0, 3, DELTA)), **OPTIONS)
     assert len(again.history.rows) == 1
 
 

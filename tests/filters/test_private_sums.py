@@ -111,8 +111,7 @@ def test_noise_has_its_deviation_in_every_coordinate_that_clients_reach() -> Non
     noise = noise[:, ~unreached] / std
     assert float(noise.mean(0).abs().max()) < 5 / math.sqrt(count)
     assert float((noise.square().mean(0) - 1).abs().max()) < 5 * math.sqrt(2 / count)
-    covariance = noise.T @ noise / count
-    assert float(covariance.fill_diagonal_(0).abs().max()) < 5 / math.sqrt(count)
+    assert float((noise.T @ noise / count).fill_diagonal_(0).abs().max()) < 5 / math.sqrt(count)
 
 
 def test_numbers_are_normal_and_none_is_drawn_twice() -> None:
@@ -151,8 +150,7 @@ def test_votes_say_how_many_are_within_the_bound() -> None:
     for change in OTHERS:
         add(private, change)
     private.release()
-    within = sum(float(as_vector(change).norm()) <= 1.5 for change in OTHERS)
-    assert private.votes == within - 1.5
+    assert private.votes == sum(float(as_vector(change).norm()) <= 1.5 for change in OTHERS) - 1.5
 
 
 def test_noise_that_sums_have_no_room_for_is_refused() -> None:

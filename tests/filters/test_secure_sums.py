@@ -83,8 +83,7 @@ def test_sums_have_the_bits_of_those_without_masks(name: str, fit: Fit) -> None:
     secure = fit(seeded(lit), toy_data(), **{**options, "filters": [*options["filters"], SECURE]})
     assert same_state(secure.tensors, plain.tensors)
     assert [row["fl/clients_left_out"] for row in secure.rows] == [row["fl/clients_left_out"] for row in plain.rows]
-    has_left_out = any(row["fl/clients_left_out"] for row in plain.rows)
-    assert has_left_out == (name in ("dropouts", "diverging clients"))
+    assert any(row["fl/clients_left_out"] for row in plain.rows) == (name in ("dropouts", "diverging clients"))
 
 
 class Watching(SequentialExecutor):
@@ -132,8 +131,7 @@ def test_secrets_are_forgotten_once_they_are_used_or_another_round_begins(fit: F
     model = Watched(
         seeded(LitMLP), clients_per_round=6, dropout=ls.ClientDropout(0.15), filters=[SECURE], seed=SETTINGS["seed"]
     )
-    rows = fit(model, toy_data(), max_epochs=3).rows
-    dropped = [int(row["fl/left_out_dropped_out"]) for row in rows]
+    dropped = [int(row["fl/left_out_dropped_out"]) for row in fit(model, toy_data(), max_epochs=3).rows]
     assert len(model.parties._parties) == dropped[-1] < sum(dropped)
 
 
@@ -156,8 +154,7 @@ def test_a_client_that_moves_too_far_is_left_out(fit: Fit) -> None:
 
     lit_far = variant(LitMLP, training_step=far)
     options = {**SETTINGS, "max_epochs": 1, "clients_per_round": 12}
-    plain = fit(seeded(lit_far), toy_data(), **options)
-    assert not any(row["fl/clients_left_out"] for row in plain.rows)
+    assert not any(row["fl/clients_left_out"] for row in fit(seeded(lit_far), toy_data(), **options).rows)
     with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .* too large to be summed"):
         secure = fit(seeded(lit_far), toy_data(), filters=[SECURE], **options)
     assert secure.rows[0]["fl/left_out_not_finite"] == 1

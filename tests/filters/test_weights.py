@@ -202,8 +202,8 @@ class TestFedNova:
 
     @pytest.mark.parametrize("momenta", [(0.9, 0.5), (1.0, 1.0)])
     def test_steps_of_several_momenta_cannot_be_counted(self, momenta: Any, fit: Fit) -> None:
-        def make(own: Any) -> Any:
-            return SGD([{"params": [*own], "momentum": momenta[0]}, {"params": [], "momentum": momenta[1]}])
-
         with pytest.raises(ValueError, match="Give all parameters one momentum, below 1"):
-            moved(fit, make)
+            moved(
+                fit,
+                lambda own: SGD([{"params": [*own], "momentum": momenta[0]}, {"params": [], "momentum": momenta[1]}]),
+            )

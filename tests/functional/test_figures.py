@@ -125,8 +125,7 @@ def test_weight_that_is_never_drawn_counts_as_bias(with_joint: bool) -> None:
 
 def test_error_of_the_average_update_follows_from_norms() -> None:
     updates = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    figure = sampled_update_variance(updates.norm(dim=1), PROBS)
-    assert abs(figure - error(independent(PROBS), PROBS, updates)) < 1e-12
+    assert abs(sampled_update_variance(updates.norm(dim=1), PROBS) - error(independent(PROBS), PROBS, updates)) < 1e-12
     assert sampled_update_variance(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 0.0])) == 0  # left out, as it says
 
 
@@ -218,8 +217,7 @@ def literally(image: np.ndarray) -> np.ndarray:
 def test_each_image_is_standardised_as_numpy_does_it(shape, image_dims, dtype):
     images = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = ls.functional.standardize_images(images, image_dims)
-    each = images.reshape(-1, *shape[-image_dims:]).numpy()
-    expected = np.stack([literally(image) for image in each]).reshape(shape)
+    expected = np.stack([literally(image) for image in images.reshape(-1, *shape[-image_dims:]).numpy()]).reshape(shape)
     assert found.dtype == (dtype if dtype.is_floating_point else torch.float32)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5 if found.dtype == torch.float32 else 1e-12)
 

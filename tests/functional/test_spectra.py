@@ -123,8 +123,7 @@ def test_factors_of_odd_weights(weight: Tensor) -> None:
 
 @pytest.mark.parametrize("shape", [(16, 8, 3, 3), (16, 8, 1, 1), (48, 16), (16, 48), (12, 4, 5)], ids=str)
 def test_fresh_layers_take_the_fast_path(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    weight = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    weight = nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=torch.Generator().manual_seed(0))
     expected = factorize(weight)
     monkeypatch.setattr(torch.linalg, "svd", lambda *args, **kwargs: pytest.fail("LAPACK was called"))
     again = factorize(weight)
@@ -214,8 +213,7 @@ def assert_leading(found: tuple[Factors, float], weight: Tensor, num_terms: int)
     left = torch.linalg.svd(matrix, full_matrices=False).U[:, :num_terms]
     gap = float(values[num_terms - 1]) - rest
     assert gap > 0
-    rotation = torch.linalg.matrix_norm(U @ U.T - left @ left.T, 2)
-    assert float(rotation) <= rounding / gap + TOLERANCE  # Wedin, as above
+    assert float(torch.linalg.matrix_norm(U @ U.T - left @ left.T, 2)) <= rounding / gap + TOLERANCE  # Wedin, as above
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -367,8 +365,7 @@ def seems_random(matrix: Tensor) -> bool:
 @pytest.mark.parametrize("tail", [0.0, 0.1, 0.7, 1.0])
 @pytest.mark.parametrize(("shape", "n"), [((5, 9), 2), ((9, 5), 1), ((6, 6), 5), ((1, 4), 1)])
 def test_values_are_those_of_a_plain_loop(shape: tuple[int, int], n: int, tail: float) -> None:
-    matrix = gaussian(shape, seed=0)
-    values = np.linalg.svd(matrix.numpy(), compute_uv=False)
+    values = np.linalg.svd(gaussian(shape, seed=0).numpy(), compute_uv=False)
     slow, before, after = [], 0.0, 0.0
     for i, value in enumerate(values):
         slow.append(value if i < n else tail * value)

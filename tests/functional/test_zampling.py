@@ -72,8 +72,7 @@ def test_levels_are_unbiased_and_next_to_the_probability(k: int) -> None:
     assert ((levels - probs).abs() < 1 / top + 1e-15).all()
     # a level is the lower one or the upper one, with a variance of f (1 - f) steps for the fraction f between them
     fraction = probs * top - (probs * top).floor()
-    bound = 5 * (fraction * (1 - fraction) / repeats).sqrt() / top
-    assert ((levels.mean(0) - probs).abs() <= bound + 1e-15).all()
+    assert ((levels.mean(0) - probs).abs() <= 5 * (fraction * (1 - fraction) / repeats).sqrt() / top + 1e-15).all()
 
 
 @pytest.mark.parametrize("k", range(1, 17))
@@ -99,9 +98,7 @@ def test_the_largest_uniform_does_not_carry_1_beyond_the_highest_level(k: int, m
 
 def test_entropy_is_that_of_a_slow_loop() -> None:
     probs = torch.cat([torch.linspace(0, 1, 33), torch.tensor([1e-30, 1e-7])])
-    expected = []
-    for p in probs.tolist():
-        expected.append(-sum(q * math.log2(q) for q in (p, 1 - p) if q > 0))
+    expected = [-sum(q * math.log2(q) for q in (p, 1 - p) if q > 0) for p in probs.tolist()]
     entropy = bit_entropy(probs)
     assert entropy.dtype == torch.float64
     assert entropy.tolist() == pytest.approx(expected, rel=8 * torch.finfo(torch.float64).eps, abs=0)
@@ -122,16 +119,12 @@ def draw(place: int, num_places: int, entries: int = ENTRIES) -> Tensor:
     return coordinated_uniforms(entries, place, num_places, shared, own)
 
 
-def in_stratum(prob: Fraction, stratum: int, strata: int) -> Fraction:
-    """Probability that a number of a stratum is below ``prob``."""
-    return min(max(prob * strata - stratum, Fraction(0)), Fraction(1))
-
-
 def variance_of_mean(probs: list[Fraction], strata: int) -> Fraction:
     """Of the bits of clients with these probabilities, over all pairs of a first stratum and a step."""
     squares = Fraction(0)
     for first, step in product(range(strata), range(1, strata)):
-        p = [in_stratum(prob, (first + step * k) % strata, strata) for k, prob in enumerate(probs)]
+        places = [(first + step * k) % strata for k in range(len(probs))]  # the strata of a client's numbers
+        p = [min(max(q * strata - place, Fraction(0)), Fraction(1)) for q, place in zip(probs, places, strict=True)]
         squares += sum(p) ** 2 + sum(x * (1 - x) for x in p)  # numbers within strata are independent
     return (squares / (strata * (strata - 1)) - sum(probs) ** 2) / len(probs) ** 2
 
@@ -154,8 +147,7 @@ def test_two_clients_are_never_in_one_stratum_and_equally_often_in_any_two(num_p
     counts = (one * strata + two).bincount(minlength=strata**2).view(strata, strata).double()
     assert not counts.diagonal().any()
     expected = ENTRIES / (strata * (strata - 1))
-    deviations = (counts - expected)[~torch.eye(strata, dtype=torch.bool)].abs()
-    assert float(deviations.max()) < 5 * math.sqrt(expected)
+    assert float((counts - expected)[~torch.eye(strata, dtype=torch.bool)].abs().max()) < 5 * math.sqrt(expected)
 
 
 @pytest.mark.parametrize(
@@ -419,7 +411,6 @@ LAYERS = (  # of several blocks, of a few rows, of one block exactly and a row m
     LayerRows(seed=2, num_rows=7, scale=2.0),
     LayerRows(seed=2**64 - 1, num_rows=BLOCK_ROWS + 1, scale=1.0),
 )
-NUM_ROWS = sum(layer.num_rows for layer in LAYERS)
 SMALL = (LayerRows(seed=3, num_rows=30, scale=0.3), LayerRows(seed=4, num_rows=11, scale=3.0))
 
 MATRICES = {
@@ -497,7 +488,7 @@ def test_what_is_kept_changes_neither_products_nor_bounds_on_memory(dtype: torch
         first_block - 1: 0,
         first_block: BLOCK_ROWS,
         first_block + 12 * row: BLOCK_ROWS + 12,
-        2**30: NUM_ROWS,
+        2**30: sum(layer.num_rows for layer in LAYERS),
     }
     for memory, expected in kept_rows.items():
         matrix = fresh("blocks", memory=memory)

@@ -90,8 +90,7 @@ def examples(name: str, num_examples: int) -> tuple[Tensor, Tensor]:
 
 
 def task(name: str) -> models.LitClassifier:
-    task_type = models.LitNextToken if name == "gpt" else models.LitClassifier
-    return task_type(build(TINY[name]), num_classes=4, lr=0.05)
+    return (models.LitNextToken if name == "gpt" else models.LitClassifier)(build(TINY[name]), num_classes=4, lr=0.05)
 
 
 @pytest.mark.parametrize(("make", "size"), SIZES.values(), ids=SIZES.keys())
@@ -125,9 +124,7 @@ def test_the_example_input_fits_and_gives_one_row_of_logits(name: str) -> None:
 def test_examples_of_a_batch_do_not_see_each_other(name: str) -> None:
     model = build(TINY[name]).eval()
     inputs, _ = examples(name, 3)
-    together = model(inputs)
-    apart = torch.cat([model(inputs[[i]]) for i in range(3)])
-    torch.testing.assert_close(together, apart)
+    torch.testing.assert_close(model(inputs), torch.cat([model(inputs[[i]]) for i in range(3)]))
 
 
 @pytest.mark.sampled(1)

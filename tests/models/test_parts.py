@@ -144,8 +144,7 @@ class TestLSTMClassifier:
         model = models.LSTMClassifier(vocab_size=9, embedding_dim=8, hidden_size=8)
         words = torch.randint(1, 9, (3, 6), generator=seeded())
         words[1, 4:] = 0
-        padded = torch.cat([words, torch.zeros(3, 20, dtype=torch.long)], dim=1)
-        torch.testing.assert_close(model(padded), model(words))
+        torch.testing.assert_close(model(torch.cat([words, torch.zeros(3, 20, dtype=torch.long)], dim=1)), model(words))
         torch.testing.assert_close(model(words[1:2, :4]), model(words[1:2]))
 
     def test_every_word_is_read(self) -> None:
@@ -231,8 +230,7 @@ def test_the_cnn_is_the_net_of_its_sources(hidden_features: int | None) -> None:
     x = x.flatten(1)
     if hidden_features:
         x = F.linear(x, model.hidden.weight, model.hidden.bias).clamp(min=0)
-    expected = F.linear(x, model.head.weight, model.head.bias)
-    torch.testing.assert_close(model(images), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model(images), F.linear(x, model.head.weight, model.head.bias), rtol=1e-12, atol=1e-12)
 
 
 def test_the_mlp_has_relu_between_its_layers_and_none_after_the_last() -> None:

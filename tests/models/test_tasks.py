@@ -23,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not hav
 
 
 class LearningRates(Callback):
-    """The learning rate of every step of a plain Trainer."""
-
     def __init__(self) -> None:
         self.rates: list[float] = []
 

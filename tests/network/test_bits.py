@@ -227,8 +227,7 @@ def test_a_server_that_ended_before_it_had_a_round_finds_the_states_before_it(fi
     options: dict[str, Any] = {**SYSTEMS["personal head"], **SETTINGS, "clients_per_round": 12}
     whole = fit(seeded(LitMLP), toy_data(), max_epochs=4, **options)
     line = toy_line(LitMLP)
-    part = fit(seeded(LitMLP), remote(line), max_epochs=2, **options)
-    part.trainer.save_checkpoint(tmp_path / "2.ckpt")
+    fit(seeded(LitMLP), remote(line), max_epochs=2, **options).trainer.save_checkpoint(tmp_path / "2.ckpt")
     fit(seeded(LitMLP), remote(line), max_epochs=3, ckpt_path=tmp_path / "2.ckpt", **options)
     resumed = fit(seeded(LitMLP), remote(line), max_epochs=4, ckpt_path=tmp_path / "2.ckpt", **options)
     assert same_state(resumed.tensors, whole.tensors)

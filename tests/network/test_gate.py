@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import msgpack
 from other_process import LitFails
-from toy_models import LitMLP, LitSmall
+from toy_models import LitMLP, LitSmall, variant
 
 import lightning_spectral as ls
 from lightning_spectral.client.device import Instructions
@@ -214,13 +214,6 @@ class LitNormed(LitMLP):
         self.register_buffer("num_batches_tracked", torch.zeros(2))
 
 
-class PacksAll(ls.Int8):
-    """A filter of somebody's own, which packs buffers as well."""
-
-    def device(self, half: Any) -> ErrorFeedback:
-        return ErrorFeedback(ls.Int8())
-
-
 def with_value(name: str, value: float) -> Callable[[Parts], Parts]:
     """A device that sends a tensor whose first entry is another, perhaps one that it was not asked for."""
 
@@ -234,12 +227,13 @@ def with_value(name: str, value: float) -> Callable[[Parts], Parts]:
 
 VARIANCE, COUNTED = "net.1.running_var", {"buffers": {"net.1.num_batches_tracked": "min"}}
 NO_COUNT, NO_VARIANCE = "num_batches_tracked holds a count that is not whole", f"{VARIANCE} holds a negative variance"
+PACKS_ALL = variant(ls.Int8, device=lambda self, half: ErrorFeedback(ls.Int8()))()  # somebody's own: buffers as well
 REFUSED: dict[str, tuple[type[LitMLP], dict[str, Any], Callable[[Parts], Parts], str]] = {
     "a loss": (LitMLP, {"algorithm": ls.QFedAvg()}, changed(loss_before=-1.0), r"takes powers of losses.*got -1;"),
     "its own rate": (LitMLP, {"algorithm": ls.Scaffold()}, with_value("learning_rate:", 1e-6), "was not asked"),
     "a variance": (LitNormed, {}, with_value(VARIANCE, -3.0), NO_VARIANCE),
     "beside packed values": (LitNormed, {"filters": [ls.TopK(0.1)]}, with_value(VARIANCE, -3.0), NO_VARIANCE),
-    "packed": (LitNormed, {"filters": [PacksAll()]}, with_value(f"{VARIANCE}:scales", 1e3), NO_VARIANCE),
+    "packed": (LitNormed, {"filters": [PACKS_ALL]}, with_value(f"{VARIANCE}:scales", 1e3), NO_VARIANCE),
     "a count": (LitNormed, COUNTED, with_value("net.1.num_batches_tracked", -1), "holds a negative count"),
     "half a count": (LitNormed, {}, with_value("num_batches_tracked", 0.5), NO_COUNT),
 }
@@ -355,8 +349,7 @@ def test_a_device_that_lies_at_random_ends_no_run_of_twelve(name: str, num_round
 def identified(parts: Parts, claims: dict[str, Any], model: str = "", **has: Any) -> Parts:
     """An identity with other claims, and another holding under the name of a model."""
     said = msgpack.decode(parts[Part.IDENTITY])
-    holdings = {model: {**said["holdings"][""], **has}}
-    return {Part.IDENTITY: msgpack.encode({**said, "holdings": holdings, **claims})}
+    return {Part.IDENTITY: msgpack.encode({**said, "holdings": {model: {**said["holdings"][""], **has}}, **claims})}
 
 
 def claimed_at_random(rng: random.Random, parts: Parts) -> Parts:

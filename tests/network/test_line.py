@@ -56,8 +56,7 @@ def test_every_question_is_answered_once(seed: int, number: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network_line, "SHORTEST", 0.0)
         patch.setattr(network_line, "LONGEST", 0.0)
-        line = Hazardous(seed, range(number))
-        open_ones, answered = Asking(line), Counter[int]()
+        open_ones, answered = Asking(Hazardous(seed, range(number))), Counter[int]()
         for node in range(number):
             open_ones.ask(Question(node, "train", seconds=0.01))
             answered.update(_checked(question, answer) for question, answer in open_ones.arrived(wait=False))

@@ -37,7 +37,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def command(network: Any, app: str, settings: dict[str, Any]) -> list[str]:
-    """The command that runs an app with some settings."""
     return ["flwr", "run", str(network.folder / app), "server", "--stream", "--run-config", run_config(settings)]
 
 
@@ -107,7 +106,6 @@ def test_a_run_goes_on_after_the_server_app_was_killed_alone(network: Any, tmp_p
 
 
 def processes_of(program: str, network: Any) -> list[int]:
-    """The processes of a program in a network."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is somebody else's

@@ -24,10 +24,6 @@ pytestmark = pytest.mark.slow
 DEVICES = "0", "1", "2"
 ADDRESS = "10.77.0.1"
 
-SUDO = """\
-#!/bin/sh
-exec "$@"
-"""
 # the last argument of `scp -pr FOLDER NAME:PATH` is a path on another machine
 SCP = """\
 #!/bin/sh
@@ -84,7 +80,7 @@ class Machines:
             path.mkdir(parents=True)
         where = {"machines": self.machines, "site": self.site, "prefix": self.prefix}
         for name, text in {
-            "sudo": SUDO,
+            "sudo": '#!/bin/sh\nexec "$@"\n',
             "scp": SCP.format(**where),
             "ssh": SSH.format(**where),
             "systemctl": SYSTEMCTL.replace("{python}", sys.executable).replace("{package}", str(TESTS.parent)),
@@ -95,7 +91,6 @@ class Machines:
         self.environment = {**os.environ, "PATH": path, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1"}
 
     def connect(self) -> None:
-        """Lay the cables."""
         for name in self.names:
             ip("netns", "add", self.prefix + name)
             ip("-n", self.prefix + name, "link", "set", "lo", "up")
@@ -115,7 +110,6 @@ class Machines:
         return [str(self.shims / "ssh"), machine, *command]
 
     def run(self, machine: str, *command: str, fails: bool = False) -> str:
-        """Run a command on a machine, and return what it printed."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 900}
         done = subprocess.run(self.on(machine, *command), env=self.environment, check=False, **pipes)
         assert (done.returncode != 0) == fails, done.stdout
@@ -130,7 +124,6 @@ class Machines:
         return log
 
     def log_of(self, machine: str, service: str) -> str:
-        """What a service has printed."""
         return (self.machines / machine / "kit" / machine / f"{service}.service.log").read_text(errors="replace")
 
     def kill(self, machine: str, *programs: str) -> None:

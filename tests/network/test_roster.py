@@ -44,8 +44,7 @@ def line_with(*names: str) -> FakeLine:
         return Node(make)
 
     line = line_of([{"": LitMLP}] * len(names), [{"": DATA}] * len(names))
-    nodes = zip(sorted(line.there), names, strict=True)
-    line.there = {node: named(line.there[node], name) for node, name in nodes}
+    line.there = {node: named(line.there[node], name) for node, name in zip(sorted(line.there), names, strict=True)}
     return line
 
 
@@ -220,8 +219,7 @@ def test_a_client_that_cannot_take_part_does_not_and_the_run_says_so(name: str, 
     line.spoil = appear
     with pytest.warns(UserWarning, match=f"Node {odd} was rejected: {message}"):
         fitted = fit(seeded(LitMLP), remote(line, wait_for=11), algorithm=MIXED, max_epochs=3, clients_per_round=11)
-    rows = [row for row in fitted.ledger.rows if row.left_out is None]
-    assert {row.client_id for row in rows} <= set(range(11))
+    assert {row.client_id for row in fitted.ledger.rows if row.left_out is None} <= set(range(11))
     assert {row.left_out for row in fitted.ledger.rows if row.client_id == 11} <= {"dropped_out"}
     assert not any(q.node == odd and q.kind != Kind.WHO for q in line.asked)
 

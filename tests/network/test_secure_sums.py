@@ -238,8 +238,7 @@ def test_a_device_that_is_restarted_in_a_round_has_dropped_out(fit: Fit) -> None
 
     secure = secure_fit(fit, Restarting(toy_line(LitMLP).there))
     assert [row["fl/left_out_dropped_out"] for row in secure.rows] == [1, 1]
-    plain = fit(seeded(LitMLP), remote(meddling(at="train", after=lost)), **SETTINGS)
-    assert same_state(secure.tensors, plain.tensors)
+    assert same_state(secure.tensors, fit(seeded(LitMLP), remote(meddling(at="train", after=lost)), **SETTINGS).tensors)
 
 
 def node_of(client: int) -> int:
@@ -285,8 +284,7 @@ def test_a_device_that_lies_is_named_and_the_round_ends_without_it(name: str, cl
     def run() -> None:
         secure = secure_fit(fit, meddling(at=step, after=lie, node=node_of(client)), faults=TOLERANT, **options)
         spoilt = meddling(at="" if is_in else "train", after=lost, node=node_of(client))
-        plain = fit(seeded(LitMLP), remote(spoilt), faults=TOLERANT, **options)
-        assert same_state(secure.tensors, plain.tensors)
+        assert same_state(secure.tensors, fit(seeded(LitMLP), remote(spoilt), faults=TOLERANT, **options).tensors)
 
     about = [text for text in said_during(run) if re.search(r"client \d+ is", text)]
     assert len(about) == bool(words)

@@ -68,8 +68,7 @@ def test_what_is_computed_from_a_weight_is_plain_and_has_gradients() -> None:
     with torch.no_grad():
         average.lerp_(weight, 0.5)
     assert {type(part) for part in (weight * 2, weight.norm(), weight.clone(), kept.clamp_(0.0))} == {torch.Tensor}
-    penalty = weight.abs().sum() + nn.functional.linear(torch.ones(1, 4), weight.T.T).square().sum()
-    penalty.backward()
+    (weight.abs().sum() + nn.functional.linear(torch.ones(1, 4), weight.T.T).square().sum()).backward()
     assert layer.u.grad is not None
     torch.testing.assert_close(2 * average, layer.weight.detach())
 

@@ -241,7 +241,6 @@ def test_packed_sequences_are_one_input() -> None:
 
 
 X = torch.zeros(2, 3)
-DENSE_ENDS = ls.LayerChoices(exclude=["head", "stem", "unused"])
 
 
 def test_validate_notes_that_a_run_would_make_another_plan() -> None:
@@ -258,7 +257,7 @@ def test_validate_notes_that_a_run_would_make_another_plan() -> None:
 
 def test_nothing_is_noted_where_a_run_makes_the_same_plan() -> None:
     module = Detour()
-    plans = [ls.validate(module), ls.validate(module, X, layers=DENSE_ENDS)]
+    plans = [ls.validate(module), ls.validate(module, X, layers=ls.LayerChoices(exclude=["head", "stem", "unused"]))]
     plans.append(ls.validate(module, layers=plans[1]))
     module.example_input_array = X  # type: ignore[assignment]
     plans += [ls.validate(module), ls.validate(module, torch.ones(2, 3))]

@@ -127,8 +127,7 @@ class TestAttention:
     def test_keys_and_values_of_other_sizes(self) -> None:
         inputs = rand(3, 4, 8), rand(3, 7, 5), rand(3, 7, 6)
         check(nn.MultiheadAttention(8, 4, kdim=5, vdim=6, batch_first=True), *inputs)
-        transposed = [x.transpose(0, 1).contiguous() for x in inputs]
-        check(nn.MultiheadAttention(8, 4, kdim=5, vdim=6), *transposed)
+        check(nn.MultiheadAttention(8, 4, kdim=5, vdim=6), *[x.transpose(0, 1).contiguous() for x in inputs])
 
     @pytest.mark.parametrize("need_weights", [True, False])
     @pytest.mark.parametrize("average", [True, False])
@@ -176,8 +175,7 @@ class TestAttention:
         halved = snn.replace_layers(encoder, 0.5, layers=ends_too)
         with torch.set_grad_enabled(grad):
             expected = encoder(x, src_key_padding_mask=mask)[~padding]
-            close = full(x, src_key_padding_mask=mask)[~padding]
-            torch.testing.assert_close(close, expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(full(x, src_key_padding_mask=mask)[~padding], expected, rtol=1e-9, atol=1e-9)
             seen = []
             for block in snn.sharded_layers(halved).values():  # changed terms must change the output
                 before = halved(x, src_key_padding_mask=mask)[~padding]

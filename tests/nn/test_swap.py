@@ -65,8 +65,7 @@ def test_replaced_copy_holds_the_largest_terms_and_the_original_is_untouched() -
 
 def test_a_module_registered_twice_is_replaced_in_both_places() -> None:
     shared = nn.Linear(4, 4)
-    module = nn.Sequential(nn.Linear(4, 4), shared, nn.ReLU(), shared, nn.Linear(4, 2))
-    sharded = replace_layers(module, keep_ratio=0.5)
+    sharded = replace_layers(nn.Sequential(nn.Linear(4, 4), shared, nn.ReLU(), shared, nn.Linear(4, 2)), keep_ratio=0.5)
     assert isinstance(sharded[1], SpectralShardedLinear)
     assert sharded[1] is sharded[3]
 
@@ -188,8 +187,7 @@ def test_buffers_and_their_policies_are_in_the_plan() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
     module.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
     module.register_buffer("cache", torch.zeros(1), persistent=False)
-    plan = plan_layers(module, buffers={"*_var": "server"})
-    assert {buffer.name: buffer.policy for buffer in plan.buffers} == {
+    assert {buffer.name: buffer.policy for buffer in plan_layers(module, buffers={"*_var": "server"}).buffers} == {
         "mask": "largest where -inf, else averaged",
         "cache": "the server's: no checkpoint holds it",
         "1.running_mean": "averaged",

@@ -708,8 +708,7 @@ def test_validation_within_an_epoch_and_global_draws_do_not_disturb_training() -
 
 def test_a_sampled_network_becomes_a_plain_one() -> None:
     net = small()
-    bits = draw_bits(local_weights(net).probs, torch.Generator().manual_seed(3))
-    expected = weights_by_hand(net, bits.float())
+    expected = weights_by_hand(net, draw_bits(local_weights(net).probs, torch.Generator().manual_seed(3)).float())
     plain = ls.nn.unzample(net, torch.Generator().manual_seed(3))
     torch.testing.assert_close(list(plain.parameters()), [nn.Parameter(part) for part in expected])
     assert type(plain) is nn.Sequential
@@ -742,8 +741,7 @@ def test_sampled_networks_are_different_and_everything_is_restored() -> None:
     for _ in sampled_networks(net, 3, torch.Generator().manual_seed(0)):
         break  # leaving the loop early
     assert torch.equal(net(x), before)
-    plain = ls.nn.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))
-    assert torch.equal(plain(x), outputs[0])
+    assert torch.equal(ls.nn.unzample(copy.deepcopy(net.eval()), torch.Generator().manual_seed(0))(x), outputs[0])
 
 
 def test_bad_input_is_explained() -> None:

@@ -42,10 +42,8 @@ ONE_MODEL = Population(torch.tensor([[30], [10]]), processors=torch.tensor([2, 2
 POPULATIONS = [MIXED, GAPS, ONE_MODEL]
 
 DRAWN: list[Sampler] = [
-    Uniform(active=1.5),
-    LossVarianceReduced(active=2),
-    UpdateVarianceReduced(active=2.5),
-    StaleUpdateVarianceReduced(active=0.5),
+    *(Uniform(active=1.5), LossVarianceReduced(active=2)),
+    *(UpdateVarianceReduced(active=2.5), StaleUpdateVarianceReduced(active=0.5)),
 ]
 
 
@@ -253,8 +251,7 @@ def test_normalized_coefficients_are_the_others_up_to_one_factor_per_model() -> 
         plain, normalized = (outcome_to_assignment(MIXED, probs, choice, normalize=flag) for flag in (False, True))
         assert (plain.clients, plain.models) == (normalized.clients, normalized.models)
         for model, first, second in zip(plain.models, plain.coefficients, normalized.coefficients, strict=True):
-            factor = float(probs[:, model].max() * MIXED.num_examples[:, model].sum())
-            assert abs(second / first / factor - 1) < 1e-14
+            assert abs(second / first / float(probs[:, model].max() * MIXED.num_examples[:, model].sum()) - 1) < 1e-14
 
 
 def test_two_processors_of_a_client_train_a_model_once_with_both_coefficients() -> None:
@@ -397,9 +394,8 @@ def test_equally_likely_processors_are_a_uniform_cohort_in_its_order() -> None:
 
 def test_joint_probabilities_of_equally_likely_processors_are_those_of_simple_random_samples() -> None:
     probs = Uniform(active=2).probs(GAPS.can.double())
-    able = [0, 2, 3]
     expected = torch.zeros(4, 4, dtype=torch.float64)
-    for pair in itertools.combinations(able, 2):
+    for pair in itertools.combinations([0, 2, 3], 2):
         trains = torch.zeros(4, dtype=torch.float64)
         trains[list(pair)] = 1
         expected += torch.outer(trains, trains) / 3

@@ -270,8 +270,6 @@ CHECKPOINT = {**PROGRESS, "state_dict": WEIGHTS, "federation": {}, "pytorch-ligh
 
 
 class LitWeights(pl.LightningModule):
-    """A user's module of two tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         for name, value in WEIGHTS.items():
@@ -398,8 +396,7 @@ class TestDamage:
         ],
     )
     def test_a_resumed_run_refuses_tensors_of_another_shape_type_or_value(self, other: Tensor, path: Path) -> None:
-        saved = {"weights": [torch.arange(4.0)], "round": 3}
-        ls.plugin.AtomicCheckpointIO().save_checkpoint(saved, path)
+        ls.plugin.AtomicCheckpointIO().save_checkpoint({"weights": [torch.arange(4.0)], "round": 3}, path)
         changed = {**torch.load(path, weights_only=True), "weights": [other]}
         torch.save(changed, path)
         with pytest.raises(ValueError, match=r"last.ckpt .*: its tensors .* delete its 'federation_digest'"):

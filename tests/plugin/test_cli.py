@@ -124,8 +124,7 @@ def command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.sampled(1)
 def test_a_checkpoint_is_resumed_and_validated(command: Command) -> None:
-    resumed = command.run("fit", max_epochs=2, ckpt_path=str(command.checkpoint))
-    assert resumed.trainer.global_step == 2
+    assert command.run("fit", max_epochs=2, ckpt_path=str(command.checkpoint)).trainer.global_step == 2
     validated = command.run("validate", ckpt_path=str(command.checkpoint))
     assert same_state(validated.model.state_dict(), command.model.state_dict())
 
@@ -201,8 +200,7 @@ def test_a_model_that_is_not_in_the_checkpoint_is_refused(command: Command) -> N
 
 
 def test_other_checkpoints_name_the_missing_argument(fit: Fit, tmp_path: Path) -> None:
-    data = ls.FederatedDataModule(points(40), ls.IIDPartitioner(4))
-    fitted = fit(LitToy(8), data, clients_per_round=2)
+    fitted = fit(LitToy(8), ls.FederatedDataModule(points(40), ls.IIDPartitioner(4)), clients_per_round=2)
     fitted.trainer.save_checkpoint(path := tmp_path / "python.ckpt")
     with pytest.raises(TypeError, match=r"'module': pass it, FederatedModule\.load_from_checkpoint"):
         ls.FederatedModule.load_from_checkpoint(path)
@@ -286,8 +284,7 @@ def test_a_part_of_an_algorithm_may_be_nothing(nothing: str, monkeypatch: pytest
 @pytest.mark.parametrize("config", sorted((ROOT / "examples/configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_run_with_the_command_they_show(config: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("mlxtend", reason="comes with the `examples` extra")
-    shown = f"-m lightning_spectral fit --config examples/configs/{config.name}"
-    assert shown in config.read_text()
+    assert f"-m lightning_spectral fit --config examples/configs/{config.name}" in config.read_text()
     assert "version:" not in config.read_text()  # a second run would delete the first's metrics, and then be refused
     toy_size = ["--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.enable_model_summary=false"]
     monkeypatch.setattr(sys, "argv", ["lightning_spectral", "fit", "--config", str(config), *toy_size])

@@ -44,11 +44,11 @@ def test_every_client_trains_without_short_last_batches(
 ) -> None:
     steps: dict[int, int] = {}
 
-    def count(trainer: Any, model: Any, summary: Any) -> None:
-        steps.update({client.client_id: client.num_steps for client in summary.clients})
-
+    count = acting(
+        on_round_end=lambda _, __, summary: steps.update({c.client_id: c.num_steps for c in summary.clients})
+    )
     data = uneven(toy, drop_last=True, **options)
-    found = fit(with_batch_norm, data, callbacks=[acting(on_round_end=count)], local_epochs=3)
+    found = fit(with_batch_norm, data, callbacks=[count], local_epochs=3)
     assert steps == {0: 6, 1: 3, 2: 3, 3: 3}
     assert found.rows[0]["fl/examples"] == sum(SIZES)  # weights still count all examples
 

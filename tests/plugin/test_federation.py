@@ -154,8 +154,7 @@ def test_a_plain_loop_trains_several_models_as_a_trainer_does(lit_mlp: Any, toy:
 
     models = {name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithms[name]) for name in algorithms}
     model = ls.MultiModelModule(models, participation=sampler)
-    ls_data = ls.MultiModelDataModule(clients())
-    pl.Trainer(**quiet, max_epochs=ROUNDS).fit(model, ls_data)
+    pl.Trainer(**quiet, max_epochs=ROUNDS).fit(model, ls.MultiModelDataModule(clients()))
     for name, owner in owners.items():
         assert same_state(owner.module.state_dict(), models[name].module.state_dict())
 

@@ -103,8 +103,6 @@ def test_learning_rates_have_their_models_names(
 
 
 class Weights(pl.Callback):
-    """The server's weights after each round."""
-
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
 

@@ -57,8 +57,7 @@ def test_a_client_takes_the_first_batches_of_its_passes_in_its_size(fit: Fit) ->
     for row in fitted.ledger.rows:
         number, size = STEPS[11 - row.client_id], SIZES[row.client_id]
         batches = data.client_data(Download(WorkUnit(row.client_id), 1.0, {}, row.round_idx))
-        expected = islice(chain.from_iterable(map(batches.epoch, range(9))), number)
-        for step, (batch, length) in enumerate(expected):
+        for step, (batch, length) in enumerate(islice(chain.from_iterable(map(batches.epoch, range(9))), number)):
             own = next(seen)
             assert torch.equal(own[0], batch[0])
             assert length == size

@@ -118,8 +118,7 @@ def test_a_width_without_averages_is_refused(data: Any, fit: Fit) -> None:
 
 
 def test_widths_that_no_client_trains_are_named(data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
-    algorithm = ours(keep_ratio={0.25: 0.5, 0.5: 0.5})
-    fitted = fit(seeded(LitNorms), data, algorithm=algorithm, max_epochs=1)
+    fitted = fit(seeded(LitNorms), data, algorithm=ours(keep_ratio={0.25: 0.5, 0.5: 0.5}), max_epochs=1)
     assert "No client trains the channels above keep ratio 0.5" in caplog.text
     with pytest.warns(ls.SpectralWarning, match=r"No client trains the channels of width 0\.75 above 0\.5, "):
         ls.algorithms.narrow_model(fitted.model, 0.75)

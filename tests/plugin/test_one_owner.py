@@ -57,7 +57,6 @@ def data(toy: Any) -> ls.FederatedDataModule:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, in which all clients take part."""
     return partial(fit, clients_per_round=6, max_epochs=2)
 
 

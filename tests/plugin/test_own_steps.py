@@ -27,7 +27,6 @@ DENSE = ls.FedAvg()
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of two rounds, with spectral sharding."""
     return partial(fit, algorithm=MIXED, max_epochs=2)
 
 
@@ -125,8 +124,7 @@ class TestAsAnAutomaticStep:
         one, two = both_ways(way, fit, steep, data, trainer={"plugins": [plugin]}, local_epochs=2)
         assert_same_run(one, two)
         assert plugin.scaler.get_scale() == 2.0**117
-        plain = fit(seeded(steep), data, local_epochs=2)
-        assert not same_state(one.state, plain.state)
+        assert not same_state(one.state, fit(seeded(steep), data, local_epochs=2).state)
 
     @pytest.mark.sampled(1)
     def test_with_clients_that_fail_and_are_left_out(self, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
@@ -219,8 +217,7 @@ def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> No
     plain = fit(LitHalves(manual=False), data, local_hooks=[ls.client.ProximalTerm(2.0)])
     manual = fit(LitHalves(manual=True), data, local_hooks=[ls.client.ProximalTerm(2.0)])
     assert_same_run(plain, manual)
-    without = fit(LitHalves(manual=True), data)
-    assert not torch.equal(manual.module.net[6].weight, without.module.net[6].weight)
+    assert not torch.equal(manual.module.net[6].weight, fit(LitHalves(manual=True), data).module.net[6].weight)
 
 
 def test_steps_are_those_of_all_optimizers(data: Any, fit: Fit) -> None:
@@ -311,8 +308,7 @@ def test_several_optimizers_need_manual_optimisation(lit_mlp: Any, data: Any, fi
 def test_gradients_from_before_the_step_are_unscaled_in_it(data: Any, fit: Fit) -> None:
     data.val = None
     plain = fit(seeded(ClosesFirst), data)
-    scaled = fit(seeded(ClosesFirst), data, trainer={"plugins": [ScalesAlone()]})
-    assert same_state(plain.state, scaled.state)
+    assert same_state(plain.state, fit(seeded(ClosesFirst), data, trainer={"plugins": [ScalesAlone()]}).state)
     assert not same_state(plain.state, fit(seeded(Lit), data).state)  # it does not step on every batch
 
 

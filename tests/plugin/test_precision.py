@@ -32,8 +32,7 @@ class Autocast(MixedPrecision):
         self.cache = cache
 
     def autocast_context_manager(self) -> torch.autocast:
-        own = None if self.cache else False
-        return torch.autocast("cpu", torch.bfloat16, cache_enabled=own)
+        return torch.autocast("cpu", torch.bfloat16, cache_enabled=None if self.cache else False)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])

@@ -48,12 +48,11 @@ SPECTRAL = {"half": HALF, "mixed": ls.SpectralSharding(ls.Unbiased(), keep_ratio
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of one program
 # Clients of some programs change what the server drops, of which the package warns
 DROPPED = pytest.mark.filterwarnings("ignore::lightning_spectral.errors.SpectralWarning")
-CHANGED = PenaltyKept, FeaturesKept  # attributes of these
 SAME = StepByGlobal, CompiledInPlace, ReadsSchedule  # as without what is added
 
 
 def parameter(program: type[Lit], *more: Any) -> Any:
-    marks = DROPPED if program in CHANGED else ()
+    marks = DROPPED if program in (PenaltyKept, FeaturesKept) else ()  # attributes of these
     return pytest.param(program, *more, id="-".join((program.__name__, *more)), marks=marks)
 
 

@@ -89,18 +89,15 @@ class TestInAFit:
         assert "Layer 'net.2' cannot be factorised" in str(raised.value.__cause__)
 
 
-class DoublingHalf(FedAvgHalf):
-    def initialize(self, workers: Any) -> str:
-        with torch.no_grad():
-            for parameter in self.server.parameters():
-                parameter *= 2
-        return "doubled all parameters"
-
-
 class Doubles(ls.FedAvg):
     """Dense, with initial weights of its own."""
 
-    half = DoublingHalf
+    class half(FedAvgHalf):
+        def initialize(self, workers: Any) -> str:
+            with torch.no_grad():
+                for parameter in self.server.parameters():
+                    parameter *= 2
+            return "doubled all parameters"
 
 
 class TestResume:

@@ -24,8 +24,7 @@ def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> 
     profiler = SimpleProfiler()
     history = fit(lit, data, trainer={"profiler": profiler, "num_sanity_val_steps": 2}).history
     durations = {stage: profiler.recorded_durations[STAGE(stage)] for stage in PROFILED}
-    calls = {stage: len(of_stage) for stage, of_stage in durations.items() if stage != "plan"}
-    assert calls == {
+    assert {stage: len(of_stage) for stage, of_stage in durations.items() if stage != "plan"} == {
         "refresh": ROUNDS,
         **dict.fromkeys(("sample", "load", "train"), ROUNDS * COHORT),
         "aggregate": ROUNDS * (COHORT + 1),  # each client's update, then the sums of all processes

@@ -243,8 +243,7 @@ def test_numbers_of_clients_come_from_yaml(model: Any, data: Any, kind: str, yam
 
 @pytest.mark.parametrize("name", ["Adam", "torch.optim.Adam"])
 def test_an_optimizer_of_torch_can_be_the_servers(model: Any, name: str) -> None:
-    yaml = f"{{class_path: {name}, init_args: {{lr: 0.25, betas: [0.5, 0.9]}}}}"
-    for make in built(model, "server_optimizer", yaml):
+    for make in built(model, "server_optimizer", f"{{class_path: {name}, init_args: {{lr: 0.25, betas: [0.5, 0.9]}}}}"):
         optimizer = make([nn.Parameter(torch.ones(1))])
         assert type(optimizer) is torch.optim.Adam
         assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.25, (0.5, 0.9))

@@ -199,7 +199,6 @@ def lasting(checkpoint: dict[str, Any]) -> dict[str, Any]:
 class TestInARun:
     @pytest.fixture
     def fit(self, fit: Fit) -> Fit:
-        """Fits with five clients per round."""
         return partial(fit, clients_per_round=5)
 
     def saved(self, trainer: pl.Trainer, path: Path) -> Any:

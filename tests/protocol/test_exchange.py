@@ -82,8 +82,7 @@ OLD = pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is depre
 
 @OLD
 def test_the_plan_says_that_singular_vectors_stay_unit_vectors() -> None:
-    policies = {name: policy for name, _, policy in buffer_policies(with_spectral_norms(), {"*.0._v": "server"})}
-    assert policies == {
+    assert {name: policy for name, _, policy in buffer_policies(with_spectral_norms(), {"*.0._v": "server"})} == {
         "0.parametrizations.weight.0._u": "averaged, then scaled to norm 1",
         "0.parametrizations.weight.0._v": "the server's: as asked",
         "1.weight_u": "averaged, then scaled to norm 1",
@@ -225,8 +224,7 @@ def test_rules_can_be_limited_to_some_buffers() -> None:
 
 
 def test_the_plan_says_what_is_done() -> None:
-    policies = {name: policy for name, _, policy in buffer_policies(module(), {"count": "max", "total": "server"})}
-    assert policies == {
+    assert {name: policy for name, _, policy in buffer_policies(module(), {"count": "max", "total": "server"})} == {
         "total": "the server's: as asked",
         "low": "the clients' smallest",
         "high": "the clients' largest",

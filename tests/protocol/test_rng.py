@@ -49,8 +49,7 @@ def test_seeds_fit_in_63_bits(arguments: tuple[Any, ...]) -> None:
 
 def test_seeds_use_all_63_bits() -> None:
     seeds = np.array([derived_seed(0, "bits", i) for i in range(2000)], dtype=np.int64)
-    ones = (seeds[:, None] >> np.arange(63) & 1).mean(0)
-    assert (np.abs(ones - 0.5) <= 5.0 * 0.5 / np.sqrt(2000)).all()
+    assert (np.abs((seeds[:, None] >> np.arange(63) & 1).mean(0) - 0.5) <= 5.0 * 0.5 / np.sqrt(2000)).all()
 
 
 @pytest.mark.slow

@@ -144,7 +144,6 @@ def by_class(toy: TensorDataset) -> ls.FederatedDataModule:
 
 @pytest.fixture
 def fit_one(fit: Fit, by_class: ls.FederatedDataModule) -> Any:
-    """Fits of one client a round."""
     sharding = ls.SpectralSharding(keep_ratio=0.5, layers=EVERY_LAYER)
     return partial(fit, data=by_class, algorithm=sharding, clients_per_round=1)
 
@@ -173,8 +172,6 @@ def test_a_layer_that_no_client_trains_is_named_once(num_rounds: int, last: int,
 
 
 class KeepOf(ls.RoundCallback):
-    """Saves a checkpoint at the end of a round."""
-
     def __init__(self, path: Path, round_idx: int) -> None:
         self.path, self.round_idx = path, round_idx
 
@@ -189,8 +186,7 @@ def test_a_resumed_run_knows_who_had_a_gradient_before(saved: int, lit_mlp: Any,
     """After the checkpoint no client uses the first two layers; the last is used then, or the first rounds are over."""
     path = tmp_path / "saved.ckpt"
     first = with_experts(lit_mlp, but_the_last)
-    before = said_during(lambda: fit_one(first, max_epochs=saved + 1, callbacks=[KeepOf(path, saved)]))
-    assert len(before) == 1
+    assert len(said_during(lambda: fit_one(first, max_epochs=saved + 1, callbacks=[KeepOf(path, saved)]))) == 1
     again = with_experts(lit_mlp, lambda lit, label: [2])
     assert said_during(lambda: fit_one(again, max_epochs=WATCHED_ROUNDS + 1, ckpt_path=path)) == []
 

@@ -184,8 +184,6 @@ def test_clients_that_will_not_report_back_are_not_asked_to_train(executor: Any,
 
 
 class Twice(SequentialExecutor):
-    """Returns every upload twice."""
-
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
         for upload in super().run(downloads):
             yield upload
@@ -463,8 +461,7 @@ def test_a_device_that_lost_the_frozen_base_is_sent_it_again(fit_as: FitAs) -> N
     base, again = 4 * (6 * 12 + 12), 0
     for row, expected in zip(ours.ledger.rows, theirs.ledger.rows, strict=True):
         if not expected.frozen_bytes:  # the download came twice, the second time with the base
-            twice = 2 * expected.downlink_bytes + base
-            expected = expected._replace(downlink_bytes=twice, frozen_bytes=base)
+            expected = expected._replace(downlink_bytes=2 * expected.downlink_bytes + base, frozen_bytes=base)
             again += 1
         assert row == expected
     assert again > 0

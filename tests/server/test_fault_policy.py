@@ -278,8 +278,7 @@ def test_the_servers_own_failures_are_never_left_out(fit_with: FitWith) -> None:
 
 
 def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
-    fitted = fit_with(None, set(), local_epochs=0)
-    assert [row["fl/clients"] for row in fitted.rows] == [6.0, 6.0]
+    assert [row["fl/clients"] for row in fit_with(None, set(), local_epochs=0).rows] == [6.0, 6.0]
 
 
 def test_metrics_name_the_reasons_that_this_run_allows() -> None:

@@ -45,7 +45,6 @@ def data(toy: TensorDataset) -> ls.FederatedDataModule:
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits of three rounds."""
     return partial(fit, max_epochs=3)
 
 
@@ -255,12 +254,11 @@ def test_averages_that_nobody_sets_are_named(options: dict[str, Any], data: Any,
 
 
 def test_averages_may_rest_where_all_steps_of_a_round_may_be_narrow() -> None:
-    kept = Known(buffer_rules(seeded(normed), KEPT))
     narrow, at_server, whole = (
         half.advice(Moment.RESTING_AVERAGES)
         for half in (
             STEP_WIDTHS.bind(seeded(normed)),
-            STEP_WIDTHS.bind(seeded(normed), known=kept),
+            STEP_WIDTHS.bind(seeded(normed), known=Known(buffer_rules(seeded(normed), KEPT))),
             ls.WidthSharding().bind(seeded(normed)),
         )
     )

@@ -155,8 +155,7 @@ def test_no_share_is_longer_than_an_even_one_by_more_than_the_longest_unit(
 ) -> None:
     dealt = shares([WorkUnit(index) for index in range(len(work))], work, num_processes)
     longest = max(sum(work[unit.client_id] for unit in share) for share in dealt)
-    bound = sum(work) / num_processes + (num_processes - 1) / num_processes * max(work)
-    assert longest <= bound + 1e-9 * sum(work)
+    assert longest <= sum(work) / num_processes + (num_processes - 1) / num_processes * max(work) + 1e-9 * sum(work)
 
 
 def test_a_single_process_takes_the_units_in_the_given_order() -> None:

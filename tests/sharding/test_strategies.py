@@ -137,8 +137,7 @@ def test_collective_cohorts_have_the_predicted_error_and_the_least_of_all():
 
 
 def test_unbiased_multipliers_are_inverse_probabilities_and_one_for_terms_never_drawn():
-    values = torch.tensor([4.0, 1.0, 1.0, 0.0], dtype=torch.float64)
-    probs, multipliers = Unbiased()(values, 2, 10)
+    probs, multipliers = Unbiased()(torch.tensor([4.0, 1.0, 1.0, 0.0], dtype=torch.float64), 2, 10)
     assert probs.tolist() == [1, 0.5, 0.5, 0]
     assert multipliers.tolist() == [1, 2, 2, 1]
 
@@ -331,8 +330,7 @@ def test_compensated_prism_has_inverse_marginals_exact_or_manlys() -> None:
 
 
 def test_multipliers_stay_finite_where_probabilities_underflow() -> None:
-    s = 10.0 ** -torch.linspace(0, 150, 64).double()
-    pi, omega = PriSM(4.0, compensation="wallenius")(s, 7, 10)
+    pi, omega = PriSM(4.0, compensation="wallenius")(10.0 ** -torch.linspace(0, 150, 64).double(), 7, 10)
     assert float(pi.min()) < 1e-200
     assert bool(torch.isfinite(omega).all())
 
@@ -443,8 +441,7 @@ def test_along_the_way_clients_get_worse_and_the_cohort_better(seed: int) -> Non
 
 
 def test_terms_that_fit_in_are_all_held() -> None:
-    values = torch.tensor([3.0, 2.0, 0.0, 0.0], dtype=torch.float64)
-    probs, multipliers = EffectiveCohort(0.1)(values, 2, 10)
+    probs, multipliers = EffectiveCohort(0.1)(torch.tensor([3.0, 2.0, 0.0, 0.0], dtype=torch.float64), 2, 10)
     assert probs.tolist() == [1, 1, 0, 0]
     assert multipliers[:2].tolist() == [1, 1]
 

@@ -101,8 +101,7 @@ def test_both_sums_have_room_for_the_worst_round() -> None:
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**52), 2**52))
 def test_sums_are_joined_with_one_rounding(steps: int, coarse: int) -> None:
-    joined = join(torch.tensor([steps]), torch.tensor([coarse]))
-    assert joined.tolist() == [float(steps + coarse * COARSE)]
+    assert join(torch.tensor([steps]), torch.tensor([coarse])).tolist() == [float(steps + coarse * COARSE)]
     assert join(torch.tensor([steps])).tolist() == [float(steps)]
 
 
@@ -234,8 +233,7 @@ def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor]
         for i, value in enumerate(mean.view(-1).tolist()):
             own = [Fraction(change[i]) for change in changes]
             true = sum(weight * change for weight, change in zip(weights, own, strict=True)) / sum(weights)
-            largest = max(map(abs, own))
-            bound = share * unit(before[name]) / 2**50 + (1 + share) * largest / 2**51
+            bound = share * unit(before[name]) / 2**50 + (1 + share) * max(map(abs, own)) / 2**51
             assert abs(Fraction(value) - true) <= bound
 
 
@@ -439,8 +437,7 @@ def test_each_term_is_the_weighted_mean_of_the_clients_that_held_it(far: float, 
             start = before.select(axis, term)
             sums = [Fraction(0)] * len(start)
             for *factors, d, i in holders:
-                moved = factors[1 - axis].select(axis, i) - start
-                for j, value in enumerate(moved.tolist()):
+                for j, value in enumerate((factors[1 - axis].select(axis, i) - start).tolist()):
                     sums[j] += round(Fraction(value) * Fraction(d) / 256 * 2**50 / unit(before)) * unit(before) / 2**50
             for value, total in zip(mean.select(axis, position).tolist(), sums, strict=True):
                 expected = total / weight * reported
@@ -456,8 +453,7 @@ def test_bits_of_terms_depend_neither_on_order_nor_on_processes(absolute: bool) 
     for order in itertools.permutations(clients):
         found = of_visited(term_mean_of(u, v, list(order), 250.0, absolute))
         assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
-    groups = [clients[3:], [], clients[:3]]
-    for mean in in_processes(groups, lambda group: term_mean_of(u, v, group, 250.0, absolute)):
+    for mean in in_processes([clients[3:], [], clients[:3]], lambda group: term_mean_of(u, v, group, 250.0, absolute)):
         assert isinstance(mean, MeanChange)
         assert all(torch.equal(mine, other) for mine, other in zip(of_visited(mean), expected, strict=True))
 
@@ -505,8 +501,7 @@ def test_single_entries_are_the_means_of_their_holders(absolute: bool, far: floa
         exact = sum(d * (after - start).double() for after, d in own) / sum(d for _, d in own)
         # coarse and fine parts join and are divided: changes of size `far` keep 50 bits
         assert float(change) == pytest.approx(float(exact * (14.0 if absolute else 1.0)), abs=far * 1e-13, rel=1e-14)
-    whole = mean_of({"b": b}, [({"b": b + 1}, 1.0)], 1.0)
-    assert torch.equal(changes["b"], dict(whole.finish())["b"])
+    assert torch.equal(changes["b"], dict(mean_of({"b": b}, [({"b": b + 1}, 1.0)], 1.0).finish())["b"])
 
 
 def test_a_tensor_that_all_clients_hold_whole_has_the_bits_of_one_without_index() -> None:

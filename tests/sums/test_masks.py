@@ -75,8 +75,7 @@ def test_masks_are_removed_whoever_drops_out(never: list[int], arrived: list[int
     for number in run.keys:  # also those whose values arrive too late
         run.mask(number, vector(number))
     revealed = {number: said for number, said in run.revealed(arrived).items() if number not in silent}
-    expected = torch.stack([vector(number) for number in arrived]).sum(0)
-    assert torch.equal(run.total(arrived, revealed), expected)
+    assert torch.equal(run.total(arrived, revealed), torch.stack([vector(number) for number in arrived]).sum(0))
 
 
 def test_a_mask_is_the_key_stream_of_chacha20() -> None:
@@ -117,8 +116,7 @@ def test_values_that_arrive_too_late_stay_hidden_although_all_common_masks_are_k
     total = run.masked[2].clone()  # what the server has of party 2, late; it has its common masks removed
     own = run.parties[2]._own
     for other in (0, 1):
-        key = _common_key(run.parties[2]._masks, run.keys[other], CONTEXT, 2, other)
-        add_mask(total, key, -1 if other > 2 else 1)
+        add_mask(total, _common_key(run.parties[2]._masks, run.keys[other], CONTEXT, 2, other), -1 if other > 2 else 1)
     assert looks_uniform(total)
     add_mask(total, own, -1)
     assert torch.equal(total, values)  # so its own mask was all that hid it
@@ -235,11 +233,7 @@ def test_dealers_show_fewer_shares_than_give_their_secrets_and_once() -> None:
 
 # the points of order 1, 2, 4 and 8 of the curve, and of its twist (RFC 7748, section 5; Bernstein, "Validate", 2014)
 SMALL_ORDER = [
-    0,
-    1,
-    2**255 - 19 - 1,
-    2**255 - 19,
-    2**255 - 19 + 1,
+    *(0, 1, 2**255 - 19 - 1, 2**255 - 19, 2**255 - 19 + 1),
     325606250916557431795983626356110631294008115727848805560023387167927233504,
     39382357235489614581723060781553021112529911719440698176882885853963445705823,
 ]

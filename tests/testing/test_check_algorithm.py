@@ -138,13 +138,9 @@ class SignRound(DenseRound):
         self.mean.add_change(changes, receipt.unit.coefficient)
 
 
-class SignUplink(ls.FedAvg):
-    side, round = SignSide, SignRound
-
-
 @pytest.mark.slow
 def test_signs_of_changes_pass(module: LitMLP, batch: Any) -> None:
-    check_algorithm(SignUplink(), module, batch)
+    check_algorithm(variant(side=SignSide, round=SignRound), module, batch)
 
 
 @pytest.mark.slow
@@ -163,11 +159,6 @@ def test_fed_prox_passes_and_holds_clients_back(module: LitMLP, batch: Any) -> N
 def variant(**parts: Any) -> Any:
     """Federated averaging with another round or device half."""
     return type("Variant", (ls.FedAvg,), parts)()
-
-
-class NotComparable(ls.FedAvg):
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True)
@@ -283,8 +274,7 @@ def uploads(tensors: Callable[[Any, Any], dict[Any, Any]], **parts: Any) -> Any:
     @dataclass(frozen=True)
     class Uploading(DenseSide):
         def collect(self, client: Any, download: Any) -> Upload:
-            after = super().collect(client, download).tensors
-            return Upload(download.unit, tensors(after, download.tensors))
+            return Upload(download.unit, tensors(super().collect(client, download).tensors, download.tensors))
 
     Uploading.__qualname__ = f"Uploading{next(NUMBERS)}"  # so that it can be pickled
     globals()[Uploading.__qualname__] = Uploading
@@ -339,10 +329,6 @@ class HashSide(DenseSide):
             mask = torch.rand(tensor.shape, generator=generator) < 0.5
             kept[name] = torch.where(mask, tensor, download.tensors[name])
         return Upload(download.unit, kept)
-
-
-class DrawsByHash(ls.FedAvg):
-    side = HashSide
 
 
 class HalfRound(DenseRound):
@@ -411,10 +397,6 @@ class FirstOfProcessSide(DenseSide):
         return Upload(download.unit, {n: torch.lerp(before[n], after[n], shares[n]) for n in after})
 
 
-class RemembersFirst(ls.FedAvg):
-    side = FirstOfProcessSide
-
-
 class Against(ls.StaleUpdates):
     class round(StaleRound):
         def expected_update(self, unit: Any) -> Any:
@@ -432,7 +414,7 @@ STARTS: list[Any] = []
 NEW_VALUES, ONE_SUM = Promises(new_values=True), Promises(new_values=True, one_sum=True)
 NO_NORM = "do not promise `new_values`"
 BROKEN: dict[str, tuple[Any, str]] = {
-    "is not equal to its copy": (NotComparable(), "a copy is not equal to it"),
+    "is not equal to its copy": (variant(__eq__=object.__eq__, __hash__=object.__hash__), "a copy is not equal to it"),
     "believes anything": (Believes(), "with power=<an object of no use>: it was not refused"),
     "believes NaN": (BelievesNaN(), "with power=nan: it was not refused"),
     "refuses without a name": (RefusesWithoutName(), "does not name the argument: expected a float"),
@@ -484,7 +466,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
         r"round 0, client 0: \(.*\) bytes .* without frozen tensors, but `turn_costs` says \(.*\)",
     ),
     "draws by hash": (
-        DrawsByHash(),
+        variant(side=HashSide),
         "another PYTHONHASHSEED, round 0: not as in this process; draw from `protocol.rng.derived_generator`, and not",
     ),
     "ignores `absolute`": (
@@ -502,7 +484,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     ),
     "counts in place": (variant(side=TurnsSide), "sent the same twice: its uploads differ; leave `download.client_st"),
     "relies on what was kept": (variant(side=RelyingSide), "lost what its device kept, and cannot train: .*'turns'"),
-    "remembers the first of a process": (RemembersFirst(), "PYTHONHASHSEED, round 0: not as in this process"),
+    "remembers the first turn": (variant(side=FirstOfProcessSide), "PYTHONHASHSEED, round 0: not as in this process"),
     "expects the opposite": (Against(beta=0.7), "client 0 moves against its expected update, which must be a change"),
     "draws capacities": (variant(capacities=Drawn(ls.FedAvg())), "gives clients other capacities when asked again"),
     "uploads changes": (  # the example of the documentation, but for what it promises

@@ -55,10 +55,8 @@ def test_what_keeps_the_contract_passes(name: str) -> None:
 
 
 def with_end(kind: type[ServerEnd | DeviceEnd]) -> Filter:
-    """A filter with one end."""
     place = "server" if issubclass(kind, ServerEnd) else "device"
-    made = type(f"With{kind.__name__}", (Filter,), {place: lambda self, fit: kind()})
-    return dataclass(frozen=True)(made)()
+    return dataclass(frozen=True)(type(f"With{kind.__name__}", (Filter,), {place: lambda self, fit: kind()}))()
 
 
 class CountingEnd(ServerEnd):

@@ -186,15 +186,14 @@ def test_clients_of_a_round_stay_the_same_once_the_server_has_stepped() -> None:
     assert state.cohort(pair, 9, torch.Generator().manual_seed(0)).tolist() == first
 
 
-class AgedRound(BufferRound):
-    """Whoever takes part, clients are up to two steps behind."""
-
-    def staleness(self, unit: WorkUnit) -> int:
-        return min(self.version, unit.client_id % 3)
-
-
 class Aged(ls.FedBuff):
-    round, half, promises = AgedRound, FedBuffHalf, ls.FedBuff.promises
+    class round(BufferRound):
+        """Whoever takes part, clients are up to two steps behind."""
+
+        def staleness(self, unit: WorkUnit) -> int:
+            return min(self.version, unit.client_id % 3)
+
+    half, promises = FedBuffHalf, ls.FedBuff.promises
 
 
 def test_it_keeps_the_contract_with_clients_that_are_stale() -> None:

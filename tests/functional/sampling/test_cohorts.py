@@ -152,8 +152,7 @@ def fixed_size_probs(weights: list[float], share: float) -> torch.Tensor:
 def test_coordinated_clients_get_exact_sizes_and_even_counts(weights, share, cohort_size, seed):
     pi = fixed_size_probs(weights, share)
     dealt = draw_coordinated(pi, cohort_size, torch.Generator().manual_seed(seed))
-    n = round(float(pi.sum()))
-    assert dealt.shape == (cohort_size, n)
+    assert dealt.shape == (cohort_size, round(float(pi.sum())))
     assert bool((dealt.diff(dim=1) > 0).all())  # sorted and distinct
     counts = dealt.flatten().bincount(minlength=len(pi))
     expected = cohort_size * pi
@@ -167,12 +166,10 @@ def test_each_coordinated_client_has_the_given_probabilities() -> None:
     held = torch.zeros(5, 9)
     pair = torch.zeros(9)
     for _ in range(draws):
-        rows_ = draw_coordinated(pi, 5, generator)
-        z = torch.zeros(5, 9).scatter_(1, rows_, 1.0)
+        z = torch.zeros(5, 9).scatter_(1, draw_coordinated(pi, 5, generator), 1.0)
         held += z
         pair += z[0] * z[1]
-    sigma = (pi * (1 - pi) / draws).sqrt()
-    assert bool(((held / draws - pi).abs() <= 5 * sigma + 1e-12).all())
+    assert bool(((held / draws - pi).abs() <= 5 * (pi * (1 - pi) / draws).sqrt() + 1e-12).all())
     # negative control: two independent clients both hold a term with probability pi^2, these do so less often
     independent = pi**2
     spread = 5 * (independent * (1 - independent) / draws).sqrt()

@@ -143,9 +143,8 @@ def test_float32_probabilities_sum_closely_enough_to_an_integer():
     pi = proportional_inclusion_probs(torch.rand(2000, generator=torch.Generator().manual_seed(1)), 777)
     p = fit_conditional_poisson(pi)
     assert p.dtype == torch.float64
-    implied = poisson_conditional_inclusion_probs(p, 777)
     # float32 sums of 2000 terms are off by at most 1e-6 n = 8e-4, which the fit spreads over the terms.
-    torch.testing.assert_close(implied, pi.double(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(poisson_conditional_inclusion_probs(p, 777), pi.double(), rtol=0, atol=1e-6)
 
 
 def test_no_other_design_has_the_same_marginals_and_more_entropy():
@@ -286,8 +285,7 @@ def test_identities_hold_for_any_spectrum(values, data):
     assert (joint >= 0).all()
     # Terms are negatively dependent, as in every conditional Poisson design: pairs are rarer than for independent
     # terms.
-    excess = joint - torch.outer(pi, pi)
-    assert (excess.fill_diagonal_(0.0) <= 1e-12).all()
+    assert ((joint - torch.outer(pi, pi)).fill_diagonal_(0.0) <= 1e-12).all()
 
 
 @pytest.mark.parametrize(("N", "n"), [(512, 205), (1100, 550)])
@@ -299,7 +297,6 @@ def test_identities_hold_for_large_layers(N, n):
 
 
 def test_successive_identities_hold_for_a_large_layer():
-    logs = -4 * torch.arange(1, 257, dtype=torch.float64).log()
-    joint = successive_joint_probs(logs, 52)
+    joint = successive_joint_probs(-4 * torch.arange(1, 257, dtype=torch.float64).log(), 52)
     torch.testing.assert_close(joint.sum(1), 52 * joint.diagonal(), rtol=0, atol=1e-10)
     assert torch.equal(joint, joint.T)

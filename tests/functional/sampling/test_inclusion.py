@@ -182,10 +182,8 @@ def test_collective_satisfies_the_optimality_conditions(problem):
         # Marginal gains lam^2 C / (1 + (C - 1) pi)^2: equal inside, larger at one, smaller at zero.
         # In units of the level, lam / (1 + (C - 1) pi), where equality can be tested with a relative tolerance.
         gain = lam / (1 + (C - 1) * pi)
-        low = gain[pi < 1].max()
-        high = gain[pi > 0].min()
         # pi near one carries a rounding error of 1e-16, relative to the level.
-        assert low <= high * (1 + 1e-12)
+        assert gain[pi < 1].max() <= gain[pi > 0].min() * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("C", COHORTS)
@@ -310,10 +308,9 @@ def test_no_constrained_optimiser_finds_better(num_singular: int, n: int, p: flo
     s = rng.random(num_singular) + 0.05
     ours = bound(s, schatten_inclusion_probs(torch.tensor(s), n, p).numpy(), p)
     for _ in range(4):
-        start = np.clip(rng.dirichlet(np.ones(num_singular)) * n, 0.01, 0.99)
         theirs = minimize(
             lambda pi: bound(s, pi, p),
-            start,
+            np.clip(rng.dirichlet(np.ones(num_singular)) * n, 0.01, 0.99),
             bounds=[(1e-6, 1.0)] * num_singular,
             constraints={"type": "eq", "fun": lambda pi: pi.sum() - n},
             method="SLSQP",
@@ -370,8 +367,7 @@ CASES = [(2, 1, 1.0), (4, 2, 1.5), (5, 3, 2.0), (6, 3, 4.7), (6, 1, 0.3)]
 
 def some_scores(seed: int, num_processors: int, num_models: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.rand(num_processors, num_models, dtype=torch.float64, generator=generator) ** 3
-    return scores + 1e-3
+    return torch.rand(num_processors, num_models, dtype=torch.float64, generator=generator) ** 3 + 1e-3
 
 
 def closed_form(scores: np.ndarray, m: float) -> np.ndarray:
@@ -379,8 +375,7 @@ def closed_form(scores: np.ndarray, m: float) -> np.ndarray:
     sums = scores.sum(1)
     order = np.argsort(sums)  # M_i <= M_{i+1}
     ordered, number = sums[order], len(sums)
-    ks = range(1, number + 1)
-    k = max(k for k in ks if 0 < m - number + k <= ordered[:k].sum() / ordered[k - 1] * (1 + 1e-12))
+    k = max(k for k in range(1, number + 1) if 0 < m - number + k <= ordered[:k].sum() / ordered[k - 1] * (1 + 1e-12))
     probs = np.empty_like(scores)
     for position, i in enumerate(order):
         probs[i] = (m - number + k) * scores[i] / ordered[:k].sum() if position < k else scores[i] / sums[i]

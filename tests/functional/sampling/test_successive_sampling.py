@@ -120,8 +120,7 @@ def test_numpy_choice_without_replacement_has_these_marginals(log_sizes, n):
     counts = np.zeros(len(p))
     for _ in range(size):
         counts[rng.choice(len(p), n, replace=False, p=p)] += 1
-    pi = successive_inclusion_probs(torch.tensor(log_sizes), n).numpy()
-    assert frequency_excess(counts / size, pi, size) <= 1
+    assert frequency_excess(counts / size, successive_inclusion_probs(torch.tensor(log_sizes), n).numpy(), size) <= 1
     # Negative control: n times the normalised sizes are not the marginals.
     assert frequency_excess(counts / size, np.minimum(n * p, 1), size) > 1
 
@@ -140,8 +139,7 @@ def test_choice_with_inclusion_probabilities_over_n_does_not_have_those_inclusio
 def test_the_race_has_the_enumerated_joint_law():
     sizes, n, size = np.array([5.0, 3, 2, 1, 0.5, 0.1]), 3, 40_000
     law = successive_law(sizes, n)
-    draws = draw_successive(torch.tensor(sizes).log(), n, size, torch.Generator().manual_seed(2))
-    assert excess(draws, law) <= 1
+    assert excess(draw_successive(torch.tensor(sizes).log(), n, size, torch.Generator().manual_seed(2)), law) <= 1
 
 
 def random_probabilities(count: int):
@@ -252,8 +250,7 @@ def test_sums_to_n_and_rises_with_size_in_any_unit(logs, data):
     ],
 )
 def test_infinite_sizes_are_certain_and_zero_sizes_fill_up(logs, n, expected):
-    probs = manly_inclusion_probs(torch.tensor(logs, dtype=torch.float64), n)
-    np.testing.assert_allclose(probs, expected, rtol=1e-15)
+    np.testing.assert_allclose(manly_inclusion_probs(torch.tensor(logs, dtype=torch.float64), n), expected, rtol=1e-15)
 
 
 def test_is_off_by_as_much_as_the_docstring_says():

@@ -212,8 +212,7 @@ def test_batches_come_through_the_users_hooks(lit_mlp: Any, toy: TensorDataset, 
     fitted = fit(seeded(doubling), data, callbacks=[evaluation])
     row = table_of(evaluation).rows[-1]
     x, y = toy[data.held_out[row.client_id]]
-    expected = metrics_by_hand(fitted.module, (2 * x, y))
-    assert row.metrics == pytest.approx(expected, rel=1e-5)
+    assert row.metrics == pytest.approx(metrics_by_hand(fitted.module, (2 * x, y)), rel=1e-5)
 
 
 def test_a_data_module_may_bring_test_examples_of_its_own(lit: Any, toy: TensorDataset, fit: Fit) -> None:
@@ -280,8 +279,7 @@ def test_a_client_is_tested_on_examples_of_their_own(lit: Any, toy: Any, fit: Fi
     parts = [data.partition.indices, data.held_out.indices]
     with pytest.raises(ValueError, match="with client_val_fraction, less than all"):
         ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_val_fraction=0.7, client_test_fraction=0.3)
-    trainer = pl.Trainer(callbacks=[after], **quiet)
-    trainer.test(fitted.model, data)
+    pl.Trainer(callbacks=[after], **quiet).test(fitted.model, data)
     parts.append(data.held_out.indices)
     assert [row.num_examples for table in (inside, after) for row in table_of(table).rows] == [8] * 4 + [15] * 4
     assert sorted(torch.cat(parts).tolist()) == list(range(len(toy)))

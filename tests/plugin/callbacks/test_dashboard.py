@@ -27,7 +27,6 @@ NAN = float("nan")
 
 @pytest.fixture
 def fit(fit: Fit, tmp_path: Path) -> Fit:
-    """Fits with CSV files, in ``tmp_path / "csv"``."""
     return partial(fit, trainer={"logger": CSVLogger(tmp_path, name=None, version="csv")})
 
 
@@ -45,15 +44,8 @@ def recorded(folder: Path) -> dict[str, list[int]]:
 
 def counts(folder: Path, round_idx: int) -> dict[str, float]:
     """The number of values in each histogram of a round."""
-    run = read_run(folder / "csv" / NAME)
-    found = {name: by_round.get(round_idx) for name, by_round in run.shown.items()}
+    found = {name: by_round.get(round_idx) for name, by_round in read_run(folder / "csv" / NAME).shown.items()}
     return {name: sum(one.counts) for name, one in found.items() if isinstance(one, Histogram)}
-
-
-def logged_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of Lightning's own `CSVLogger`."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def summary() -> RoundSummary:
@@ -63,8 +55,7 @@ def summary() -> RoundSummary:
         ClientOutcome(4, WorkUnit(2), 0.25, 30, 9, 2.0, 80, 40),
         ClientOutcome(4, WorkUnit(5), 0.5, 20, 6, NAN, 200, 0, left_out="error"),
     )
-    measured = (ClientOutcome(4, WorkUnit(1), 0.5, 10, 0, 1.0, 200, 4),)
-    return RoundSummary(4, clients, {}, {}, {}, measured=measured)
+    return RoundSummary(4, clients, {}, {}, {}, measured=(ClientOutcome(4, WorkUnit(1), 0.5, 10, 0, 1.0, 200, 4),))
 
 
 def test_the_table_of_clients_has_what_is_known_of_each() -> None:
@@ -140,14 +131,14 @@ def test_the_table_of_clients_shows_how_the_model_serves_them(lit: Any, toy: Any
     fit(lit, data, algorithm=SPECTRAL, max_epochs=4, callbacks=[evaluation, ls.RoundDashboard(1)])
     for round_idx in (1, 3):
         found = {row["client"]: row.get("val_acc") for row in shown(tmp_path, "clients", round_idx)}
-        evaluated = evaluation.table.column("val_acc") if round_idx == 3 else dict.fromkeys(found)
-        assert found == evaluated
+        assert found == (evaluation.table.column("val_acc") if round_idx == 3 else dict.fromkeys(found))
 
 
 def test_validation_stands_beside_the_bytes_so_far(lit: Any, data: Any, fit: Fit, tmp_path: Path) -> None:
     fitted = fit(lit, data, algorithm=SPECTRAL, max_epochs=3, callbacks=[dashboard := ls.RoundDashboard()])
     spent = [sum(row[f"fl/bytes_{way}"] for way in ("down", "up")) for row in fitted.history.rows]
-    validated = [row for row in logged_rows(tmp_path / "csv/metrics.csv") if row["val_acc"]]
+    logged = (tmp_path / "csv/metrics.csv").read_text().splitlines()  # by Lightning's own `CSVLogger`
+    validated = [row for row in csv.DictReader(logged) if row["val_acc"]]
     assert [float(row["fl/bytes_total"]) for row in validated] == [sum(spent[: n + 1]) for n in range(3)]
     assert fitted.trainer.callback_metrics["fl/bytes_total"] == fitted.ledger.total_bytes == dashboard.total_bytes
     assert fitted.history.column("fl/bytes_total") == [sum(spent[: n + 1]) for n in range(3)]

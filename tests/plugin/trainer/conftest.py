@@ -9,5 +9,4 @@ from mixed_federation import MIXED
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits with two keep ratios."""
     return partial(fit, algorithm=MIXED)

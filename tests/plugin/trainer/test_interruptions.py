@@ -53,9 +53,6 @@ class Falling(LitMLP):
         }
 
 
-WaitsForTraining = variant(Falling, monitor="train_loss", strict=True)
-
-
 class FailsInHook(Falling):
     """Fails in one of its own hooks, which Lightning calls after all callbacks."""
 
@@ -364,7 +361,7 @@ def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrup
         (Falling, {"check_val_every_n_epoch": 2}, {}),
         (Falling, {"check_val_every_n_epoch": 2}, {"every_n_train_steps": 1}),
         (Falling, {"check_val_every_n_epoch": 2}, {"save_on_train_epoch_end": False}),
-        (WaitsForTraining, {}, {"every_n_train_steps": 1}),
+        (variant(Falling, monitor="train_loss", strict=True), {}, {"every_n_train_steps": 1}),
     ],
     ids=["every round", "after epochs", "after steps", "after validation", "on training"],
 )

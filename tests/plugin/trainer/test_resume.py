@@ -23,7 +23,6 @@ FitAndSave = Callable[..., Fitted]
 
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
-    """Fits with momentum at the server, too."""
     return partial(fit, server_optimizer=partial(torch.optim.SGD, lr=1.0, momentum=0.5))
 
 

@@ -315,7 +315,7 @@ def steps():
     for name, net in nets.items():
         settings = LocalSettings(Placement(moves_batches=False), defines=lambda *_: False)
         known = net, [torch.optim.SGD(net.parameters(), lr=0.01)], settings
-        private = ExampleLoop(privacy(clip=1.0, noise_multiplier=1.0, delta=1e-4), *known)
+        private = ExampleLoop(privacy(clip=1.0, noise_multiplier=1.0, delta=1e-4), int, *known)
         loops, seconds = (LocalLoop(*known), private), ([], [])
         for _ in range(5):
             for loop, found in zip(loops, seconds, strict=True):

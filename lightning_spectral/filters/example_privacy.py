@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
@@ -31,6 +31,7 @@ from lightning_spectral.filters.privacy import ClientPrivacy, check_budget, epsi
 from lightning_spectral.functional.privacy import Rounds, calibrated, draws, grid_of, shortened, warn_of_delta
 from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.participation import Sampler
+from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import ClientOutcome, Download
 from lightning_spectral.protocol.rng import SecretNormals
@@ -134,16 +135,17 @@ class ExamplePrivacy(Filter):
 
 @dataclass(frozen=True)
 class ExampleEnd(DeviceEnd):
-    """Has clients trained in steps that hide their examples."""
+    """Has clients trained in steps that hide their examples; ``spend`` is told how many, before the first."""
 
     says_nothing: ClassVar[bool] = True
 
     choice: ExamplePrivacy
+    spend: Callable[[int], object] = field(default=int, compare=False)
 
     def trainer(self, trainer: LocalTrainer, settings: LocalSettings) -> LocalTrainer:
         if settings.placement.scaler is not None:
             raise ValueError(f"{GOES_NOT} precision '16-mixed', which scales by the gradients; use 'bf16-mixed' or 32.")
-        return partial(ExampleLoop, self.choice)
+        return partial(ExampleLoop, self.choice, self.spend)
 
 
 class ExampleLoop(LocalLoop):
@@ -152,9 +154,9 @@ class ExampleLoop(LocalLoop):
     To hooks of batches, a batch is the list of its examples, each of which is a batch of one.
     """
 
-    def __init__(self, choice: ExamplePrivacy, *known: Any) -> None:
+    def __init__(self, choice: ExamplePrivacy, spend: Callable[[int], object], *known: Any) -> None:
         super().__init__(*known)
-        self.choice, self._is_compared = choice, False
+        self.choice, self.spend, self._is_compared = choice, spend, False
         if not self._eager:
             kind = type(self.optimizers[0].optimizer).__name__
             raise ValueError(f"{GOES_NOT} {kind}, which evaluates the loss itself; use SGD or Adam.")
@@ -168,14 +170,26 @@ class ExampleLoop(LocalLoop):
         self._numbers, (self._rate, _) = SecretNormals(key), draws(len(data.indices), data.batch_size)
         self._std = self.choice.multiplier(len(data.indices), data.batch_size) * self.choice.clip
         attributes = tuple if self._is_compared else changed_attributes(self.module)
-        drawn = {f"{name}.omega" for name in sharded_layers(self.module)}  # which depends on no example
-        before = {name: buffer.clone() for name, buffer in self.module.named_buffers() if name not in drawn}
-        result = super().__call__(task)
-        moved = [name for name, b in self.module.named_buffers() if name in before and not torch.equal(b, before[name])]
+        # what depends on no example: drawn multipliers, and what noisy steps train
+        known = [layer.omega for layer in sharded_layers(self.module).values()] + self._trained()
+        rest = {n: t for n, t in named_state(self.module).items() if id(t) not in set(map(id, known))}
+        before = {name: tensor.detach().clone() for name, tensor in rest.items()}
+        self.spend(task.download.steps_in(data.num_batches) if task.steps is None else task.steps)
+        try:
+            result = super().__call__(task)
+        finally:
+            moved = [name for name, tensor in rest.items() if not torch.equal(tensor, before[name])]
+            for name in moved:  # or a later download could ask for what is left of an example
+                rest[name].detach().copy_(before[name])
         if names := [*attributes(), *moved]:
             raise ValueError(f"{GOES_NOT} {first_of(names, 3)}, by which an example acts on the next; leave it out.")
-        self._is_compared = True
-        return result
+        num_steps = task.recorder.num_steps  # a step on no example is one too
+        self._is_compared = num_steps > 0
+        return replace(result, num_steps=num_steps)
+
+    def _trained(self) -> list[Tensor]:
+        groups = self.optimizers[0].optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def _epoch(self, task: LocalTask, local_epoch: int) -> Iterator[tuple[Any, int]]:
         data = task.data
@@ -189,7 +203,7 @@ class ExampleLoop(LocalLoop):
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:
         optimizer, losses = self.optimizers[0].optimizer, []
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = self._trained()
         size, grid = sum(p.numel() for p in trained), grid_of(self._std)
         total = torch.zeros(size, dtype=torch.float64, device=self.placement.device)
         self._zero_grad(optimizer, batch_idx)

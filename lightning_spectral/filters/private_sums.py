@@ -41,19 +41,6 @@ class PrivateSums:
 
     Reference:
         McMahan et al. (2018), Algorithm 1, with flat clipping and a fixed denominator.
-
-    Example:
-        >>> from lightning_spectral.protocol.rng import SecretNormals
-        >>> mean = MeanChange({"b": torch.zeros(2)}, total_weight=4)
-        >>> mean.add({"b": torch.zeros(2)}, weight=1)
-        >>> mean.fix()
-        >>> private = PrivateSums([mean], weight=0.5, clip=1.0, multiplier=0.0)
-        >>> for change in [3.0, 4.0], [0.5, 0.0]:
-        ...     mean.add({"b": torch.tensor(change)}, weight=0.5)
-        ...     private.take()
-        >>> private.release(normals=SecretNormals(b"no secret"))
-        >>> dict(mean.finish()), private.votes
-        ({'b': tensor([0.5500, 0.4000], dtype=torch.float64)}, 0.0)
     """
 
     def __init__(self, sums: Sequence[MeanChange], weight: float, clip: float, multiplier: float) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class ClientData:
         local_noise: Noise that hides the client's updates even from the server; ``None`` for none. The server is told
             no losses and metrics either, but the number of examples, and whether the device failed.
         example_privacy: Noise in each local step that hides single examples; ``None`` for none. The device counts the
-            epsilon of all its turns, in ``state_folder``, whatever the server says, and tells it no more than that.
+            epsilon of all its turns, in ``state_folder``, whatever the server says, and tells it that, but no losses.
 
     Raises:
         TypeError: If an argument has the wrong type, or the data set has no length.
@@ -126,16 +126,16 @@ class ClientData:
         per_epoch = examples_per_epoch(size, self.batch_size, self.drop_last)
         return Holding(size, per_epoch, self.keep_ratio, held_out, self.budget_bytes)
 
-    def spend(self, privacy: ExamplePrivacy, download: Download) -> float | None:
-        """Count a turn, before it begins, and return the epsilon of all; ``None`` if it would exceed the budget."""
+    def spend(self, privacy: ExamplePrivacy, steps: int, *, begins: bool = True) -> float:
+        """The epsilon of all turns and of one more, counted if it ``begins``; `DeviceError` beyond the budget."""
         path, known = Path(self.state_folder or "", SPENT), (len(self.train), self.batch_size)
-        before = [tuple(stretch) for stretch in json.loads(path.read_text())] if path.exists() else []
-        rate, steps = draws(*known)
-        turns = joined(before, (rate, privacy.multiplier(*known), download.steps_in(steps)))
-        after = epsilon_of(turns, privacy.delta)
-        if privacy.target_epsilon is not None and after > privacy.target_epsilon:
-            return None
-        write_whole(path, json.dumps(turns).encode())
+        turns = [tuple(stretch) for stretch in json.loads(path.read_text())] if path.exists() else []
+        turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps)) if steps > 0 else turns
+        after = epsilon_of(turns, privacy.delta) if turns else 0.0
+        if steps > 0 and privacy.target_epsilon is not None and after > privacy.target_epsilon:
+            raise DeviceError("This device has spent its `example_privacy`.")
+        if steps > 0 and begins:
+            write_whole(path, json.dumps(turns).encode())
         return after
 
     def batches(self, download: Download) -> ClientBatches:
@@ -163,16 +163,6 @@ class KeptStates:
 
     Args:
         folder: Where to keep them, for one client and one model; ``None`` for memory, which ends with the process.
-
-    Example:
-        >>> import torch
-        >>> from lightning_spectral.protocol.records import WorkUnit
-        >>> states, client = KeptStates(), WorkUnit(0)
-        >>> states.keep(Download(client, 1.0, {}), Upload(client, {}, client_state={"head": torch.ones(1)}), {})
-        >>> states.complete(Download(client, 1.0, {}, round_idx=4, last_turn=0)).client_state
-        {'head': tensor([1.])}
-        >>> states.complete(Download(client, 1.0, {}, round_idx=4, last_turn=3)) is None
-        True
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -361,12 +351,12 @@ class DeviceService:
         workplace, device = self._devices[known, download.capacity]
         states = self._states[self._starts[known].model]
         download = workplace.arrive(download)
-        completed, data, said = states.complete(download), self.data[self._starts[known].model], {}
-        is_due = download.local_epochs > 0 and not device.kept.missing(download)
-        if is_due and (privacy := data.example_privacy) is not None:
-            if (spent := data.spend(privacy, download)) is None:
+        completed, data = states.complete(download), self.data[self._starts[known].model]
+        if (privacy := data.example_privacy) is not None:
+            try:
+                data.spend(privacy, download.steps_in(data.batches(download).num_batches), begins=False)
+            except DeviceError:
                 return record_parts(Upload(download.unit, {}, left_out="spent"))
-            said = {FIGURE: LoggedValue(spent, prog_bar=False, logger=True)}
         device.generators.save()
         try:
             upload = device.run(completed or download)
@@ -374,6 +364,7 @@ class DeviceService:
             device.generators.restore()
         if device.instructions.keeps_state and upload.left_out is None and not upload.missing:
             states.keep(download, upload, device.instructions.own_model(upload.client_state))
+        said = {} if privacy is None else {FIGURE: LoggedValue(data.spend(privacy, 0), prog_bar=False, logger=True)}
         upload = replace(upload, client_state={}, lost_state=completed is None, logged={**upload.logged, **said})
         if (failure := upload.failure) is not None:
             log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
@@ -399,8 +390,8 @@ class DeviceService:
         """What the device does, with its owner's noise; `DeviceError` if the server needs what has none."""
         data, told = self.data[start.model], start.instructions
         noise = {} if data.local_noise is None else {OWNERS_NOISE: NoiseEnd(data.local_noise)}
-        # the last decides how clients are trained
-        privacy = {} if data.example_privacy is None else {OWNERS_PRIVACY: ExampleEnd(data.example_privacy)}
+        hides = data.example_privacy  # the last end decides how clients are trained
+        privacy = {} if hides is None else {OWNERS_PRIVACY: ExampleEnd(hides, partial(data.spend, hides))}
         if taken := {*noise, *privacy} & told.ends.keys():  # which would replace it
             raise RecordError(f"The server sends a filter named {min(taken)!r}, which is this device's own.")
         try:

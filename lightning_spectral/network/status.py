@@ -63,6 +63,7 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o600) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             os.fchmod(descriptor, mode)
+            os.fsync(descriptor)
         os.replace(new, path)
     except BaseException:
         os.unlink(new)

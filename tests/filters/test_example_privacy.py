@@ -32,8 +32,10 @@ from lightning_spectral.client.local_loop import LocalSettings, LocalTask, Place
 from lightning_spectral.filters import example_privacy
 from lightning_spectral.filters.example_privacy import ExampleEnd, ExampleLoop, ExamplePrivacy
 from lightning_spectral.functional.privacy import epsilon, grid_of, shortened
-from lightning_spectral.network.messages import Start
-from lightning_spectral.protocol.records import Download, WorkUnit
+from lightning_spectral.network.messages import Kind, Part, Start, digest_of, record_of, record_parts
+from lightning_spectral.network.objects import write_object
+from lightning_spectral.protocol.exchange import named_state
+from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import SecretNormals
 
 dp = pytest.importorskip("dp_accounting", reason="epsilon needs the extra `privacy`")
@@ -63,7 +65,7 @@ def steps(
     line, taken = Line(x.shape[1], scale), list[Tensor]()
     optimizer = torch.optim.SGD(line.parameters(), lr=1.0)
     settings = LocalSettings(Placement(moves_batches=False), defines=lambda *_: False)
-    loop = ExampleLoop(privacy, line, [optimizer], settings)
+    loop = ExampleLoop(privacy, int, line, [optimizer], settings)
     data = ClientData(BatchSource(TensorDataset(x)), torch.arange(len(x)), batch_size, seed=0, ids=(0, 0))
     noted = [[lambda: taken.append(line.weight.grad.clone())]]  # type: ignore[union-attr]
     loop._is_compared = True  # it notes its batches
@@ -377,3 +379,62 @@ def test_no_filter_of_the_server_decides_how_a_device_with_private_examples_trai
     told = Instructions(DenseSide(()), {"weaker": ExampleEnd(replace(PRIVACY, noise_multiplier=0.05))})
     kept = device.make()._hiding(Start("", told), LitMLP()).instructions.ends
     assert list(kept.values()) == [*told.ends.values(), ExampleEnd(PRIVACY)]  # the last one trains
+
+
+class Leaks(LitMLP):
+    """Adds up its examples where no optimizer steps: in a buffer, or a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.register_buffer("seen", torch.zeros(6))
+        self.other = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (self.seen if self.leaks == "seen" else self.other.data).add_(batch[0].sum(0))
+        return super().training_step(batch, batch_idx)
+
+
+def ask(
+    device: Any, lit: Any, returned: tuple[str, ...], without: tuple[str, ...] = (), lr: float = 0.1, **told: Any
+) -> Upload:
+    """What a device answers to a server that says what it likes."""
+    start = write_object(Start("", Instructions(DenseSide(returned))))
+    tensors = {n: t.detach().clone() for n, t in named_state(lit).items() if n not in without}
+    (group,) = torch.optim.SGD(lit.parameters(), lr=lr).param_groups
+    options = (({name: value for name, value in group.items() if name != "params"},),)
+    download = Download(WorkUnit(0), 1.0, tensors, options=options, **told)
+    parts = {**record_parts(download), Part.START: start, Part.DIGEST: digest_of(start)}
+    return record_of(device.answer(Kind.TRAIN, parts), Upload)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"local_epochs": 0, "local_steps": 5}, {"local_epochs": -1, "local_steps": 5}, {"held": frozenset({"other"})}],
+    ids=["no epochs", "fewer than none", "held"],
+)
+def test_whatever_a_device_is_told_it_counts_the_steps_that_it_takes(told: dict[str, Any], tmp_path: Path) -> None:
+    device, lit = next(iter(hiding(tmp_path).there.values())).make(), LitMLP()
+    names = tuple(name for name, _ in lit.named_parameters())
+    (size,) = set(map(len, toy_client_data()))
+    upload, steps = ask(device, lit, names, **told), told.get("local_steps", math.ceil(size / 4))
+    assert any(not torch.equal(upload.tensors[name], p) for name, p in lit.named_parameters())
+    ask(device, lit, names, local_epochs=1, local_steps=-2)  # nothing is given back
+    (file,) = tmp_path.glob("*/spent.json")
+    assert json.loads(file.read_text()) == [[4 / size, NOISE, steps]]
+
+
+@pytest.mark.parametrize("where", ["seen", "other"])
+def test_nothing_of_an_example_is_left_where_a_server_could_ask_for_it(where: str, tmp_path: Path) -> None:
+    kind = variant(Leaks, leaks=where)
+    device, lit = next(iter(hiding(tmp_path, kind).there.values())).make(), kind()
+    assert ask(device, lit, (where,)).left_out == "error"
+    left = ask(device, lit, (where,), local_epochs=0, without=(where,))
+    assert not left.tensors.get(where, torch.zeros(6)).any()
+
+
+def test_steps_without_a_loss_are_steps(tmp_path: Path) -> None:
+    """Or it would tell whether any example has one."""
+    kind = variant(LitMLP, training_step=lambda *_: None)
+    device, lit = next(iter(hiding(tmp_path, kind).there.values())).make(), kind()
+    upload = ask(device, lit, tuple(name for name, _ in lit.named_parameters()), lr=0.0)
+    assert upload.left_out is None

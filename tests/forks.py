@@ -38,8 +38,11 @@ def set_aside() -> None:
 
 def _when_asked(ours: Connection, theirs: Connection) -> None:
     ours.close()  # so that it ends with the process that would ask
+    asked = None
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        _speaking_into(*theirs.recv())
+        asked = theirs.recv()
+    if asked is not None:
+        _speaking_into(*asked)
 
 
 def finished(

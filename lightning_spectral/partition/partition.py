@@ -151,8 +151,8 @@ def hold_out(
         partition: The partition to split.
         fraction: Share to hold out, in ``[0, 1)``, rounded to whole examples client by client.
         generator: CPU generator, the only source of randomness; not drawn from if ``fraction`` is 0.
-        labels: Class of each example of the data set; if given, also of each class of a client its share is held out,
-            rounded up or down.
+        labels: Class of each example of the data set; if given, every class of a client is held out in the same
+            proportion, rounded up or down.
 
     Returns:
         Two partitions of the same clients: the training examples, in their order in ``partition``, and the others.

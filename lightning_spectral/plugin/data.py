@@ -225,7 +225,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         seed: Seed of the partition, separate from the run's, so that runs can be compared on the same partition.
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
         client_test_fraction: Share held out besides, on which it evaluates in ``Trainer.test``; 0 for the same ones.
-        stratified: Whether, of each class of a client, its share is held out, rounded up or down.
+        stratified: Whether every class of a client is held out in the same proportion, rounded up or down.
 
     Raises:
         ValueError: If the fractions leave nothing to train on, or another argument is out of range.

@@ -284,7 +284,7 @@ class ClientOutcome:
         uplink_bytes: Bytes it sent back.
         left_out: Why it is not in the average; ``None`` if it is.
         virtual_seconds: When it finished, by the virtual clock; NaN without a clock, or if it never finished.
-        logged, unreached, discarded, missing, put_back: As of its `Upload`; nothing is logged if it is left out.
+        logged, unreached, discarded, missing, put_back: As in its `Upload`; nothing is logged if it is left out.
         frozen_bytes: Bytes of the frozen tensors among those sent to it, which it did not have yet.
         seconds: Wall-clock seconds of its turn on the device; NaN if it had none.
         figures: What filters have found out about its update, by name, such as its norm, ``"update_norm"``.

@@ -343,7 +343,7 @@ def clients_section(contents: Contents) -> Section:
     def draw(figure: Figure) -> None:
         for axes, (model, table) in zip(printed.panels(figure, len(sites), columns=2), sites, strict=True):
             first = table.columns.index("examples") + 1  # before it, ids and names
-            values = [[float(cell) if cell else np.nan for cell in row[first:]] for row in table.rows]
+            values = [[float(cell.split()[0]) if cell else np.nan for cell in row[first:]] for row in table.rows]
             figure.colorbar(axes.imshow(values, cmap="viridis"), ax=axes)
             axes.set_xticks(range(len(values[0])), map(printed.as_label, table.columns[first:]), rotation=90)
             axes.set_yticks(range(len(values)), [printed.as_label(row[first - 2]) for row in table.rows])

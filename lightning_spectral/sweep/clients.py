@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from lightning_spectral.plugin.callbacks import ClientEvaluation, ClientRow, Cli
 from lightning_spectral.plugin.callbacks.evaluation import OWN
 from lightning_spectral.plugin.settings import as_config
 from lightning_spectral.plugin.trainer import silence, silent_trainer
+from lightning_spectral.protocol.exchange import digest
 from lightning_spectral.protocol.rng import isolated_rng
 from lightning_spectral.report.measures import CLIENT_TABLE, CROSS_SITE
 from lightning_spectral.report.runs import NAME as RECORD
-from lightning_spectral.report.runs import append_line, read_record, write_record
+from lightning_spectral.report.runs import read_record, write_record
 from lightning_spectral.sweep.plan import CHECKPOINT, FINISHED, LastCheckpoint, begin
 
 __all__ = ["compare_clients"]
@@ -72,7 +74,8 @@ def compare_clients(
         cross-site"`` has a column for each client: the model that it trained alone, on the examples of all.
 
     Raises:
-        ValueError: If a cohort needs the client that is left out, or the folder has models with other settings.
+        ValueError: If a cohort needs the client that is left out, or the folder has models with other settings, initial
+            weights or saved hyperparameters.
     """
     seed = Whole()("seed", seed)
     whole, val, held_out = check_is("data", data, FederatedDataModule).parts
@@ -81,12 +84,12 @@ def compare_clients(
     if isinstance(make, pl.LightningModule) or not callable(make):
         raise TypeError(f"`make` must be a function, got {type(make).__name__}; write make=YourModule, without ().")
     with isolated_rng(seed):
-        if {*make().parameters()} & {*make().parameters()}:
+        if {*(made := make()).parameters()} & {*make().parameters()}:
             raise ValueError("`make` must return new weights each time, got the same; make all layers in it.")
     if len(whole) < 2 or not able:
         raise ValueError(
             f"`data` must have two clients and hold out examples, got {len(whole)} and {held_out.num_assigned}; write "
-            "FederatedDataModule(..., client_test_fraction=0.2)."
+            "FederatedDataModule(..., client_val_fraction=0.1, client_test_fraction=0.2)."
         )
     if unknown := {*(clients or ())} - {*able, *able.values()}:
         known = first_of(list(able.values()), 20)
@@ -96,7 +99,8 @@ def compare_clients(
     if wrong := [name for name in federated if name in KINDS or not name.isidentifier()]:
         raise ValueError(f"`federated` names are identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
     check_is("trainer", trainer, Mapping)
-    config = {"seed": seed, "trainer": trainer, "make": make, "held_out": held_out.fingerprint()}
+    weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()
+    config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint()}
 
     def new_trainer(*callbacks: pl.Callback) -> pl.Trainer:
         own = copy.deepcopy(dict(trainer))
@@ -161,7 +165,7 @@ def compare_clients(
         tables[name] = ClientTable(0, tuple(cells))
         head, *body = list(tables[name]._blocks()[0])
         shown[f"{name}/{CLIENT_TABLE}"] = {"columns": head, "rows": body}
-    written = read_record(record).lines
+    run, written, _ = read_record(record)
     if written[-1] != (line := {"round": written[-1]["round"], "tables": shown}):
-        append_line(record, line)
+        write_record(record, run["run"], run["config"], [*written, line])
     return tables

@@ -159,14 +159,18 @@ def begin(folder: Path, config: str) -> None:
             "or choose another, with `-o` if this is a sweep."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(config, encoding="utf-8")
-    if not (folder / CHECKPOINT).is_file() and not (folder / FINISHED).is_file():
+    if not _is_trained(folder):
+        (folder / CONFIG).write_text(config, encoding="utf-8")
         (folder / RECORD).unlink(missing_ok=True)
+
+
+def _is_trained(folder: Path) -> bool:
+    return (folder / CHECKPOINT).is_file() or (folder / FINISHED).is_file()
 
 
 def differences(folder: Path, config: str) -> list[str]:
     """The settings in which the run that is already there differs from a config; none if there is no run."""
-    if not (folder / CONFIG).is_file():
+    if not _is_trained(folder):
         return []
     there, now = (dict(_flat("", yaml.safe_load(text))) for text in ((folder / CONFIG).read_text("utf-8"), config))
     changed = [name for name in (*there, *(now.keys() - there.keys())) if there.get(name) != now.get(name)]

@@ -16,6 +16,7 @@ from lightning_spectral.protocol.rng import isolated_rng
 from lightning_spectral.report.compared import group_runs
 from lightning_spectral.report.runs import read_runs
 from lightning_spectral.report.sections import Contents, clients_section
+from lightning_spectral.sweep.plan import SweepError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(does not have many workers|no `val_dataloader`)")
 NAMES, TRAIN, TRAINER = ("Ulm", "Graz", "Bern"), toy_examples(60), {"max_epochs": 3, "accelerator": "cpu"}
@@ -90,3 +91,13 @@ def test_what_cannot_be_compared_is_refused_before_a_step(tmp_path: Path, option
     with pytest.raises((ValueError, TypeError), match=message):
         ls.compare_clients(**{"make": LitDropout, "data": DATA, "folder": tmp_path, "trainer": TRAINER, **options})
     assert not steps
+
+
+def test_a_folder_has_settings_once_something_was_trained_there(tmp_path: Path) -> None:
+    compare = partial(ls.compare_clients, data=DATA, folder=tmp_path, clients=[0])
+    trainer, moved = {**TRAINER, "max_epochs": 1}, variant(LitDropout, lambda lit: lit.net[0].bias.data.add_(1.0))
+    with pytest.raises(ValueError, match="One process"):
+        compare(LitDropout, trainer={**trainer, "devices": 2})
+    compare(LitDropout, trainer=trainer)
+    with pytest.raises(SweepError, match="weights is"):
+        compare(moved, trainer=trainer)

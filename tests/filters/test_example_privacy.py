@@ -365,13 +365,17 @@ def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Pa
             network.ClientData(examples, example_privacy=PRIVACY, **given)
     for lit, options, words in (
         (LitMLP, {"algorithm": ls.QFedAvg()}, r"hides its loss \(`example_privacy`\)"),
+        (partial(LitMLP, momentum=0.0), {"algorithm": ls.Scaffold()}, "divides by a client's steps, and it hides how"),
         (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
         (LitSmall, {}, "BatchNorm"),
         (LitMLP, {"filters": [PRIVACY]}, r"clients elsewhere: .* ClientData\(example_privacy=...\)"),
     ):
         with pytest.raises(Exception, match=words):
             fit(seeded(lit), remote(hiding(tmp_path, lit)), **{**EVERYBODY, **options})
-    assert not list(tmp_path.glob("*/spent.json"))
+        spent = list(tmp_path.glob("*/spent.json"))
+        assert bool(spent) is (options.get("algorithm") == ls.Scaffold())
+        for file in spent:
+            file.unlink()
 
 
 def test_no_filter_of_the_server_decides_how_a_device_with_private_examples_trains(tmp_path: Path) -> None:

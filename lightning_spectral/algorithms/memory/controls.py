@@ -143,6 +143,8 @@ class ControlRound(DenseRound):
 
     def add(self, receipt: Receipt, upload: Upload) -> None:
         scale = self.side.scale(self.cohort.options, upload)
+        if not scale and any(bool((upload.tensors[n] != self.tensors[n]).any()) for n in self.side.trained):
+            raise ValueError("SCAFFOLD divides by a client's steps, and it hides how many; use FedAvg.")
         changes = self.side.changes(self.tensors, upload, scale)
         before, after = self.largest, upload.largest
         bounds = [scale * (before[n] + after[n]) + before.get(f"{CONTROL}{n}", 0.0) for n in self.side.trained]

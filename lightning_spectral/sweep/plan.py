@@ -170,7 +170,7 @@ def _is_trained(folder: Path) -> bool:
 
 def differences(folder: Path, config: str) -> list[str]:
     """The settings in which the run that is already there differs from a config; none if there is no run."""
-    if not _is_trained(folder):
+    if not _is_trained(folder) or not (folder / CONFIG).is_file():
         return []
     there, now = (dict(_flat("", yaml.safe_load(text))) for text in ((folder / CONFIG).read_text("utf-8"), config))
     changed = [name for name in (*there, *(now.keys() - there.keys())) if there.get(name) != now.get(name)]

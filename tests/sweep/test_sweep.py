@@ -255,6 +255,8 @@ def test_a_folder_names_the_settings_in_which_its_run_differs(tmp_path: Path) ->
     begin(folder, text)
     assert differences(folder, text) == []
     model["init_args"] = {"algorithm": {"class_path": "LoRA", "init_args": {"rank": 4}}, "lr": 0.1}
+    assert differences(folder, yaml.safe_dump(config)) == []  # nothing was trained there
+    (folder / "last.ckpt").touch()
     assert differences(folder, yaml.safe_dump(config)) == [
         "model.algorithm is FedAvg there, LoRA now",
         "model.algorithm.rank is nothing there, 4 now",

@@ -171,7 +171,8 @@ def test_a_client_that_takes_no_step_or_learns_nothing_keeps_its_control(rounds:
     side = rounds.half.client_side
 
     def idle(download: Download) -> Upload:
-        upload = replace(train(download), num_steps=0)
+        trained = train(download)
+        upload = replace(trained, num_steps=0, tensors={name: download.tensors[name] for name in trained.tensors})
         return replace(upload, client_state=side.keep(line(), download, upload))
 
     rounds.play(SHARES, idle)

@@ -171,8 +171,8 @@ class ExampleLoop(LocalLoop):
         self._std = self.choice.multiplier(len(data.indices), data.batch_size) * self.choice.clip
         attributes = tuple if self._is_compared else changed_attributes(self.module)
         # what depends on no example: drawn multipliers, and what noisy steps train
-        known = [layer.omega for layer in sharded_layers(self.module).values()] + self._trained()
-        rest = {n: t for n, t in named_state(self.module).items() if id(t) not in set(map(id, known))}
+        known = {id(layer.omega) for layer in sharded_layers(self.module).values()} | set(map(id, self._trained()))
+        rest = {name: tensor for name, tensor in named_state(self.module).items() if id(tensor) not in known}
         before = {name: tensor.detach().clone() for name, tensor in rest.items()}
         self.spend(task.download.steps_in(data.num_batches) if task.steps is None else task.steps)
         try:

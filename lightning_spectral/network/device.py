@@ -46,6 +46,10 @@ log = logging.getLogger(__name__)
 CLIENT_NAMES = ("client", "partition-id")  # where a node's configuration may say whose data it has
 
 
+class Spent(DeviceError):
+    """A client's examples have no privacy left to spend on a turn."""
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """The data of one client for one model, which never leaves its device.
@@ -126,16 +130,17 @@ class ClientData:
         per_epoch = examples_per_epoch(size, self.batch_size, self.drop_last)
         return Holding(size, per_epoch, self.keep_ratio, held_out, self.budget_bytes)
 
-    def spend(self, privacy: ExamplePrivacy, steps: int, *, begins: bool = True) -> float:
-        """The epsilon of all turns and of one more, counted if it ``begins``; `DeviceError` beyond the budget."""
+    def spend(self, privacy: ExamplePrivacy, steps: int = 0) -> float:
+        """Count the steps of a turn that begins, if any; return the epsilon of all turns, or raise `Spent`."""
         path, known = Path(self.state_folder or "", SPENT), (len(self.train), self.batch_size)
         turns = [tuple(stretch) for stretch in json.loads(path.read_text())] if path.exists() else []
-        turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps)) if steps > 0 else turns
-        after = epsilon_of(turns, privacy.delta) if turns else 0.0
-        if steps > 0 and privacy.target_epsilon is not None and after > privacy.target_epsilon:
-            raise DeviceError("This device has spent its `example_privacy`.")
-        if steps > 0 and begins:
-            write_whole(path, json.dumps(turns).encode())
+        if steps <= 0:
+            return epsilon_of(turns, privacy.delta) if turns else 0.0
+        turns = joined(turns, (draws(*known)[0], privacy.multiplier(*known), steps))
+        after = epsilon_of(turns, privacy.delta)
+        if privacy.target_epsilon is not None and after > privacy.target_epsilon:
+            raise Spent("this turn would exceed the `target_epsilon` of `example_privacy`")
+        write_whole(path, json.dumps(turns).encode())
         return after
 
     def batches(self, download: Download) -> ClientBatches:
@@ -338,9 +343,8 @@ class DeviceService:
             self._starts[known] = read_object(parts[Part.START], Start, self.trusted)
         if known not in self._starts:
             return {Part.LACKS: known}
-        download = record_of(parts, Download)
+        start, download = self._starts[known], record_of(parts, Download)
         if (known, download.capacity) not in self._devices:
-            start = self._starts[known]
             self._check_model(start.model)
             workplace = Workplace(self.accelerator, start.precision, start.num_rounds)
             module = self.modules[start.model]()
@@ -349,14 +353,9 @@ class DeviceService:
             device.parties = self._parties
             self._devices[known, download.capacity] = workplace, device
         workplace, device = self._devices[known, download.capacity]
-        states = self._states[self._starts[known].model]
+        states, data = self._states[start.model], self.data[start.model]
         download = workplace.arrive(download)
-        completed, data = states.complete(download), self.data[self._starts[known].model]
-        if (privacy := data.example_privacy) is not None:
-            try:
-                data.spend(privacy, download.steps_in(data.batches(download).num_batches), begins=False)
-            except DeviceError:
-                return record_parts(Upload(download.unit, {}, left_out="spent"))
+        completed = states.complete(download)
         device.generators.save()
         try:
             upload = device.run(completed or download)
@@ -364,9 +363,13 @@ class DeviceService:
             device.generators.restore()
         if device.instructions.keeps_state and upload.left_out is None and not upload.missing:
             states.keep(download, upload, device.instructions.own_model(upload.client_state))
-        said = {} if privacy is None else {FIGURE: LoggedValue(data.spend(privacy, 0), prog_bar=False, logger=True)}
-        upload = replace(upload, client_state={}, lost_state=completed is None, logged={**upload.logged, **said})
+        upload = replace(upload, client_state={}, lost_state=completed is None)
+        if (privacy := data.example_privacy) is not None:
+            said = LoggedValue(data.spend(privacy), prog_bar=False, logger=True)
+            upload = replace(upload, logged={**upload.logged, FIGURE: said})
         if (failure := upload.failure) is not None:
+            if isinstance(failure.cause, Spent):
+                return record_parts(Upload(download.unit, {}, left_out="spent"))
             log.error("Round %d, %s: %s", download.round_idx, failure.stage, failure.message, exc_info=failure.cause)
             if not self.share_errors:
                 failure = replace(failure, message=unquoted(failure.cause, failure.remedy))
@@ -395,8 +398,8 @@ class DeviceService:
         if taken := {*noise, *privacy} & told.ends.keys():  # which would replace it
             raise RecordError(f"The server sends a filter named {min(taken)!r}, which is this device's own.")
         try:
-            for end in privacy.values():
-                end.choice.check(Plan(module, FedAvg(), local_hooks=start.local_hooks))
+            if hides is not None:
+                hides.check(Plan(module, FedAvg(), local_hooks=start.local_hooks))
         except ValueError as error:
             raise DeviceError(str(error)) from error
         if (noise or privacy) and (start.measures or told.side.reads_loss):

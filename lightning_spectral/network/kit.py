@@ -201,9 +201,8 @@ def write_key(folder: Path) -> str:
     The public half, which is returned, is in ``node.pub`` too.
     """
     if not (folder / "node").exists():
-        write_whole(
-            folder / "node", _private(ec.generate_private_key(ec.SECP384R1()), serialization.PrivateFormat.OpenSSH)
-        )
+        made = ec.generate_private_key(ec.SECP384R1())
+        write_whole(folder / "node", _private(made, serialization.PrivateFormat.OpenSSH))
     key = serialization.load_ssh_private_key((folder / "node").read_bytes(), password=None)
     public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     write_whole(folder / "node.pub", public, mode=0o644)

@@ -1,4 +1,4 @@
-"""What is known of each client by its name: what the server of a run has seen, and what `network status` shows."""
+"""What is known of each client by its name, in files that are written whole and by Flower, and how it is shown."""
 
 from __future__ import annotations
 

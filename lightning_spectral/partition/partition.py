@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -113,6 +113,7 @@ class Partition:
         ids = torch.as_tensor(client_ids, dtype=torch.int64)
         return (self.offsets[ids + 1] - self.offsets[ids]).tolist()
 
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of 16 hexadecimal digits that identifies the split in a checkpoint, the same on every platform."""
         digest = hashlib.blake2b(digest_size=8)

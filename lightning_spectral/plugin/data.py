@@ -387,10 +387,10 @@ class FederatedDataModule(FixedArguments, ServerData):
 
     def configuration(self) -> dict[str, str | int]:
         size = self.batch_size if isinstance(self.batch_size, int) else repr(self.batch_size)
-        return {"batch_size": size, "drop_last": self.drop_last, "partition": self.partition.fingerprint()}
+        return {"batch_size": size, "drop_last": self.drop_last, "partition": self.partition.fingerprint}
 
     def identity(self) -> Sequence[str]:
-        return [self.partition.fingerprint()]
+        return [self.partition.fingerprint]
 
     def has_clients_of(self, other: ServerData) -> bool:
         """Examples are compared, the first ones of some clients, unless the data sets are the same object."""

@@ -100,7 +100,7 @@ def compare_clients(
         raise ValueError(f"`federated` names are identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
     check_is("trainer", trainer, Mapping)
     weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()
-    config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint()}
+    config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint}
 
     def new_trainer(*callbacks: pl.Callback) -> pl.Trainer:
         own = copy.deepcopy(dict(trainer))

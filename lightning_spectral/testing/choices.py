@@ -330,7 +330,7 @@ def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tenso
         assert partitioner.needs_labels, "`needs_labels` is False, but the split refuses to work without labels"
     else:
         assert not partitioner.needs_labels, "`needs_labels` is True, but missing labels raise no ValueError"
-        assert without.fingerprint() == first.fingerprint(), "`needs_labels` is False, but the labels change the split"
+        assert without.fingerprint == first.fingerprint, "`needs_labels` is False, but the labels change the split"
 
     fingerprints = set()
     for seed in SEEDS:
@@ -340,8 +340,8 @@ def check_partitioner(partitioner: Partitioner, num_examples: int, labels: Tenso
         assert int(partition.indices.min()) >= 0, f"an index is negative {context}"
         assert int(partition.indices.max()) < num_examples, f"an index is beyond the data set {context}"
         assert len(set(partition.indices.tolist())) == partition.num_assigned, f"an example is used twice {context}"
-        assert partition.fingerprint() == split(seed).fingerprint(), f"seed {seed} must give the same split twice"
-        fingerprints.add(partition.fingerprint())
+        assert partition.fingerprint == split(seed).fingerprint, f"seed {seed} must give the same split twice"
+        fingerprints.add(partition.fingerprint)
     if not is_random:
         assert len(fingerprints) == 1, "the split changes without a draw from the generator"
     elif first.num_clients > 1:

@@ -186,8 +186,8 @@ def test_both_conventions_name_the_same_split_for_equal_classes() -> None:
     of_proportions = DirichletPartitioner(20, alpha=1.0)(1000, labels, torch.Generator().manual_seed(0))
     per_class = DirichletPartitioner(20, 0.1, symmetric=True)(1000, labels, torch.Generator().manual_seed(0))
     other = DirichletPartitioner(20, 1.0, symmetric=True)(1000, labels, torch.Generator().manual_seed(0))
-    assert of_proportions.fingerprint() == per_class.fingerprint()
-    assert of_proportions.fingerprint() != other.fingerprint()
+    assert of_proportions.fingerprint == per_class.fingerprint
+    assert of_proportions.fingerprint != other.fingerprint
 
 
 @pytest.mark.sampled(1)

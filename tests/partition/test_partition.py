@@ -186,7 +186,7 @@ def test_a_million_clients_fit_in_two_tensors() -> None:
 
 def test_fingerprint_tells_splits_apart_and_is_stable() -> None:
     splits = [[[0, 1], [2]], [[0], [1, 2]], [[1, 0], [2]], [[0, 1], [2], []], [[], [0, 1], [2]], [[0, 1, 2]]]
-    fingerprints = [Partition.from_lists(split).fingerprint() for split in splits]
+    fingerprints = [Partition.from_lists(split).fingerprint for split in splits]
     assert len(set(fingerprints)) == len(splits)
     assert fingerprints[0] == "e57d6bc5dc5056e6"  # hashlib.blake2b(digest_size=8) of int64 LE: 2, 0 2 3, 0 1 2
 

@@ -368,7 +368,7 @@ class CapturedLoop(LocalLoop):
             if reasons := [*reasons, *self._changes(inside, own, before, after)]:
                 raise Uncapturable(reasons[0])
             for part in parts:
-                vars(part)["_trainer"] = unknown("`self.trainer`, or what it tells,")
+                vars(part)["_trainer"] = unknown("`self.trainer`, or what it tells")
             self._put(before)
             take()
             compare("it has other values when it is taken again; try Trainer(deterministic=True)")

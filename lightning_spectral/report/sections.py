@@ -271,8 +271,7 @@ def seconds_section(contents: Contents) -> Section:
 
     picture = Picture("seconds", "Seconds of a round by stage.", draw, 1.2 + 0.45 * len(times))
     names, lead = sorted(stages), "Mean wall-clock seconds of a round, by stage, without evaluation."
-    named = zip(labels, times, strict=True)
-    rows = tuple((label, *(_short(one.get(stage, 0.0)) for stage in names)) for label, one in named)
+    rows = tuple((label, *(_short(one.get(n, 0.0)) for n in names)) for label, one in zip(labels, times, strict=True))
     return Section(title, lead, picture, (("Seconds per round", Table(("group", *names), rows)),))
 
 
@@ -306,9 +305,8 @@ def spectra_section(contents: Contents) -> Section:
         for panel, (title, _), (rounds, values) in zip(axes, shown, found, strict=True):
             shares = np.maximum(values / np.nanmax(values), smallest)
             terms = np.arange(values.shape[1] + 1) + 0.5
-            around = (
-                np.pad(rounds, 1, "reflect", reflect_type="odd") if len(rounds) > 1 else rounds[0] + np.arange(-1, 2)
-            )
+            around = np.pad(rounds, 1, "reflect", reflect_type="odd")
+            around += (np.arange(len(around)) - 1) * (len(rounds) == 1)  # whose reflections are itself
             edges = (around[1:] + around[:-1]) / 2 + 1  # halfway: each column is centred on its own round
             panel.pcolormesh(edges, terms, shares.T, norm=scale, cmap="viridis", rasterized=True)
             panel.set_title("\n".join(title))

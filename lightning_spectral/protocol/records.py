@@ -315,6 +315,12 @@ class ClientOutcome:
         return self.unit.client_id
 
     @property
+    def example_epsilon(self) -> float | None:
+        """The epsilon of all its turns, which hide examples, as counted here or as its device says."""
+        said = self.logged.get("clients/example_epsilon")
+        return self.figures.get("example_epsilon", None if said is None else said.value)
+
+    @property
     def update_norm(self) -> float:
         """Norm of its update, before it was bounded, if the sampler or a filter uses it; otherwise NaN."""
         return self.figures.get("update_norm", math.nan)

@@ -28,6 +28,7 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
         - ``fl/bytes_down``, ``fl/bytes_up``: bytes downloaded and uploaded, summed over all clients.
         - ``fl/seconds_<stage>``: wall-clock seconds of each stage.
         - ``fl/measured_clients``, ``fl/measured_examples``, ``fl/bytes_measuring``: what a sampler measured beforehand.
+        - ``fl/example_epsilon``: the largest of a client, where examples are hidden.
         - ``fl/<name>``: the algorithm's own metrics, and the sampler's.
 
         A private round has only its index and what depends on noisy sums alone: ``fl/epsilon``, ``fl/clip``, and the
@@ -55,6 +56,8 @@ def round_metrics(summary: RoundSummary) -> dict[str, float]:
     said += [entry.value for client in kept for entry in client.logged.values()]
     if count := sum(not math.isfinite(value) for value in said):
         own["values_not_finite"] = float(count)
+    if epsilons := [client.example_epsilon for client in kept if client.example_epsilon is not None]:
+        own["example_epsilon"] = max(epsilons)  # unless it is known of all clients of the run
     if summary.is_private:
         own = {}
     own |= summary.diagnostics

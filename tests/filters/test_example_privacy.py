@@ -224,6 +224,7 @@ def test_each_client_has_the_epsilon_of_its_own_turns(fit: Fit) -> None:
         seeded(LitMLP), uneven(), clients_per_round=2, max_epochs=2, local_epochs=2, filters=[PRIVACY], callbacks=[told]
     )
     assert told.of == pytest.approx({client: asked(size, 4) for client, size in enumerate(SIZES)})
+    assert {row.client_id: row.example_epsilon for row in run.ledger.rows} == told.of
     assert run.history.rows[-1]["fl/example_epsilon"] == pytest.approx(max(told.of.values()))
     assert "fl/loss" not in run.history.rows[-1]
 
@@ -338,6 +339,9 @@ def test_devices_train_as_with_the_filter_and_say_their_epsilon(algorithm: Any, 
         said = [epsilon(min(1.0, 4 / n), NOISE, 2 * turns * math.ceil(n / 4), DELTA) for n in sizes]
         mean = sum(own * n for own, n in zip(said, sizes, strict=True)) / sum(sizes)
         assert row["clients/example_epsilon"] == pytest.approx(mean)
+        assert row["fl/example_epsilon"] == pytest.approx(max(said))
+        rows = [turn for turn in ours.ledger.rows if turn.round_idx == turns - 1]
+        assert {turn.client_id: turn.example_epsilon for turn in rows} == pytest.approx(dict(enumerate(said)))
 
 
 @pytest.mark.filterwarnings("ignore:Round .. no client is left")

@@ -208,14 +208,14 @@ def test_turns_are_read_as_they_were_added() -> None:
             for client, left_out in ((round_idx, None), (3, "late"), (2**31 - 1, None)):
                 seconds = 1 / 3 if round_idx > 1 and client == 3 else None
                 own = (client, 0.2 + client % 2, 80 * client, 40, left_out, seconds, model, client == 3, 8)
-                rows.append(LedgerRow(round_idx, *own))
+                rows.append(LedgerRow(round_idx, *own, 1.5 / (round_idx + 1) if round_idx > 2 and client < 9 else None))
             turns.add(rows)
             expected.setdefault(round_idx, []).extend(rows)
         assert dict(turns) == expected
         kinds = turns.state_dict()["kinds"]
         turns = PackedTurns(**torch_saved(turns.state_dict()))
         assert dict(turns) == expected
-    assert len(kinds) == len({(*row[2:6], *row[7:]) for rows in expected.values() for row in rows})
+    assert len(kinds) == len({(*row[2:6], *row[7:10]) for rows in expected.values() for row in rows})
     with pytest.raises(AssertionError, match="round by round"):
         turns.add([expected[1][0]])
 

@@ -52,6 +52,7 @@ class LedgerRow(NamedTuple):
         model: Which model it trained; ``""`` if there is only one.
         measured: Whether it only measured something for a sampler before the round and sent back one number.
         frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
+        example_epsilon: The epsilon of all its turns so far, with `ExamplePrivacy`; ``None`` without, or if left out.
     """
 
     round_idx: int
@@ -64,19 +65,21 @@ class LedgerRow(NamedTuple):
     model: str = ""
     measured: bool = False
     frozen_bytes: int = 0
+    example_epsilon: float | None = None
 
     @classmethod
     def of(cls, client: ClientOutcome, measured: bool) -> LedgerRow:
         """The row of one client's outcome."""
         seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
         turn = client.round_idx, client.client_id, client.keep_ratio, client.downlink_bytes, client.uplink_bytes
-        return cls(*turn, client.left_out, seconds, client.unit.model, measured, client.frozen_bytes)
+        also = client.unit.model, measured, client.frozen_bytes, client.example_epsilon
+        return cls(*turn, client.left_out, seconds, *also)
 
 
 class PackedTurns(Mapping[int, list[LedgerRow]]):
-    """The turns of each round, in 8 bytes each, or 16 with a virtual clock.
+    """The turns of each round, in 8 bytes each, and 8 more with a virtual clock, or with privacy of examples.
 
-    Turns differ in their clients and times. All else takes few values together, which are kept once.
+    Turns differ in their clients, times and epsilons. All else takes few values together, which are kept once.
 
     Example:
         >>> turns, row = PackedTurns(), LedgerRow(3, client_id=7, keep_ratio=0.5, downlink_bytes=80, uplink_bytes=40)
@@ -85,23 +88,22 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         (True, [3], True)
     """
 
-    COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds")
+    COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds", "epsilons")
 
     def __init__(self, kinds: Iterable[Sequence[Any]] = (), **columns: Tensor) -> None:
-        rounds, counts, clients, kind_of, seconds = (columns.get(name, EMPTY).tolist() for name in self.COLUMNS)
+        rounds, counts, clients, kind_of, *own = (columns.get(name, EMPTY).tolist() for name in self.COLUMNS)
         spans = zip(rounds, counts, accumulate(counts), strict=True)
         self._spans = {round_idx: (end - count, end) for round_idx, count, end in spans}  # of each round's turns
         self._clients, self._kind_of = array("i", clients), array("i", kind_of)
-        self._seconds = array("d", seconds)  # NaN, or beyond the end, for no time
+        self._own = [array("d", column) for column in own]  # NaN, or beyond the end, for none
         self._kinds = {tuple(kind): index for index, kind in enumerate(kinds)}
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
         rows, kinds = [], [*self._kinds]
         for turn in range(*self._spans[round_idx]):
-            ratio, down, up, left_out, *rest = kinds[self._kind_of[turn]]
-            seconds = self._seconds[turn] if turn < len(self._seconds) else math.nan
-            at = None if math.isnan(seconds) else seconds
-            rows.append(LedgerRow(round_idx, self._clients[turn], ratio, down, up, left_out, at, *rest))
+            kind = kinds[self._kind_of[turn]]
+            at, epsilon = (next((n for n in own[turn : turn + 1] if not math.isnan(n)), None) for own in self._own)
+            rows.append(LedgerRow._make((round_idx, self._clients[turn], *kind[:4], at, *kind[4:], epsilon)))
         return rows
 
     def __iter__(self) -> Iterator[int]:
@@ -118,15 +120,16 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             assert end == turn, "turns are added round by round"
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
-            self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:]), len(self._kinds)))
-            if row.virtual_seconds is not None:
-                self._seconds.extend([math.nan] * (turn - len(self._seconds)))
-                self._seconds.append(row.virtual_seconds)
+            self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:10]), len(self._kinds)))
+            for column, number in zip(self._own, (row.virtual_seconds, row.example_epsilon), strict=True):
+                if number is not None:
+                    column.extend([math.nan] * (turn - len(column)))
+                    column.append(number)
 
     def state_dict(self) -> dict[str, Any]:
         """The arguments of an equal one: a few tensors, and the list of what turns have in common."""
         counts = array("i", (end - first for first, end in self._spans.values()))
-        columns = array("q", self._spans), counts, self._clients, self._kind_of, self._seconds
+        columns = array("q", self._spans), counts, self._clients, self._kind_of, *self._own
         return {"kinds": [*self._kinds], **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
 
 
@@ -191,10 +194,9 @@ class RoundHistory(RoundCallback):
         self.rows: list[dict[str, float]] = []
         self.turns, self.keeps_turns = PackedTurns(), False
         self._from_clients: set[str] = set()
-        self._final = PackedRows()  # all but the last, in the checkpoint
-        self._new = NewlyLogged()
-        self._run = ""  # its id, once it has a file
+        self._final, self._new = PackedRows(), NewlyLogged()  # all rows but the last, in the checkpoint
         self._file: Path | None = None
+        self._run = ""  # its id, once it has a file
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -250,8 +252,7 @@ class RoundHistory(RoundCallback):
 
     def bytes_sent(self, model: str = "") -> int:
         """Bytes of all rounds so far, in both directions and for measuring, of one model or by default of all."""
-        begin = f"{model}/" if model else ""
-        names = [name for name in self._from_clients if name.startswith(begin) and name.endswith(BYTES)]
+        names = [name for name in self._from_clients if name.startswith(model and f"{model}/") and name.endswith(BYTES)]
         return int(sum(row.get(name, 0.0) for row in self.rows for name in names))
 
     def outcomes(self, rows: Sequence[Mapping[str, float]] | None = None) -> list[str]:

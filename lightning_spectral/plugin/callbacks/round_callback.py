@@ -36,9 +36,8 @@ class RoundCallback(pl.Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(pl_module, Host):
             warn(
-                f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches, so "
-                "the callback will do nothing; wrap the module: FederatedModule(module, clients_per_round=...), or "
-                "remove the callback."
+                f"{type(self).__name__} acts on federated rounds, but {type(pl_module).__name__} trains on batches: "
+                "wrap the module, FederatedModule(module, clients_per_round=...), or leave out the callback."
             )
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, opened: Any) -> None:

@@ -2,12 +2,12 @@
 
     python benchmarks/privacy.py
     python benchmarks/privacy.py --tasks images speech
-    python benchmarks/privacy.py --tasks patients --seeds 1
+    python benchmarks/privacy.py --tasks patients scans --seeds 1
     python benchmarks/privacy.py --steps
 
-Each task but ``patients`` is dealt to many clients with few examples each, since epsilon counts clients. There it
-counts examples: of the digits, on eight clients (`ExamplePrivacy`), with a narrow network. ``--steps`` compares the
-time of local steps with and without it, in interleaved runs. ``digits``: the README's
+Each task but ``patients`` and ``scans`` is dealt to many clients with few examples each, since epsilon counts clients.
+There it counts examples: of the digits, on eight clients (`ExamplePrivacy`), with a narrow network or a convolutional
+one. ``--steps`` compares the time of local steps with and without it, in interleaved runs. ``digits``: the README's
 network, twice as wide, on scikit-learn's digits. ``images``: the study's plain GroupNorm net on its MNIST images.
 ``speech``: a small GPT-2, pre-trained on Shakespeare's comedies, on the speakers of the other plays; it needs
 transformers, and the plays are downloaded once. For each epsilon, every system has its own best clip and learning rate:
@@ -101,12 +101,10 @@ class Task:
     epsilons: Sequence[float | None] = EPSILONS
 
 
-class LitMLP(pl.LightningModule):
-    def __init__(self, lr, width=256):
+class LitDigits(pl.LightningModule):
+    def __init__(self, lr, net):
         super().__init__()
-        hidden = (nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-        self.net = nn.Sequential(*hidden, nn.Linear(width, 10))
-        self.lr = lr
+        self.net, self.lr = net, lr
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -120,14 +118,27 @@ class LitMLP(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-def digits(seed, lr, num_clients=250, batch_size=6, width=256):
+def mlp(width=256):
+    hidden = (nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
+
+
+def cnn():
+    """Two convolutions of 16 and 32 channels."""
+    layers = [nn.Unflatten(1, (1, 8, 8))]
+    for channels, out in ((1, 16), (16, 32)):
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
+
+
+def digits(seed, lr, num_clients=250, batch_size=6, net=mlp):
     """1,500 images on 250 clients."""
     images, labels = load_digits(return_X_y=True)
     examples = TensorDataset(torch.tensor(images / 16).float(), torch.tensor(labels))
     train, test = random_split(examples, [1500, 297], torch.Generator().manual_seed(seed))
     clients = ls.IIDPartitioner(num_clients)
     data = ls.FederatedDataModule(train, clients, val=test, batch_size=batch_size, eval_batch_size=297)
-    return LitMLP(lr, width), data
+    return LitDigits(lr, net()), data
 
 
 @cache
@@ -173,20 +184,26 @@ def speech(seed, lr):
     return play.LitGPT2(play.pretrained(folder, play.PRETRAINING_STEPS), lr), data
 
 
-TASKS = {
-    "digits": Task(digits, FEDAVG | sharding(0.1), "accuracy", rates=(0.01, 0.03, 0.1, 0.3, 1.0), start=(0.1, 0.3)),
-    "patients": Task(
-        partial(digits, num_clients=8, batch_size=32, width=64),
+def patients(net, lr):
+    """Examples that are hidden, of eight clients; the search begins at a rate."""
+    return Task(
+        partial(digits, num_clients=8, batch_size=32, net=net),
         FEDAVG | {"sharding": ls.SpectralSharding(ls.TopN(), 0.1), "LoRA": ls.LoRA(4)},
         "accuracy",
-        rates=(0.1, 0.3, 1.0, 3.0, 10.0),
-        start=(1.0, 1.0),
+        rates=(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+        start=(1.0, lr),
         rounds=15,
         local_epochs=1,
         active=8,
         of_examples=True,
         epsilons=(8.0, None),
-    ),
+    )
+
+
+TASKS = {
+    "digits": Task(digits, FEDAVG | sharding(0.1), "accuracy", rates=(0.01, 0.03, 0.1, 0.3, 1.0), start=(0.1, 0.3)),
+    "patients": patients(partial(mlp, 64), 1.0),
+    "scans": patients(cnn, 0.1),
     "images": Task(images, FEDAVG | sharding(0.1), "test", rates=(0.1, 0.2, 0.4, 0.8, 1.6, 3.2), start=(0.3, 0.2)),
     "speech": Task(
         speech,

@@ -534,7 +534,11 @@ class OpenRound:
         """Give every process what all of them have: all call this together."""
         for end in self.engine.inward:
             for arrival in end.gather(processes):
-                self.arrive(arrival, past=end)
+                try:
+                    self.arrive(arrival, past=end)
+                except (OverflowError, Unusable) as error:  # too late to leave it out
+                    which = f"{named(arrival.receipt.unit)}, which {type(end).__name__} has let pass"
+                    raise RoundError(f"Round {self.round_idx}, {which}: {error}; lower the learning rate.") from error
         if processes.size > 1 and not self.engine.is_private:  # which has added up with noise
             add_up(processes, self.algorithm_round.sums)  # a round without `sums` is played in a single process
 

@@ -96,15 +96,15 @@ def compare_clients(
         raise ValueError(f"`clients` must be among those with held-out examples ({known}), got {unknown.pop()!r}.")
     chosen = [client for client in able if clients is None or {client, able[client]} & {*clients}]
     federated = federated or {"federated": partial(FederatedModule, participation=FullParticipation())}
-    if wrong := [name for name in federated if name in KINDS or not name.isidentifier()]:
-        raise ValueError(f"`federated` names are identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
+    if wrong := [name for name in federated if name in KINDS or not str(name).isidentifier()]:
+        raise ValueError(f"`federated` maps identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
     check_is("trainer", trainer, Mapping)
     weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()
     config = {**made.hparams, "seed": seed, "trainer": trainer, "weights": weights, "held_out": held_out.fingerprint}
 
-    def new_trainer(*callbacks: pl.Callback) -> pl.Trainer:
-        own = copy.deepcopy(dict(trainer))
-        own |= {"callbacks": [*own.get("callbacks", ()), *callbacks], "enable_checkpointing": True}
+    def new_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
+        own = {**copy.deepcopy(dict(trainer)), **options, "enable_checkpointing": True}
+        own["callbacks"] = [*(own.get("callbacks") or ()), *callbacks]
         if (made := silent_trainer(**own)).world_size > 1:
             raise ValueError(f"One process compares clients, got {made.world_size}; write trainer={{'devices': 1}}.")
         return made
@@ -140,7 +140,7 @@ def compare_clients(
                     made.fit(model, datamodule=own, ckpt_path=start if start.is_file() else None)
                 if federate is None or len(members) < len(whole):
                     model = FederatedModule(module)  # that of the others numbers its clients in another way
-                new_trainer(evaluation).validate(model, datamodule=view, verbose=False)
+                new_trainer(evaluation, limit_val_batches=1.0).validate(model, datamodule=view, verbose=False)
             write_record(done, name, {}, [{"round": 0, **evaluation.state_dict()}])
         return [ClientRow(**row) for row in read_record(done).lines[0]["tables"][0]["rows"]]
 

@@ -289,6 +289,8 @@ def test_all_signs_flipped_undo_a_round_and_krum_does_not_see_one_liar(fit: Fit)
     one = moved(Robust(Krum(1)))
     assert moved(Robust(Krum(1)), ls.Attack("scale", 1e3, [2])).norm() < 2 * one.norm()
     assert moved(ls.Attack("scale", 1e3, [2])).norm() > 20 * one.norm()
+    with pytest.raises(ls.errors.RoundError, match=r"Round 0, client 2, which AttackEnd has let pass: .* after"):
+        moved(ls.Attack("scale", 1e30, [2]))
 
 
 @pytest.mark.slow

@@ -122,9 +122,19 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that belong in a `
         **dict.fromkeys(("mu", "proximal_mu"), "local_hooks=[ls.client.ProximalTerm(0.01)]"),
         **dict.fromkeys(("server_lr", "momentum"), "server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.9)"),
         "clients_per_round": "clients_per_round=10",
-        "fraction_fit": "clients_per_round=0.1",
+        **dict.fromkeys(("fraction_fit", "fraction_train"), "clients_per_round=0.1"),
         "local_epochs": "local_epochs=1",
         "local_steps": "local_steps=20",
+    }
+)
+ELSEWHERE: Mapping[str, str] = MappingProxyType(  # of those that belong in neither
+    {
+        **dict.fromkeys(("num_rounds", "rounds", "max_rounds"), "Trainer(max_epochs=100), whose epochs are rounds"),
+        **dict.fromkeys(("lr", "learning_rate", "client_lr"), "the rate into the optimizer of `configure_optimizers`"),
+        "batch_size": "FederatedDataModule(..., batch_size=32)",
+        "strategy": "algorithm=ls.SpectralSharding(strategy=ls.TopN()), or ls.FedAvg()",
+        "keep_ratio": "algorithm=ls.SpectralSharding(keep_ratio=0.2)",
+        "callbacks": "Trainer(callbacks=[...])",
     }
 )
 
@@ -319,9 +329,9 @@ class Algorithm(_AtServer, ABC):
 
     def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
         """Say where an argument is that acts on updates, whatever the algorithm."""
+        moved = {**{name: f"FederatedModule(..., {place})" for name, place in PLACES.items()}, **ELSEWHERE}
         own = getattr(cls, "__dataclass_fields__", {})
-        moved = {name: f"FederatedModule(..., {place})" for name, place in PLACES.items() if name not in own}
-        refuse_moved(cls.__name__, options, moved)
+        refuse_moved(cls.__name__, {name: given for name, given in options.items() if name not in own}, moved)
         return super().__new__(cls)
 
     @property

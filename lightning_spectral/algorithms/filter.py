@@ -193,6 +193,10 @@ class ServerEnd:
         """All clients of all processes are done, and all processes call this together; pass on what was held back."""
         return ()
 
+    def figures(self, unit: WorkUnit) -> Mapping[str, float]:
+        """What there is to say of a client's turn, whatever its update, by name."""
+        return {}
+
     def note(self, outcomes: Sequence[ClientOutcome]) -> None:
         """What became of some clients, in a round or a measurement before it; the same in all processes."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_spectral.algorithms import Ditto
 from lightning_spectral.algorithms.base import ServerHalf
 from lightning_spectral.algorithms.filter import Arrival, Filter, Fit, Plan, ServerEnd, Unusable
 from lightning_spectral.arguments import first_of
@@ -33,7 +34,7 @@ from lightning_spectral.nn.layers.terms import sharded_layers
 from lightning_spectral.participation import Sampler
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.per_client import Assigned
-from lightning_spectral.protocol.records import ClientOutcome, Download
+from lightning_spectral.protocol.records import ClientOutcome, Download, WorkUnit
 from lightning_spectral.protocol.rng import SecretNormals
 from lightning_spectral.sums.exact_mean import Peers
 
@@ -116,6 +117,7 @@ class ExamplePrivacy(Filter):
             f"{first_of(reading, 3)}, which sees a client's data and adds no noise; leave it out": reading,
             f"{type(who).__name__}, which measures clients; use Uniform": isinstance(who, Sampler) and who.figure,
             f"{callback}, which reads clients' data without noise; leave it out": callback,
+            "Ditto, which trains in phases; use Personal": isinstance(plan.algorithm, Ditto),
             "ClientPrivacy, which hides who takes part, while epsilons of clients tell; give one": beside,
         }
         for what, is_there in refused.items():
@@ -264,9 +266,8 @@ class EpsilonEnd(ServerEnd):
             raise Unusable("spent")
         return download
 
-    def arrive(self, arrival: Arrival) -> Arrival:
-        after = self._epsilon_after(arrival.receipt.unit.client_id)
-        return replace(arrival, figures={**arrival.figures, FIGURE: after})
+    def figures(self, unit: WorkUnit) -> Mapping[str, float]:
+        return {FIGURE: self._epsilon_after(unit.client_id)}
 
     def gather(self, processes: Peers) -> Iterable[Arrival]:
         for of_others in processes.gather(self._steps):

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_spectral.algorithms import Algorithm
 from lightning_spectral.algorithms.filter import Filter
@@ -328,6 +328,12 @@ class FederatedDataModule(FixedArguments, ServerData):
     def held_out(self) -> Partition:
         """The examples of each client on which it is evaluated; in `Trainer.test`, by ``client_test_fraction``."""
         return self.parts[2 if self.trainer is not None and self.trainer.state.fn == "test" else 1]
+
+    def _loader(self, data: EvaluationData, method: str, argument: str) -> Any:
+        """That of the data, or in `Trainer.validate` and `Trainer.test` at least of what clients hold out."""
+        if data is None and self.trainer is not None and self.trainer.state.fn == method and self.held_out.num_assigned:
+            data = Subset(self.train, self.held_out.indices.tolist())
+        return super()._loader(data, method, argument)
 
     def report(self) -> PartitionReport:
         """Number of examples and label histogram of every client, to print or to plot."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from lightning_spectral.algorithms import Algorithm
-from lightning_spectral.algorithms.base import PLACES, Known, Moment, ServerHalf, promises_of
+from lightning_spectral.algorithms.base import ELSEWHERE, PLACES, Known, Moment, ServerHalf, promises_of
 from lightning_spectral.algorithms.filter import Filter, Fit, Plan, instructions
 from lightning_spectral.arguments import Whole, first_of
 from lightning_spectral.client.device import Device
@@ -63,16 +63,11 @@ MOVED = {  # arguments that belong elsewhere, or have other names
     "update_bound": "filters=[UsualUpdateNorm()]",
     "secure_sums": "filters=[SecureSums()]",
     "privacy": "filters=[ClientPrivacy(...)]",
-    **{name: PLACES[name] for name in ("personal", "compression", "mu", "server_lr", "fraction_fit")},
+    **{name: PLACES[name] for name in ("personal", "compression", "mu", "server_lr", "fraction_fit", "fraction_train")},
     **dict.fromkeys(("num_clients", "cohort_size"), PLACES["clients_per_round"]),
-    **dict.fromkeys(("num_rounds", "rounds", "max_rounds"), "Trainer(max_epochs=100), an epoch of which is a round"),
-    **dict.fromkeys(("lr", "learning_rate", "client_lr"), "the rate into the optimizer of `configure_optimizers`"),
     **dict.fromkeys(("epochs", "num_epochs"), PLACES["local_epochs"]),
     "server_momentum": PLACES["server_lr"],
-    "batch_size": "FederatedDataModule(..., batch_size=32)",
-    "strategy": "algorithm=ls.SpectralSharding(strategy=ls.TopN()), or ls.FedAvg()",
-    "keep_ratio": "algorithm=ls.SpectralSharding(keep_ratio=0.2)",
-    "callbacks": "Trainer(callbacks=[...])",
+    **ELSEWHERE,
 }
 
 

@@ -589,7 +589,7 @@ class Turn:
         self.simulated = opened.simulated.outcomes[unit.key]
         self.download: Download | None = None
         self.upload: Upload | None = None
-        self._figures: Mapping[str, float] = {}
+        self._figures: dict[str, float] = {}
 
     def send(self) -> None:
         """Draw the client's download. A client without data says so beforehand and is sent nothing."""
@@ -677,8 +677,9 @@ class Turn:
             return why.reason, str(why)
         except SummandError as error:
             return "not_finite", str(error)
-        self._figures = arrival.figures
+        self._figures = dict(arrival.figures)
         for end in self.round.engine.inward:
+            self._figures |= end.figures(self.unit)
             end.added(arrival)
         return None, ""
 
@@ -691,7 +692,7 @@ class Turn:
                 if NORM in arrival.figures or "update" not in self.round.engine.figure:
                     break
                 arrival = end.arrive(arrival)
-        self._figures = arrival.figures
+        self._figures = dict(arrival.figures)
 
     def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         """The outcome of the turn, given its upload and why that is left out of the average, if it is."""

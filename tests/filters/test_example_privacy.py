@@ -205,6 +205,9 @@ def asked(size: int, num_epochs: int) -> float:
     return float(accountant.compose(event, num_epochs * -(-size // 5)).get_epsilon(DELTA))
 
 
+MEDIAN = ls.Robust(ls.server.Median())
+
+
 class Told(ls.RoundCallback):
     """What is known of each client after its last turn."""
 
@@ -227,6 +230,12 @@ def test_each_client_has_the_epsilon_of_its_own_turns(fit: Fit) -> None:
     assert {row.client_id: row.example_epsilon for row in run.ledger.rows} == told.of
     assert run.history.rows[-1]["fl/example_epsilon"] == pytest.approx(max(told.of.values()))
     assert "fl/loss" not in run.history.rows[-1]
+
+
+@pytest.mark.parametrize("filters", [[PRIVACY, MEDIAN], [MEDIAN, PRIVACY], [PRIVACY, ls.SecureSums()]], ids=repr)
+def test_the_ledger_has_an_epsilon_whatever_holds_updates_back(filters: Any, fit: Fit) -> None:
+    run = fit(seeded(LitMLP), uneven(), clients_per_round=len(SIZES), filters=filters)
+    assert [row.example_epsilon for row in run.ledger.rows] == [pytest.approx(asked(size, 1)) for size in SIZES]
 
 
 def test_without_draws_it_is_that_of_the_gaussian_mechanism() -> None:
@@ -294,7 +303,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "labels": (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
     "losses": (LitMLP, {**OTHERS, "participation": ls.LossVarianceReduced(active=5)}, "which measures clients"),
     "evaluation": (LitMLP, {"callbacks": [ls.ClientEvaluation()]}, "ClientEvaluation, which reads clients' data"),
-    "phases": (LitMLP, {"algorithm": ls.Ditto()}, "training in phases, as in Ditto"),
+    "phases": (LitMLP, {"algorithm": ls.Ditto()}, "Ditto, which trains in phases; use Personal"),
+    "epochs": (LitMLP, {"filters": [PRIVACY, ls.Personal(["net.5.*"], epochs=1)]}, "training in phases, as in Ditto"),
     "both": (LitMLP, {**OTHERS, "filters": BOTH}, "ClientPrivacy, which hides who takes part"),
     "scaled": (LitMLP, {"trainer": {"plugins": [ScalesAlone()]}}, "precision '16-mixed'"),
     "accumulated": (LitMLP, {"trainer": {"accumulate_grad_batches": 2}}, "accumulation"),

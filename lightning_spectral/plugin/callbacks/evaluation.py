@@ -234,7 +234,7 @@ class ClientTable(Tabular):
             cells = (own.get(name, "") for name in self.metrics)
             lines.append([str(row.client_id), *[row.name] * named, str(row.num_examples), *cells])
         fewest = sum(sorted(row.num_examples for row in self.rows)[: math.ceil(len(self.rows) / 10)])
-        return [lines, *[f"Deciles may be of as few as {fewest} examples."] * (1 < fewest < 30)]
+        return [lines, *[f"Deciles may be of as few examples as {fewest}."] * (0 < fewest < 30)]
 
 
 class ClientEvaluation(RoundCallback):

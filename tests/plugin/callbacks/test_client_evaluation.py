@@ -91,7 +91,7 @@ def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: Ten
     evaluation = ls.ClientEvaluation()
     fit(lit, ls.FederatedDataModule(toy, owners, client_val_fraction=0.25), clients_per_round=2, callbacks=[evaluation])
     head, *rows, _, few = (row.split() for row in str(evaluation.table).splitlines())
-    assert few[-2:] == ["10", "examples."]
+    assert few[-2:] == ["as", "10."]
     assert head[:3] == ["client", "name", "examples"]
     assert [row[:3] for row in rows] == [["0", "Ulm", "10"], ["1", "Graz", "20"]]
     resumed = ls.ClientEvaluation()
@@ -109,6 +109,7 @@ def test_shares_of_examples_have_the_intervals_of_wilson(spoilt: float | None) -
     oracle = {i: pytest.approx((one.low, one.high), abs=1e-7) for i, one in enumerate(tests)}
     assert table.intervals("acc") == (oracle if spoilt is None else {})
     assert all(0 <= low < high <= 1 for low, high in table.intervals("acc").values())
+    assert str(table).endswith("Deciles may be of as few examples as 1.")
     assert all((cell in str(table)) is (spoilt is None) for cell in ("0.3333 (0.10-0.70)", "0 (0.00-0.09)"))
     recall = ClientTable(0, (ClientRow(0, 30, {"recall": 1.0}),))  # of the few that are ill
     assert str(recall).split()[-1] == "1"
@@ -286,6 +287,18 @@ def test_a_client_is_tested_on_examples_of_their_own(lit: Any, toy: Any, fit: Fi
     for row in table_of(after).rows:
         own = metrics_by_hand(fitted.module, toy[data.held_out[row.client_id]])
         assert row.metrics == pytest.approx(own, rel=1e-5)
+
+
+def test_without_data_of_the_server_that_of_clients_is_evaluated(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:
+    shares = {"client_val_fraction": 0.25, "client_test_fraction": 0.5}
+    data, after = ls.FederatedDataModule(toy, ls.IIDPartitioner(4), batch_size=4, **shares), ls.ClientEvaluation()
+    fitted = fit(lit, data, clients_per_round=4)
+    for stage, part in (("validate", 1), ("test", 2)):
+        trainer = pl.Trainer(callbacks=[after], **quiet)
+        (logged,) = getattr(trainer, stage)(fitted.model, data)
+        own = metrics_by_hand(fitted.module, toy[data.parts[part].indices])
+        assert logged[f"{stage[:4].removesuffix('i')}_loss"] == pytest.approx(own["val_loss"], rel=1e-5)
+        assert [row.num_examples for row in table_of(after).rows] == data.parts[part].sizes.tolist()
 
 
 def test_a_fresh_trainer_without_held_out_examples_says_so(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:

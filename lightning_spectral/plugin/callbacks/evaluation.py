@@ -216,8 +216,7 @@ class ClientTable(Tabular):
         rows = [row for row in self.rows if metric in row.metrics]
         values = torch.tensor([row.metrics[metric] for row in rows], dtype=torch.float64)
         sizes = torch.tensor([row.num_examples for row in rows])
-        hits = values * sizes
-        if not ((sizes > 0) & (values >= 0) & (values <= 1) & ((hits - hits.round()).abs() < 1e-3)).all():
+        if not ((sizes > 0) & (values >= 0) & (values <= 1) & (((k := values * sizes) - k.round()).abs() < 1e-3)).all():
             return {}
         spans = zip(rows, wilson_intervals(values, sizes).tolist(), strict=True)
         return {row.client_id: (low, high) for row, (low, high) in spans}
@@ -325,7 +324,8 @@ class ClientEvaluation(RoundCallback):
     def client_columns(self, summary: RoundSummary) -> Mapping[str, Mapping[int, float]]:
         if (table := self.tables.get(summary.model)) is None or table.round_idx != summary.round_idx:
             return {}
-        return {name: table.column(name) for name in table.metrics}
+        sizes = {row.client_id: float(row.num_examples) for row in table.rows}
+        return {"held_out_examples": sizes, **{name: table.column(name) for name in table.metrics}}
 
     def state_dict(self) -> dict[str, Any]:
         return {"tables": [asdict(table) for table in self.tables.values()]}

@@ -1,6 +1,7 @@
 """The server's model on each client's held-out examples: the figures, and that the run is unaffected."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -94,6 +95,8 @@ def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: Ten
     assert few[-2:] == ["as", "10."]
     assert head[:3] == ["client", "name", "examples"]
     assert [row[:3] for row in rows] == [["0", "Ulm", "10"], ["1", "Graz", "20"]]
+    shown: Any = SimpleNamespace(model="", round_idx=table_of(evaluation).round_idx)
+    assert evaluation.client_columns(shown)["held_out_examples"] == {0: 10.0, 1: 20.0}
     resumed = ls.ClientEvaluation()
     resumed.load_state_dict(evaluation.state_dict())
     assert resumed.table == evaluation.table

@@ -25,7 +25,7 @@ from lightning_spectral.protocol.rng import derived_generator
 
 SIZES = (4, 9, 3, 2, 5, 6, 8)
 DURATIONS = [math.sqrt(prime) for prime in (5, 17, 2, 29, 11, 7, 61)]  # nobody finishes together
-SEED, STEPS, CLOCK = 5, 9, ls.VirtualClock(ls.simulation.DeviceProfile(1, 1, 1))
+SEED, STEPS, CLOCK = 5, 5, ls.VirtualClock(ls.simulation.DeviceProfile(1, 1, 1))
 
 
 def trained(line: LitLine, data: Any, client: int) -> LitLine:

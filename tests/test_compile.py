@@ -118,7 +118,7 @@ def in_place(compiled: list[Any], parts: Sequence[str] = ("net",)) -> LitNet:
 dynamo_warns = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @dynamo_warns
 @pytest.mark.parametrize("parts", [["net"], ["net.first", "net.second"]], ids=["a network", "its blocks"])
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), spectral(0.3)], ids=["dense", "spectral"])

@@ -131,7 +131,7 @@ def test_one_client_with_all_terms_returns_the_weight_it_trained(name, flat, fit
         assert not torch.equal(weight, before[block.parameter])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @flat_spectra
 @pytest.mark.parametrize("name", CORES)
 def test_training_changes_every_layer_and_a_round_without_it_no_bit(name: str, flat: TensorDataset, fit: Fit) -> None:

@@ -176,7 +176,7 @@ def test_quickstart_reaches_the_accuracy_that_its_docstring_states(tmp_path):
     assert done.percentage(r"accuracy after 100 rounds: (\d+\.\d)%") >= mean(stated) - 3 * stdev(stated)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("package", "says"),
     [

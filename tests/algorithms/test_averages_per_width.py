@@ -200,6 +200,7 @@ def test_without_training_nothing_changes(data: Any, fit: Fit) -> None:
         assert all(torch.equal(tensor, small.get_buffer(name)) for name, tensor in own.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("keep_ratio", "widths"), [(0.5, [0.5]), (1.0, [1.0]), (0.5, [0.5, 0.75])])
 def test_clients_whose_only_width_is_their_own_train_as_without(
     keep_ratio: float, widths: Any, data: Any, fit: Fit

@@ -236,7 +236,7 @@ class TestInARun:
     ) -> None:
         check_resumes(fit, LitPlain, data, tmp_path, algorithm=algorithm, seed=3)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.filterwarnings("ignore:Round 2. client .* is left out")
     @pytest.mark.parametrize("filters", [[], [ls.TopK(0.1)], [ls.Int8()]], ids=repr)
     @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.FedDyn()], ids=repr)
@@ -254,6 +254,7 @@ class TestInARun:
             expected = sum(sizes[client] / sum(sizes) * control for client, control in own.items())
             torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-7)
 
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("kind", [ls.Scaffold, ls.FedDyn])
     def test_the_server_shortens_what_it_keeps_of_a_control(self, kind: Any, data: Any, fit: Fit) -> None:
         """By hand, from what devices keep after each round; half of the median is less than most controls have."""

@@ -126,7 +126,7 @@ def capacity_free(algorithm: Any) -> Any:
     return replace(algorithm, compression=1) if isinstance(algorithm, ls.Zampling) else algorithm
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.filterwarnings("ignore:Round 0. the running averages:lightning_spectral.SpectralWarning")  # meant to stay
 @pytest.mark.parametrize(("make", "algorithm", "capacities", "buffers"), CASES, ids=lambda value: repr(value)[:70])
@@ -157,7 +157,7 @@ def test_sub_models_and_the_whole_model_follow_the_rules_of_buffers() -> None:
 ONE_OF_EACH = {type(case[1]): case for case in CASES}.values()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "algorithm", "capacities", "buffers"), ONE_OF_EACH, ids=lambda value: repr(value)[:70]
 )
@@ -565,7 +565,7 @@ class TestWithoutValues:
         request.getfixturevalue("no_values")
         assert counted(cost_table, "meta" if network == "mlp" else "cpu") == expected
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.usefixtures("no_values")
     @pytest.mark.parametrize("name", ["scaffold", "Unbiased", "outputs", "fiarse", "zampling", "rounded", "folded"])
     def test_a_model_of_billions_of_parameters_has_a_table(self, name: str) -> None:

@@ -52,7 +52,7 @@ def adapted_by_hand(model: ls.FederatedModule, algorithm: ls.LoRA) -> LitMLP:
     return lit
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("server_optimizer", [None, ls.server.FedAdam(lr=0.01)], ids=repr)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.PaddedFactors(), ls.FrozenA()], ids=repr)
 def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
@@ -90,7 +90,7 @@ def test_nobody_trains_and_nothing_changes(aggregation: Any, rank: Any, data: An
     assert same_state(idle.state, before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=repr)
 def test_the_base_travels_once_and_then_factors_alone(aggregation: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(MIXED, aggregation=aggregation)
@@ -365,6 +365,7 @@ def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None
     assert {row.downlink_bytes - row.frozen_bytes for row in rows} == {factors}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("merge_every", [1, 2])
 def test_a_restart_changes_no_weight_by_one_bit(merge_every: int, data: Any, fit: Fit) -> None:
     """Neither without training nor after it: the new base is the weight that the server has."""

@@ -58,7 +58,7 @@ def warning_of(name: str, algorithm: Any) -> Iterator[None]:
             yield
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [("LoRA", ls.FedAvg()), *((name, ls.SpectralSharding(keep_ratio=0.5)) for name in CONFIGS)],
@@ -166,7 +166,7 @@ def test_equal_ranks_are_fed_avg_of_the_model_of_peft(name: str, aggregation: An
     assert ours.ledger.rows == theirs.ledger.rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", KEPT, ids=repr)
 def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit, tmp_path: Path) -> None:
     lit, plain = seeded(LitAdapted, "LoRA"), seeded(gpt2)
@@ -190,6 +190,7 @@ def test_mixed_ranks_train_and_peft_loads_the_adapter(aggregation: Any, fit: Fit
         torch.testing.assert_close(loaded(input_ids=X).logits, lit.eval()(X), rtol=0, atol=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.FrozenA(), ls.AlternatingFactors()], ids=repr)
 def test_nobody_trains_and_a_trained_adapter_stays_to_the_last_bit(aggregation: Any, fit: Fit) -> None:
     lit = trained()
@@ -319,7 +320,7 @@ def plain() -> LitNet:
     return lit
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train", [[], ["net.*.ln_*"]], ids=["adapters", "adapters and norms"])
 @pytest.mark.parametrize("rank", [3, {1: 0.5, 3: 0.5}], ids=["equal", "mixed"])
 def test_peft_computes_what_a_plain_module_has_learned(rank: Any, train: Any, fit: Fit, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_the_memory_of_training_is_what_the_allocator_hands_out(network: str, na
     assert counted - products <= measured <= counted + 2 * largest_tensor(lit, example) + next_state
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("optimizer", "values"), [("sgd", 0), ("momentum", 1), ("adam", 2)])
 def test_state_is_what_the_optimizer_makes_of_trained_parameters(optimizer: str, values: int) -> None:
     module, example = mlp(), torch.zeros(BATCH, 64)

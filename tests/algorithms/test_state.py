@@ -87,6 +87,7 @@ def test_momentum_in_the_state_is_that_of_the_server_optimizer(lit_mlp: Any, dat
     assert not same_state(ours.state, plain.state)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "server_optimizer", [None, ls.server.FedAvgM(lr=1.0, momentum=BETA), ls.server.FedAdam(lr=0.01)], ids=repr
 )

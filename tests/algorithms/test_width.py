@@ -17,7 +17,7 @@ MIXED = {0.25: 0.5, 0.75: 0.5}
 CHANNELS = [ls.PrefixChannels(), ls.RollingChannels(), ls.RandomChannels()]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("absolute", [False, True])
 @pytest.mark.parametrize("channels", CHANNELS, ids=repr)
 def test_the_whole_width_is_fed_avg(channels: Any, absolute: bool, data: Any, fit: Fit) -> None:

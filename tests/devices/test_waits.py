@@ -153,6 +153,7 @@ MOST_KERNELS = {  # in a local step, and in a round of ten clients outside of st
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", MOST_KERNELS, ids=" ".join)
 def test_rounds_start_no_more_kernels_than_they_did(case: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))

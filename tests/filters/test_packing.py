@@ -79,6 +79,7 @@ def test_rounds_are_those_of_a_bare_loop(packing: Any, by_hand: Callable[[Tensor
         torch.testing.assert_close(fitted.state[name], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("aggregation", "parts"),
     [

@@ -73,7 +73,7 @@ def by_hand(
     return shared, own
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("personal_epochs", [0, 2])
 @pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad, torch.optim.Adam])
 @pytest.mark.filterwarnings("ignore:.*rescales gradients")

@@ -313,7 +313,7 @@ def options_of(name: str, privacy: ls.ClientPrivacy = PRIVACY) -> dict[str, Any]
     return {**PRIVATE, "algorithm": FITTED[name], "filters": [privacy, *([BESIDE[name]] if name in BESIDE else [])]}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FITTED)
 def test_a_round_has_noise_and_releases_nothing_else(name: str, data: Any, fit: Fit) -> None:
     fitted = fit(seeded(LitMLP), data, max_epochs=2, **options_of(name))

@@ -325,6 +325,7 @@ class Branches(nn.Module):
         return total
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("counted", "most"), [((), 1), ((5,), 6), ((0, 15), 8), (tuple(range(16)), 17)])
 def test_groups_that_cannot_be_cut_are_found_in_few_trials(
     counted: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch

@@ -152,7 +152,7 @@ ALGORITHMS: dict[str, Any] = {
 OF_LORA: Any = {"low": "min", "high": "max", "scale": "mean"}  # which keeps buffers at the server otherwise
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_follows_the_rules(name: str, fit: Fit, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def error(started: Callable[[str], None], capsys: pytest.CaptureFixture[str]) ->
 INFORMATION = ("Seed set", "GPU available", "TPU available", "💡")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("option", "message"), ON_THE_COMMAND_LINE.items())
 def test_of_options(option: str, message: str, error: Callable[[str], str]) -> None:
     assert error(f"fit --config run.yaml {option}").startswith(message)

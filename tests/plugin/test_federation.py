@@ -159,6 +159,7 @@ def test_a_plain_loop_trains_several_models_as_a_trainer_does(lit_mlp: Any, toy:
         assert same_state(owner.module.state_dict(), models[name].module.state_dict())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.Scaffold(), ls.StaleUpdates(), MIXED], ids=lambda a: type(a).__name__)
 def test_what_is_saved_is_all_that_lasts_between_rounds(algorithm: Any, lit_mlp: Any, data: Any) -> None:
     whole, federation, loop = alone(lit_mlp, data, algorithm)

@@ -29,7 +29,7 @@ WORKS: dict[str, Callable[[Path], pl.Callback]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")  # OnExceptionCheckpoint looks for a checkpoint to resume
 @pytest.mark.parametrize("name", WORKS)
 def test_these_callbacks_change_nothing(name: str, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def dealt(batch_size: Any = 4, **options: Any) -> ls.FederatedDataModule:
     return ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=12), val=toy, batch_size=batch_size, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_steps_of_whole_passes_are_these_passes_bit_for_bit(name: str, fit: Fit) -> None:
     by_steps, by_epochs = (
@@ -65,6 +66,7 @@ def test_a_client_takes_the_first_batches_of_its_passes_in_its_size(fit: Fit) ->
     assert next(seen, None) is None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("steps", "sizes"), [(STEPS, {2: 0.5, 5: 0.5}), ({2: 0.5, 5: 0.5}, SIZES)], ids=str)
 def test_runs_resume(steps: Any, sizes: Any, fit: Fit, tmp_path: Path) -> None:
     check_resumes(fit, LitMLP, dealt(sizes), tmp_path, local_steps=steps)

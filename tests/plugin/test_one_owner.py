@@ -128,6 +128,7 @@ class Levelled(Lit):
         self.level = checkpoint["level"]
 
 
+@pytest.mark.sampled(1)
 @DENSE_AND_MIXED
 def test_a_resumed_run_has_the_levels_of_the_uninterrupted_one(
     algorithm: Any, data: Any, fit: Fit, tmp_path: Path
@@ -402,6 +403,7 @@ def test_a_client_that_fails_leaves_the_servers_module_as_it_was(
     assert type(module.net[2]) is nn.Linear
 
 
+@pytest.mark.sampled(2)
 @EVERY_ALGORITHM
 @pytest.mark.filterwarnings(HARDLY_MOVED)
 def test_a_callback_that_fails_between_clients_leaves_the_servers_module_as_it_was(

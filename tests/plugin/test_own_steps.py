@@ -90,7 +90,7 @@ def assert_same_run(one: Fitted, two: Fitted) -> None:
 class TestAsAnAutomaticStep:
     """Writing out what Lightning does changes no bit of a run."""
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("local_epochs", [1, 2])
     @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
     def test_with_every_layer(
@@ -107,7 +107,7 @@ class TestAsAnAutomaticStep:
         assert_same_run(one, two)
         assert not torch.equal(start[-1], two.module.net[3].weight)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
     def test_in_every_precision(self, precision: Any, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         assert_same_run(*both_ways(way, fit, lit_mlp, data, trainer={"precision": precision}))
@@ -147,7 +147,7 @@ class TestAsAnAutomaticStep:
         assert_same_run(one, two)
         assert not torch.equal(fit(seeded(lit_mlp), data).module.net[0].weight, two.module.net[0].weight)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("is_scaled", [False, True], ids=["", "scaled"])
     def test_with_steps_that_are_skipped_and_epochs_that_end_early(
         self, is_scaled: bool, way: str, lit_mlp: Any, data: Any, fit: Fit
@@ -201,6 +201,7 @@ class LitHalves(pl.LightningModule):
         return [{"optimizer": half, "lr_scheduler": StepLR(half, 1, 0.5)} for half in halves]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [DENSE, MIXED], ids=["dense", "spectral"])
 def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any, fit: Fit) -> None:
     data.val = None

@@ -96,7 +96,7 @@ class TestEveryAlgorithm:
         third = float(torch.tensor(1 / 3, dtype=torch.bfloat16))
         assert history.column("fl/loss") == pytest.approx([third] * 2, rel=1e-12)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(1)
     @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
     def test_losses_differ_by_roundings(
         self, precision: Any, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit

@@ -166,7 +166,7 @@ def fit_three(fit: Fit) -> Fit:
     return partial(fit, clients_per_round=3, max_epochs=2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), SPECTRAL["mixed"]], ids=["dense", "mixed"])
 @pytest.mark.parametrize(
     "program", [parameter(one) for one in PROGRAMS if one is not SearchesLines]

@@ -50,7 +50,7 @@ def own_models(model: Any) -> list[dict[str, Tensor]]:
     return [dict(model.own_model(client)) for client in range(len(SIZES))]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_clients_get_nothing_of_those_before_and_the_user_is_told(kind: str, quiet: Any) -> None:
     model = ls.FederatedModule(net(), **COHORT, **KINDS[kind])
@@ -62,7 +62,7 @@ def test_other_clients_get_nothing_of_those_before_and_the_user_is_told(kind: st
     assert all(map(same_state, own_models(model), own_models(fresh)))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_clients_go_on_without_a_word(kind: str, quiet: Any) -> None:
     """Their devices' states are used: a federation that forgets them ends elsewhere."""
@@ -73,7 +73,7 @@ def test_the_same_clients_go_on_without_a_word(kind: str, quiet: Any) -> None:
     assert not all(map(same_state, found, [train(forgetful, data, quiet), *own_models(forgetful)]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("change", ["another head", "frozen"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_kept_of_parameters_that_are_others(kind: str, change: str, quiet: Any) -> None:

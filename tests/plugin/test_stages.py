@@ -38,6 +38,7 @@ def test_the_profiler_has_every_stage_by_name(lit: Any, data: Any, fit: Fit) -> 
     assert "[Federated]validate" in profiler.summary()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_profilers_by_name(profiler: str, lit: Any, data: Any, fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
     fit(lit, data, trainer={"profiler": profiler})

@@ -64,7 +64,7 @@ def save_plain(module: pl.LightningModule, path: Path) -> None:
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.parametrize("strict", [None, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: type(one).__name__)

@@ -122,7 +122,7 @@ def test_one_for_all_or_one_per_client(user: Any, purpose: str, values: tuple[An
     assert user([c, a, c, b], 4, seed=5).values == (c, a, b)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("form", [lambda value: value, lambda value: {value: 1.0}, lambda value: [value] * 10**6])
 @pytest.mark.parametrize(("user", "purpose", "values"), USERS)
 def test_a_million_clients_with_one_value_take_one_number_in_memory(

@@ -153,7 +153,7 @@ def test_answers_in_any_order_give_the_same_weights_bit_for_bit(algorithm: Any, 
     assert not same_state(in_order, careless)  # or the test would show nothing
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("executor", [SequentialExecutor, Backwards, Unreliable])
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["dense", "spectral"])
 def test_a_round_without_lightning_is_that_of_a_trainer(

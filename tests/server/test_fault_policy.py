@@ -131,7 +131,7 @@ def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.server.Faul
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=["FedAvg", "spectral", "mixed"])
 @pytest.mark.parametrize("reason", REASONS)
 def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
@@ -354,7 +354,7 @@ def few() -> ls.FederatedDataModule:
 LitFarInSmallSteps = variant(LitFar, configure_optimizers=plain_sgd(1e-3))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("algorithm", "lit", "far", "largest"),
     [

@@ -609,7 +609,7 @@ WRONG_RESIDUALS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", WRONG_RESIDUALS)
 def test_a_residual_elsewhere_is_found(name: str, module: LitMLP, batch: Any) -> None:
     algorithm, rule = WRONG_RESIDUALS[name]

@@ -47,7 +47,7 @@ OWN: dict[str, tuple[Filter, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OWN)
 def test_what_keeps_the_contract_passes(name: str) -> None:
     own, options = OWN[name]
@@ -179,7 +179,7 @@ class Unchecked(Ternary):
         pass
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

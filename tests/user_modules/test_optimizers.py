@@ -179,6 +179,7 @@ def test_a_parameter_left_out_is_left_alone_by_the_server_too(lit_mlp: Any, data
     assert not torch.equal(module.net[2].weight, before[2].weight)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*no client has given a gradient")
 @pytest.mark.parametrize(
     "algorithm",

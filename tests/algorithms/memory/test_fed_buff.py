@@ -72,6 +72,7 @@ def event_loop(
     return vector(server), staleness
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Round .*the training loss")  # of one or two clients
 @pytest.mark.parametrize(("concurrency", "size"), [(4, 3), (7, 2), (6, 1), (2, 3)])
 @pytest.mark.parametrize("weights", ["inverse_sqrt", "equal"])
@@ -92,6 +93,7 @@ def test_rounds_are_the_steps_of_an_event_loop(concurrency: int, size: int, weig
     assert float((others - expected).abs().max()) > 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("server", [None, ls.server.FedAvgM(lr=0.5, momentum=0.9)])
 def test_with_equal_durations_it_is_federated_averaging_bit_for_bit(server: Any, data: Any, fit: Fit) -> None:
     run: dict[str, Any] = {"clients_per_round": 5, "max_epochs": 3, "server_optimizer": server, "seed": 1}

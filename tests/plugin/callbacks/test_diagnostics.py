@@ -137,7 +137,7 @@ def test_fedavg_is_aligned_with_itself_and_the_run_is_not_changed(lit_mlp: Any, 
     assert all(0 < row["fl/fedavg_alignment"] < 0.9999 for row in logged.rows)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "algorithm",
     [

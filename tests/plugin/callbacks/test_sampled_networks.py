@@ -69,6 +69,7 @@ def test_figures_are_those_of_networks_evaluated_by_hand(lit: Any, data: Any, to
         assert row[f"{name}/sampling_gap"] == row[name] - row[f"{name}/sampled_mean"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"num_sanity_val_steps": 2}], ids=["", "sanity check"])
 def test_the_run_is_the_same_with_and_without(options: Any, toy: TensorDataset, data: Any, fit: Fit) -> None:
     data.val = DataLoader(Noisy(toy), batch_size=50)

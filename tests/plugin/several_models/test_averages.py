@@ -23,7 +23,7 @@ from lightning_spectral.plugin.checks import check_measurable
 from lightning_spectral.server import round as server_round
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_model_trains_as_it_would_alone(name: str, toy: TensorDataset, lit_mlp: Any, fit: Fit, run: Any) -> None:
     """Uniform, one processor, a fixed number of clients: the same bits, ledger and metrics."""

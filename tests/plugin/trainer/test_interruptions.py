@@ -314,7 +314,7 @@ AFTER_THE_STEP = ["train_batch_end", "train_epoch_end"]
 AFTER_THE_STEP += [f"validation_{when}" for when in ("start", "batch_end", "epoch_end", "end")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @needs_2_5_3
 @pytest.mark.parametrize("hook", AFTER_THE_STEP)
 def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
@@ -324,6 +324,7 @@ def test_a_round_interrupted_after_the_servers_step_is_validated_when_resumed(
     resumes(interrupted(Acts(f"on_{hook}", press), after_validation=True), after_validation=True)
 
 
+@pytest.mark.sampled(1)
 @needs_2_5_3
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_epochs": -1, "trainer": {"max_steps": 2}}])
 def test_an_interrupted_last_round_is_validated_when_resumed(limits: Any, interrupted: Any, resumes: Any) -> None:
@@ -347,6 +348,7 @@ class FailingLogger(DummyLogger):
             raise self.error("the disk is full")
 
 
+@pytest.mark.sampled(1)
 @needs_2_5_3
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_logger_that_fails_costs_no_round(error: type[BaseException], interrupted: Any, resumes: Any) -> None:

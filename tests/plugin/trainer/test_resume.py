@@ -55,7 +55,7 @@ def test_resumed_run_equals_the_uninterrupted_one(stop_after: int, fit_and_save:
     assert whole.rows == resumed.rows
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true"])
 @pytest.mark.parametrize(
     "algorithm", [ls.FedAvg(), ls.SpectralSharding(), ls.Zampling(degree=2)], ids=["dense", "sharded", "bits"]
@@ -154,7 +154,7 @@ def test_checkpoint_of_another_configuration_is_refused(change: dict[str, Any], 
         check_checkpoint(saved, federate(lit, **change).configuration())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "now", "named"),
     [

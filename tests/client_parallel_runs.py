@@ -245,7 +245,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "private": {
         "algorithm": ls.SpectralSharding(ls.TopN(), keep_ratio=0.4, layers=EVERY_LAYER),
         "participation": ls.Uniform(active=5),
-        "filters": [ls.ClientPrivacy(clip=0.5, noise_multiplier=0.3, delta=1e-3, clip_quantile=0.5, noise_seed=1)],
+        "filters": [ls.ClientPrivacy(clip=0.5, noise_multiplier=0.45, delta=1e-3, clip_quantile=0.5, noise_seed=1)],
         "rounds": 3,
     },
     "private examples": {

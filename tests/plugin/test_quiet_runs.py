@@ -1,57 +1,32 @@
 """The import of the package, and a run, leave nothing behind and say little; a device needs few packages."""
 
+import logging
 import os
+import random
 import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import torch
+from forks import finished
+from toy_models import LitMLP, toy_examples
 
-Done = tuple[subprocess.CompletedProcess[str], Path]
-SCRIPT = """
-    import os, random, sys, torch, warnings
-    if os.fork() == 0:
-        refused = "lightning", "lightning_fabric", "pytorch_lightning", "scipy", "torchmetrics", "wandb"
-        sys.modules.update(dict.fromkeys(refused))  # importing any of these fails
-        import lightning_spectral.client.device
-        import lightning_spectral.algorithms  # with what each does on a device
-        from lightning_spectral.client.local_loop import metrics_of
-        print(metrics_of(torch.nn.Linear(2, 2)), flush=True)
-        os._exit(0)
-    os.wait()
-    def separate():
-        print("---", flush=True)
-        print("---", file=sys.stderr, flush=True)
-    separate()
-    warnings.filterwarnings("ignore", message=".*LeafSpec")
-    import lightning.pytorch as pl, torchmetrics, scipy.optimize
-    known = set(pl.strategies.StrategyRegistry)
-    def state():
-        return torch.get_rng_state().sum(), random.getstate(), list(warnings.filters), torch.get_num_threads()
-    before, heavy = state(), {{"wandb", "matplotlib", "mlxtend"}} - sys.modules.keys()
-
-    import lightning_spectral as ls
-
-    assert state() == before
-    names = pl.strategies.StrategyRegistry  # the one table that importing adds to
-    assert all(name.startswith("client_parallel") for name in names.keys() - known)
-    assert heavy.isdisjoint(sys.modules), heavy
-    separate()
-    sys.path.insert(0, {tests!r})
-    from torch.utils.data import TensorDataset
-    from toy_models import LitMLP
-    x = torch.randn(120, 6)
-    toy = TensorDataset(x, x[:, :3].argmax(1))
-    data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(12, alpha=1.0), val=toy, batch_size=4)
-    sharding = ls.SpectralSharding(keep_ratio={{0.3: 0.5, 0.6: 0.5}})
-    model = ls.FederatedModule(LitMLP(), algorithm=sharding, clients_per_round=4)
-    trainer = pl.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, enable_model_summary=False)
-    separate()
-    trainer.fit(model, data)
+DEVICE = """
+    import sys, torch
+    refused = "lightning", "lightning_fabric", "pytorch_lightning", "scipy", "torchmetrics", "wandb"
+    sys.modules.update(dict.fromkeys(refused))  # importing any of these fails
+    import lightning_spectral.client.device
+    import lightning_spectral.algorithms  # with what each does on a device
+    from lightning_spectral.client.local_loop import metrics_of
+    print(metrics_of(torch.nn.Linear(2, 2)))
 """
+HEAVY = ("wandb", "matplotlib", "mlxtend")
 LIGHTNING_SAYS = (
     "weights_only",
     "GPU available",
@@ -61,35 +36,62 @@ LIGHTNING_SAYS = (
     "Tip:",
     "💡",
 )
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Lightning is imported once, and the process forks")
 
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="torch is imported once, and the process forks")
+def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy() -> None:
+    command = [sys.executable, "-c", textwrap.dedent(DEVICE)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (told.stdout, told.stderr) == ("[]\n", "")
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A process that imports the package and trains with it, and the folder where it did so."""
-    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parents[1]))
-    folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False), folder
+def imported_anew() -> Any:
+    """The package, as if nothing had imported it, or what it may do without, in this process."""
+    names = pl.strategies.StrategyRegistry  # the one table that importing adds to
+    known = {name for name in names if not name.startswith("client_parallel")}
+    for name in names.keys() - known:
+        names.remove(name)
+    for name in [name for name in sys.modules if name.partition(".")[0] in (*HEAVY, "lightning_spectral")]:
+        del sys.modules[name]
+
+    def state() -> Any:
+        return torch.get_rng_state().sum(), random.getstate(), [*warnings.filters], torch.get_num_threads(), known
+
+    before = state()
+    import lightning_spectral as ls
+
+    known = {name for name in names if not name.startswith("client_parallel")}
+    assert state() == before
+    assert names.keys() > known
+    assert {*HEAVY}.isdisjoint(sys.modules)
+    return ls
 
 
-def test_a_device_needs_neither_lightning_nor_torchmetrics_nor_scipy(done: Done) -> None:
-    process, _ = done
-    assert [text.split("---")[0] for text in (process.stdout, process.stderr)] == ["[]\n", ""]
+def run(folder: Path) -> None:
+    """A fit that says what it would in a process of its own."""
+    warnings.resetwarnings()
+    for hidden in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", hidden)  # as Python does
+    warnings.filterwarnings("ignore", message=".*LeafSpec")
+    for name in ("pytorch", "fabric"):
+        logging.getLogger(f"lightning.{name}").handlers = [logging.StreamHandler(sys.stderr)]
+    os.chdir(folder)
+    ls, toy = imported_anew(), toy_examples()
+    print("---")
+    data = ls.FederatedDataModule(toy, ls.DirichletPartitioner(12, alpha=1.0), val=toy, batch_size=4)
+    model = ls.FederatedModule(
+        LitMLP(), algorithm=ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}), clients_per_round=4
+    )
+    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    pl.Trainer(max_epochs=3, accelerator="cpu", **silent).fit(model, data)
 
 
-def test_import_changes_nothing_in_the_process(done: Done) -> None:
-    process, _ = done
-    assert process.returncode == 0, process.stderr
-    assert [text.split("---")[1].strip() for text in (process.stdout, process.stderr)] == ["", ""]
-
-
-def test_a_run_says_how_it_planned_and_started_and_leaves_no_file(done: Done) -> None:
-    process, folder = done
-    said = [line for text in (process.stdout, process.stderr) for line in text.split("---")[3].splitlines()]
-    ours = [line for line in said if line.strip() and not any(words in line for words in LIGHTNING_SAYS)]
+def test_import_changes_nothing_and_a_run_says_how_it_planned_and_started_and_leaves_no_file(tmp_path: Path) -> None:
+    (folder := tmp_path / "run").mkdir()
+    code = finished(tmp_path / "said", 60, run, folder)
+    imported, _, said = (tmp_path / "said").read_text().partition("---\n")
+    assert (code, imported) == (0, ""), said
+    ours = [line for line in said.splitlines() if line.strip() and not any(words in line for words in LIGHTNING_SAYS)]
     assert [re.sub(r", which held \d+% of it", "", line) for line in ours] == [
         "LitMLP has no `example_input_array`, so no forward pass was traced: the plan assumes that all layers run, in "
         "the order in which they are registered. Its first and last layers stay dense: net.0, net.5.",

@@ -209,7 +209,7 @@ def rounds(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[Client], float]:
     return tensors(), clients, sum(weight for _, weight in clients) * draw(st.sampled_from([1.0, 1.5, 10.0]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rounds(), st.booleans())
 def test_mean_is_the_exact_one_of_cut_values_rounded_twice(case, absolute):
     before, clients, total = case
@@ -219,7 +219,7 @@ def test_mean_is_the_exact_one_of_cut_values_rounded_twice(case, absolute):
             assert abs(Fraction(value) - expected) <= abs(expected) * (Fraction(2) ** -52)  # join, then divide
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rounds())
 def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor], list[Client], float]) -> None:
     """Against weights and changes that were not cut."""
@@ -237,7 +237,7 @@ def test_mean_is_within_the_bound_of_the_docstring(case: tuple[dict[str, Tensor]
             assert abs(Fraction(value) - true) <= bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rounds(), st.randoms(use_true_random=False), st.booleans())
 def test_bits_depend_neither_on_order_nor_on_grouping(case, random, absolute):
     before, clients, total = case

@@ -19,7 +19,7 @@ from lightning_spectral.report.sections import Contents, clients_section
 from lightning_spectral.sweep.plan import SweepError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(does not have many workers|no `val_dataloader`)")
-NAMES, TRAIN, TRAINER = ("Ulm", "Graz", "Bern"), toy_examples(60), {"max_epochs": 3, "accelerator": "cpu"}
+NAMES, TRAIN, TRAINER = ("Ulm", "Graz", "Bern"), toy_examples(60), {"max_epochs": 2, "accelerator": "cpu"}
 HELD_OUT = {"client_val_fraction": 0.2, "client_test_fraction": 0.25, "stratified": True}
 DATA = ls.FederatedDataModule(TRAIN, ls.NaturalPartitioner(NAMES * 20), batch_size={4: 0.5, 8: 0.5}, **HELD_OUT)
 two, steps, pulled = partial(ls.FederatedModule, clients_per_round=2), list[int](), [0]
@@ -69,7 +69,7 @@ def test_every_model_is_what_plain_calls_make_and_an_interrupted_comparison_goes
     whole, first = (group_runs(read_runs([tmp_path / name])[0])[0] for name in ("whole", "whole/two"))
     assert sorted(len(group.runs) for group in whole) == [1, 1, 3], "two, heads, and those of the others"
     section = clients_section(Contents(first, "val_loss", True))
-    assert [caption.split("two, ")[1] for caption, _ in section.tables] == [f"{name}, round 3" for name in tables]
+    assert [caption.split("two, ")[1] for caption, _ in section.tables] == [f"{name}, round 2" for name in tables]
     (matrix, _) = [axes.images[0].get_array() for axes in section.picture.drawn().axes if axes.images]
     assert matrix.T.tolist() == [pytest.approx(values, rel=1e-3) for values in alone]
 

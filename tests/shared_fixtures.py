@@ -26,7 +26,7 @@ def pytest_sessionstart() -> None:
     set_aside()
 
 
-settings.register_profile("reproducible", derandomize=True)  # a failure here is a failure everywhere
+settings.register_profile("reproducible", derandomize=True, max_examples=50)  # a failure here is a failure everywhere
 settings.load_profile("reproducible")
 
 

@@ -223,7 +223,7 @@ def check_draws(design: Design, pi: Tensor, num_samples: int = 3) -> None:
     assert (drawn[:, pi == 0] == 0).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(spectra, st.data())
 def test_every_design_draws_from_any_spectrum(values, data):
     n = data.draw(st.integers(1, len(values) - 1))

@@ -91,7 +91,7 @@ def project(U: Tensor, last: int) -> Tensor:
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_factors_of_any_shape_spectrum_and_scale(rows, columns, decades, repeats, scale, dtype, seed):
     size = min(rows, columns)
     exponents = torch.linspace(0, -decades, size, dtype=torch.float64)[(torch.arange(size) // repeats) * repeats]
@@ -173,7 +173,7 @@ def test_fast_path_gives_what_it_promises_or_nothing(shape: tuple[int, int]) -> 
 
 
 @given(angle=st.floats(0, 0.1), decades=st.floats(0, 6), seed=st.integers(0, 2**20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_rows_nearly_orthogonal_bound_every_singular_value(angle: float, decades: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = with_singular_values(torch.ones(6, dtype=torch.float64), 9, seed)
@@ -237,7 +237,7 @@ def test_the_first_terms_alone_are_those_of_the_whole(shape: tuple[int, int], dt
     ratio=st.floats(0, 1),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_first_terms_are_right_or_none(rows, columns, num_terms, decades, ratio, seed):
     size = min(rows, columns)
     num_terms = min(num_terms, size)

@@ -53,10 +53,10 @@ def assert_same(ours: Fitted, theirs: Fitted) -> None:
 @pytest.mark.filterwarnings("ignore:.*clients move their probabilities by only")
 def test_the_network_gives_the_bits_of_the_simulation(name: str, fit: Fit, tmp_path: Path) -> None:
     lit: Callable[[], Any] = {"SCAFFOLD": LitPlain, "limits of buffers": WithLimits}.get(name, LitMLP)
-    theirs = fit(seeded(lit), toy_data(), max_epochs=3, **SYSTEMS[name], **SETTINGS)
+    theirs = fit(seeded(lit), toy_data(), max_epochs=2, **SYSTEMS[name], **SETTINGS)
     for hazards, forgets in ((1, False), (2, True)):
         line = toy_line(lit, hazards=hazards, forgets=forgets, folder=tmp_path / "states" if forgets else None)
-        ours = fit(seeded(lit), remote(line), max_epochs=3, **SYSTEMS[name], **SETTINGS)
+        ours = fit(seeded(lit), remote(line), max_epochs=2, **SYSTEMS[name], **SETTINGS)
         if not forgets:
             assert_same(ours, theirs)
         assert same_state(ours.tensors, theirs.tensors)
@@ -81,7 +81,7 @@ class LitCounts(LitMLP):
 @pytest.mark.parametrize("name", ["FedAvg", "spectral"])
 @pytest.mark.filterwarnings("ignore:.*clients change `steps`, which are neither parameters nor buffers")
 def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> None:
-    options: dict[str, Any] = {**SYSTEMS[name], "max_epochs": 3, **SETTINGS}
+    options: dict[str, Any] = {**SYSTEMS[name], "max_epochs": 2, **SETTINGS}
     theirs = fit(seeded(LitCounts), toy_data(), **options)
     assert_same(fit(seeded(LitCounts), remote(toy_line(LitCounts)), **options), theirs)
 
@@ -90,7 +90,7 @@ def test_a_device_begins_each_round_as_in_a_simulation(name: str, fit: Fit) -> N
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.algorithms.FoldedTerms()], ids=repr)
 def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> None:
     algorithm = ls.LoRA({1: 0.5, 3: 0.5}, aggregation=aggregation)
-    options: dict[str, Any] = {"algorithm": algorithm, "max_epochs": 4, **SETTINGS}
+    options: dict[str, Any] = {"algorithm": algorithm, "max_epochs": 3, **SETTINGS}
     theirs = fit(seeded(LitMLP), toy_data(), **options)
     assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **options), theirs)
     assert {row.frozen_bytes > 0 for row in theirs.ledger.rows} == {True, False}
@@ -101,20 +101,20 @@ def test_a_device_is_sent_the_frozen_base_once(aggregation: Any, fit: Fit) -> No
 def test_a_private_round_is_that_of_the_simulation(algorithm: Any, fit: Fit) -> None:
     """Clipped and noised at the server, which shortens nothing else and says nothing of clients."""
     pytest.importorskip("dp_accounting", reason="of the extra `privacy`")
-    privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=0.5, delta=1e-3, noise_seed=1)
+    privacy = ls.ClientPrivacy(clip=0.1, noise_multiplier=1.0, delta=1e-3, noise_seed=1)
     options: dict[str, Any] = {"algorithm": algorithm, "filters": [privacy], "participation": ls.Uniform(active=4)}
-    settings = {**SETTINGS, "clients_per_round": None, "max_epochs": 3, **options}
+    settings = {**SETTINGS, "clients_per_round": None, "max_epochs": 2, **options}
     theirs = fit(seeded(LitMLP), toy_data(), **settings)
     assert_same(fit(seeded(LitMLP), remote(toy_line(LitMLP)), **settings), theirs)
 
 
 def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(fit: Fit, tmp_path: Path) -> None:
     options: dict[str, Any] = {**SYSTEMS["SCAFFOLD"], **SETTINGS}
-    theirs = fit(seeded(LitPlain), toy_data(), max_epochs=4, **options)
+    theirs = fit(seeded(LitPlain), toy_data(), max_epochs=3, **options)
     first = fit(seeded(LitPlain), remote(toy_line(LitPlain, folder=tmp_path / "states")), max_epochs=2, **options)
     first.trainer.save_checkpoint(path := tmp_path / "two.ckpt")
     line = toy_line(LitPlain, folder=tmp_path / "states")  # other processes, which have lost all that is not on disk
-    ours = fit(seeded(LitPlain), remote(line), max_epochs=4, ckpt_path=path, **options)
+    ours = fit(seeded(LitPlain), remote(line), max_epochs=3, ckpt_path=path, **options)
     assert same_state(ours.tensors, theirs.tensors)
     assert ours.ledger.rows == theirs.ledger.rows
 

@@ -38,7 +38,7 @@ def test_a_client_gets_any_two_shards_of_the_sorted_examples() -> None:
         assert abs(found[histogram] / num_seeds - share) <= 5 * math.sqrt(share * (1 - share) / num_seeds)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 20), st.integers(0, 2**31))
 def test_clients_have_exactly_so_many_labels_and_share_them_evenly(num_labels, more, extra, seed):
     num_classes = num_labels + more
@@ -75,7 +75,7 @@ def test_numbers_that_cannot_be_dealt_are_refused(partitioner: Partitioner, mess
         split(partitioner, torch.arange(4).repeat(5))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), st.integers(0, 500))
 def test_sizes_are_whole_parts_in_proportion(sizes, spare):
     total, quota = len(sizes) + spare, np.array(sizes) / sum(sizes)

@@ -121,7 +121,7 @@ def concentrations() -> st.SearchStrategy[float]:
     return st.floats(-300.0, 12.0).map(lambda power: 10.0**power)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     labels=st.lists(st.integers(0, 5), min_size=1, max_size=60),
     share=st.floats(0.0, 1.0),

@@ -360,7 +360,7 @@ class TestNothingRuns:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
     @pytest.mark.filterwarnings("ignore:.*cannot be resumed from and is skipped")
     def test_a_damaged_file_is_refused_by_name_or_loads_what_was_saved(self, count: int, path: Path) -> None:
         whole, refused = path.read_bytes(), 0

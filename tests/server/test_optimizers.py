@@ -262,7 +262,7 @@ def test_nan_is_not_hidden() -> None:
 def test_after_the_first_round_the_direction_is_always_shortened() -> None:
     """Its factor is at most 1 / (1 + beta), so the length needs no other bound; orthogonal changes reach it."""
     generator, largest = torch.Generator().manual_seed(0), 0.0
-    for _ in range(2_000):
+    for _ in range(1_000):
         past, change = (torch.randn(2, generator=generator).double() for _ in range(2))
         past *= 10.0 ** float(torch.randint(-6, 3, (), generator=generator))
         first, second = steps(ls.server.BoundedMomentum(momentum=BETA), [[past], [change]], sizes=[(2,)])
@@ -329,7 +329,7 @@ def test_a_small_layer_beside_a_large_noisy_one_moves_further_than_its_own_chang
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(keep_ratio=0.3)], ids=repr)
 def test_no_algorithm_has_a_step_of_its_own(algorithm: Any, data: Any, fit: Fit) -> None:
     def after(**options: Any) -> Any:
-        return fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=3, **options).state
+        return fit(seeded(LitMLP), data, algorithm=algorithm, max_epochs=2, **options).state
 
     assert same_state(after(), after(server_optimizer=AVERAGING))
     assert not same_state(after(), after(server_optimizer=BOUNDED))

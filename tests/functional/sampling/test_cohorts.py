@@ -142,7 +142,7 @@ def fixed_size_probs(weights: list[float], share: float) -> torch.Tensor:
     return collective_inclusion_probs(s, 1 + int(share * (len(weights) - 1)), 5)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     weights=st.lists(st.floats(1e-6, 1.0), min_size=2, max_size=40),
     share=st.floats(0, 1),

@@ -273,7 +273,7 @@ def test_successive_pairs_equal_enumeration_of_all_orders(sizes, n):
     np.testing.assert_allclose(joint, successive_joint(sizes, n), atol=1e-11, rtol=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(spectra, st.data())
 def test_identities_hold_for_any_spectrum(values, data):
     n = data.draw(st.integers(1, len(values) - 1))

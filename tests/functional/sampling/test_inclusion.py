@@ -152,7 +152,7 @@ def test_no_other_multipliers_beat_the_collective_ones():
         assert abs(grid[error.argmin()] - best) <= grid[1]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(problems())
 def test_proportional_satisfies_its_definition(problem):
     lam, n, _ = problem
@@ -170,7 +170,7 @@ def test_proportional_satisfies_its_definition(problem):
         assert (ratio[~below] <= slope * (1 + 1e-12)).all()
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(problems())
 def test_collective_satisfies_the_optimality_conditions(problem):
     lam, n, C = problem
@@ -407,7 +407,7 @@ def test_conditions_of_optimality_hold_and_would_notice_an_error() -> None:
     assert slack(scores, probs * torch.linspace(0.9, 1.0, 6)[:, None]) > 1e-2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),

@@ -174,7 +174,7 @@ def test_shuffled_systematic_draws_have_the_law_averaged_over_all_orders():
     assert excess(Systematic().sample(probs, 20_000, torch.Generator().manual_seed(1)), law) > 1
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(spectra, st.data())
 def test_supports_hold_at_most_n_samples_with_the_given_probabilities(values, data):
     n = data.draw(st.integers(1, len(values) - 1))

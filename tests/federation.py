@@ -149,7 +149,7 @@ def same_state(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
 
 
 def check_resumes(fit: Fit, make: Callable[[], pl.LightningModule], data: Any, folder: Path, **options: Any) -> Fitted:
-    """Fail unless two rounds, which it returns, a checkpoint and one more equal three, bit for bit and byte for byte."""
+    """Fail unless two rounds, returned, a checkpoint and one more equal three, bit for bit and byte for byte."""
     whole = fit(seeded(make), data, max_epochs=3, **options)
     part = fit(seeded(make), data, max_epochs=2, **options)
     part.trainer.save_checkpoint(folder / "2.ckpt")

@@ -95,15 +95,8 @@ def test_the_readme_trains_as_it_says(monkeypatch, tmp_path, capsys):
     plan = ls.validate(namespace["LitMLP"](), torch.zeros(2, 64))  # `ls.validate(module, example_input)`, as it says
     assert plan.sharded_weights == ("net.2.weight",)
     with torch.random.fork_rng(devices=[]):
-        exec(
-            short,
-            {
-                **namespace,
-                "pl": SimpleNamespace(Trainer=ToyTrainer),
-                "YourModule": namespace["LitMLP"],
-                "val": namespace["test"],
-            },
-        )
+        toy = {"pl": SimpleNamespace(Trainer=ToyTrainer), "YourModule": namespace["LitMLP"], "val": namespace["test"]}
+        exec(short, {**namespace, **toy})
 
 
 def test_the_readme_has_two_set_up_commands_and_code_early() -> None:
@@ -129,7 +122,7 @@ def test_pages_name_attributes_that_classes_have() -> None:
     bases: dict[str, list[str]] = {}
     for path in Path(ls.__file__).parent.rglob("*.py"):
         lines = path.read_text().splitlines()
-        for node in ast.walk(ast.parse("\n".join(lines))):
+        for node in ast.parse("\n".join(lines)).body:
             if isinstance(node, ast.ClassDef):
                 known[node.name] = known.get(node.name, "") + "\n".join(lines[node.lineno - 1 : node.end_lineno])
                 bases[node.name] = [ast.unparse(base).partition("[")[0] for base in node.bases]

@@ -354,9 +354,8 @@ def test_a_restart_is_a_run_that_begins_with_the_merged_weights(
 
 @pytest.mark.slow
 def test_after_a_restart_the_base_travels_once_more(data: Any, fit: Fit) -> None:
-    rows = fit(
-        seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=2), clients_per_round=12, max_epochs=5
-    ).ledger.rows
+    algorithm = ls.LoRA(2, merge_every=2)
+    rows = fit(seeded(LitMLP), data, algorithm=algorithm, clients_per_round=12, max_epochs=5).ledger.rows
     own = LitMLP()
     base, weights = (4 * sum(p.numel() for p in own.parameters() if p.dim() > least) for least in (0, 1))
     factors = 4 * 2 * sum(layer.in_features + layer.out_features for layer in adapted_layers(own, ["*"], ()))

@@ -136,6 +136,7 @@ def test_with_nothing_to_move_no_bit_changes(options: dict[str, float], trained:
     assert same_state(module.state_dict(), before)
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("tail", [0.0, 0.1])

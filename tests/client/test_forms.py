@@ -255,6 +255,7 @@ TURNS: dict[str, Any] = {
 
 @EVERY_ALGORITHM
 class TestServer:
+    @pytest.mark.sampled(22)
     @pytest.mark.parametrize("turn", TURNS)
     def test_it_comes_back_bit_for_bit(self, name: str, turn: str) -> None:
         case = Case(name)
@@ -324,6 +325,7 @@ class TestClients:
                     with case.client(capacity) as client:
                         TURNS[turn](case, client, capacity)
 
+    @pytest.mark.sampled(22)
     @pytest.mark.parametrize("turn", TURNS)
     def test_none_finds_what_another_of_its_capacity_left(self, name: str, turn: str) -> None:
         case = Case(name)

@@ -403,6 +403,7 @@ def test_out_of_range_is_an_error(function, values, n, tail, message):
         function(torch.tensor(values, dtype=torch.float64), n, tail)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("tail", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("shape", [(8, 8), (12, 12), (64, 64), (16, 144)], ids=str)
 @pytest.mark.parametrize("keep", [0.2, 0.5])

@@ -65,6 +65,7 @@ CONV: list[dict[str, Any]] = [
 SIZES = {nn.Conv1d: (9,), nn.Conv2d: (7, 8), nn.Conv3d: (5, 6, 5)}
 
 
+@pytest.mark.sampled(27)
 @pytest.mark.parametrize("options", CONV, ids=str)
 @pytest.mark.parametrize("layer_type", SIZES)
 @pytest.mark.parametrize(("channels", "groups"), [((3, 4), 1), ((2, 20), 1), ((4, 6), 2)], ids=["wide", "tall", "2"])

@@ -327,6 +327,7 @@ def with_dense_weights(case: str, z: Tensor, made: SampledWeights) -> Tensor:
 
 
 @every_case
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("sampled", [True, False])
 @pytest.mark.parametrize("link", [Clip(), Clip(absorbing=False), Sigmoid(), Sigmoid(False)], ids=str)
 def test_outputs_and_gradients_are_those_of_the_dense_expression(case: str, sampled: bool, link: Link) -> None:

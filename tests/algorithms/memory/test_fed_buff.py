@@ -125,10 +125,8 @@ class Halving(ls.RoundCallback):
 
 
 def test_a_version_is_what_clients_are_sent_if_a_callback_changes_the_server(data: Any, fit: Fit) -> None:
-    fitted = fit(
-        seeded(LitMLP), data, algorithm=ls.FedBuff(6), clients_per_round=2, max_epochs=3, callbacks=[Halving()]
-    )
-    assert len(fitted.rows) == 3
+    run: dict[str, Any] = {"algorithm": ls.FedBuff(6), "clients_per_round": 2, "callbacks": [Halving()]}
+    assert len(fit(seeded(LitMLP), data, max_epochs=3, **run).rows) == 3
 
 
 def flights(*options: Any, **more: Any) -> Flights:

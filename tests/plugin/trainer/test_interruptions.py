@@ -57,7 +57,7 @@ class FailsInHook(Falling):
     """Fails in one of its own hooks, which Lightning calls after all callbacks."""
 
     def on_validation_end(self) -> None:
-        if self.trainer.current_epoch == 1 and self.trainer.max_epochs == 3:
+        if self.trainer.current_epoch == 1 and self.trainer.max_epochs == 4:
             fail()
 
 
@@ -104,7 +104,7 @@ def run(fit: Fit, data: Any) -> Run:
         stops = [own, EarlyStopping("fl/loss", patience=99)]
         saves = any(isinstance(one, OnExceptionCheckpoint | ModelCheckpoint) for one in callbacks)
         more["trainer"] = {"enable_checkpointing": saves, **more.get("trainer", {})}
-        options = {"max_epochs": 4, "server_optimizer": partial(torch.optim.Adam, lr=0.05), **more}
+        options = {"max_epochs": 3, "server_optimizer": partial(torch.optim.Adam, lr=0.05), **more}
         return fit(seeded(make), data, callbacks=[*callbacks, Logs(), *stops], **options)
 
     return run
@@ -333,7 +333,7 @@ def test_an_interrupted_last_round_is_validated_when_resumed(limits: Any, interr
 
 @needs_2_5_3
 def test_a_hook_of_the_users_that_fails_after_validation_costs_no_round(interrupted: Any, resumes: Any) -> None:
-    resumes(interrupted(make=FailsInHook, after_validation=True, max_epochs=3), FailsInHook, after_validation=True)
+    resumes(interrupted(make=FailsInHook, after_validation=True, max_epochs=4), FailsInHook, after_validation=True)
 
 
 class FailingLogger(DummyLogger):

@@ -57,18 +57,20 @@ def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float
         >>> round(z, 2), epsilon(0.1, z, 60, 1e-5) <= 4.7
         (1.1, True)
     """
-
-    def suffices(noise_multiplier: float) -> bool:
-        return epsilon(rate, noise_multiplier, num_rounds, delta) <= target_epsilon
-
-    high = 1.0
-    while not suffices(high):
-        high *= 2
-    while (low := max(high / 2, LEAST_NOISE)) < high and suffices(low):
-        high = low
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
+    low, high, noise, slope = LEAST_NOISE, math.inf, 1.0, -1.0  # `high` suffices; the slope is that of logarithms
+    before: tuple[float, float] | None = None
+    for attempt in range(40):  # five are what it takes, also for hundreds
+        found = epsilon(rate, noise, num_rounds, delta)
+        here = math.log(noise), math.log(max(found, 1e-9) / target_epsilon)
+        low, high = (low, noise) if found <= target_epsilon else (noise, high)
+        if high <= 1.001 * low:
+            break
+        if before is not None:
+            slope = min((here[1] - before[1]) / (here[0] - before[0]), -0.2)
+        # a little further than the root of the secant, so that the next two are on both sides of it
+        before, noise = here, math.exp(here[0] - here[1] / slope + math.copysign(4e-4, here[1]))
+        if attempt > 7 or not low < noise < high:
+            noise = math.sqrt(low * high) if high < math.inf else 2 * low
     return high
 
 

@@ -232,6 +232,7 @@ def test_each_client_has_the_epsilon_of_its_own_turns(fit: Fit) -> None:
     assert "fl/loss" not in run.history.rows[-1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("filters", [[PRIVACY, MEDIAN], [MEDIAN, PRIVACY], [PRIVACY, ls.SecureSums()]], ids=repr)
 def test_the_ledger_has_an_epsilon_whatever_holds_updates_back(filters: Any, fit: Fit) -> None:
     run = fit(seeded(LitMLP), uneven(), clients_per_round=len(SIZES), filters=filters)
@@ -338,6 +339,7 @@ def hiding(folder: Path, lit: Any = LitMLP, batch_size: int = 4, **choice: Any) 
 EVERYBODY: dict[str, Any] = {"clients_per_round": 12, "max_epochs": 2}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("algorithm", [ls.FedAvg(), ls.SpectralSharding(ls.TopN(), 0.4), ls.LoRA(2)], ids=repr)
 def test_devices_train_as_with_the_filter_and_say_their_epsilon(algorithm: Any, fit: Fit, tmp_path: Path) -> None:
     options = {**EVERYBODY, "algorithm": algorithm, "local_epochs": 2}

@@ -113,7 +113,7 @@ def test_epsilon_is_just_below_the_published_one() -> None:
 @pytest.mark.parametrize(("rate", "target", "num_rounds"), [(0.1, 2.0, 60), (1.0, 8.0, 10), (0.25, 50.0, 5)])
 def test_the_calibrated_noise_suffices_and_less_does_not(rate: float, target: float, num_rounds: int) -> None:
     noise = calibrated(rate, target, num_rounds, 1e-5)
-    assert epsilon(rate, noise, num_rounds, 1e-5) <= target < epsilon(rate, 0.99 * noise, num_rounds, 1e-5)
+    assert epsilon(rate, noise, num_rounds, 1e-5) <= target < epsilon(rate, 0.998 * noise, num_rounds, 1e-5)
 
 
 # -- rounds without a Trainer: clients are functions from what they are sent to what they send back

@@ -103,7 +103,7 @@ def test_privacy_of_examples_counts_the_draws_of_each(size: Any, length: Any, fi
         ({"local_steps": [5, 6]}, 4, "`local_steps` lists 2 values for 12 clients"),
         ({}, [4, 8], "`batch_size` lists 2 values for 12 clients"),
         ({}, [0] * 12, "`batch_size` must be at least 1, got 0"),
-        ({"algorithm": ls.Ditto(), "filters": [PRIVATE], "local_steps": 5}, 4, "does not go with training in phases"),
+        ({"algorithm": ls.Ditto(), "filters": [PRIVATE], "local_steps": 5}, 4, "not go with Ditto, which trains"),
     ],
 )
 def test_what_cannot_be_is_refused(options: Any, size: Any, message: str, fit: Fit) -> None:

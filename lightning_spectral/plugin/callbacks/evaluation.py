@@ -158,7 +158,7 @@ class ClientTable(Tabular):
         0       30        1 (0.89-1.00)
         4       10        0.5 (0.24-0.76)
         <BLANKLINE>
-        Deciles may be of as few as 10 examples.
+        Deciles may be of as few examples as 10.
         >>> table.figures()["acc/mean"], table.figures()["acc/weighted_mean"]
         (0.75, 0.875)
     """

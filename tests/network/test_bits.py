@@ -25,6 +25,7 @@ from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 SYSTEMS: dict[str, dict[str, Any]] = {
     **EVERY_SYSTEM,
     "packed": {"algorithm": ls.LoRA(2, aggregation=ls.algorithms.AlternatingFactors()), "filters": [ls.TopK(0.1)]},
+    "buffered": {"algorithm": ls.FedBuff(concurrency=6, durations={1.0: 0.5, 3.0: 0.5})},
     "limits of buffers": {"buffers": {"has_begun": "max", "num_steps": "max"}},
 }
 SETTINGS: dict[str, Any] = {"clients_per_round": 4, "local_epochs": 2, "seed": 3}

@@ -15,6 +15,7 @@ from typing import Any, Union, get_args, get_origin
 
 import lightning.pytorch as pl
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from federation import Fit
@@ -211,6 +212,7 @@ def drawn(num_samples: Any) -> Any:
 
 MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     (data, {"train": None}, r"`train` must be a map-style data set, .*, got None; pass the data set"),
+    (data, {"train": pd.DataFrame({"age": [61, 70]})}, r"`train` must be a data set, got a DataFrame; write Tensor"),
     (data, {"train": "data/train"}, r"`train` must be a map-style data set, .*, got 'data/train'"),
     (data, {"train": TensorDataset}, r"`train` must be a map-style data set, .*TensorDataset"),
     (data, {"val": "data/val"}, r"`val` must be a data set, a dataloader or a list of them, got 'data/val'"),

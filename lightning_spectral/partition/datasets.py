@@ -25,6 +25,8 @@ def check_dealt(train: Any, partitioner: Any) -> None:
             "collate_fn=loader.collate_fn), because each client gets batches of its own, in an order of its own: the "
             "loader's sampler is not used"
         )
+    elif hasattr(train, "iloc"):
+        said = f"data set, got a {kind}; write TensorDataset(torch.tensor(frame[columns].to_numpy()), labels)"
     elif isinstance(train, Mapping):
         said = (
             f"data set, got a {kind} of {', '.join(map(repr, train))}; pass one of them: "

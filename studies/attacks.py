@@ -4,10 +4,10 @@
 
 Ten clients train in each of 10 rounds. A rule's rate is the one of `RATES` with which it has the best validation
 accuracy where nobody lies, since nobody knows beforehand who will. Prints a table in Markdown for each network and
-split, and writes all of them to ``docs/tables/attacks.csv``: the test accuracy in per cent of the server's model, for
-each rule and each lie, with one and with three of ten clients that lie; for a patch, which share of other images with
-that patch is taken for a zero. Each run is a file in ``outputs/attacks``; all are kept in ``docs/runs``. An hour on one
-core of a CPU.
+split, and writes those that are done to ``docs/tables/attacks.csv``: the test accuracy in per cent of the server's
+model, for each rule and each lie, with one and with three of ten clients that lie; for a patch, which share of other
+images with that patch is taken for a zero. Each run is a file in ``outputs/attacks``; all are kept in ``docs/runs``. An
+hour and a half on one core of a CPU.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def main() -> None:
                 ]
                 print("|".join(["", f" {rule} ", *(f" {cell} " for cell in shown), ""]), flush=True)
                 rows.append([net, split, rule.replace("`", ""), f"{best.lr:g}", *shown])
-    write_csv("attacks", ["network", "split", "rule", "rate", "nobody", *LIES], rows)
-    keep(OUTPUT)
+            write_csv("attacks", ["network", "split", "rule", "rate", *head], rows)
+            keep(OUTPUT)
 
 
 if __name__ == "__main__":

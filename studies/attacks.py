@@ -6,8 +6,8 @@ Ten clients train in each of 10 rounds. A rule's rate is the one of `RATES` with
 accuracy where nobody lies, since nobody knows beforehand who will. Prints a table in Markdown for each network and
 split, and writes those that are done to ``docs/tables/attacks.csv``: the test accuracy in per cent of the server's
 model, for each rule and each lie, with one and with three of ten clients that lie; for a patch, which share of other
-images with that patch is taken for a zero. Each run is a file in ``outputs/attacks``; all are kept in ``docs/runs``. An
-hour and a half on one core of a CPU.
+images with that patch is taken for a zero, also by a model that takes all for zeros. Each run is a file in
+``outputs/attacks``; all are kept in ``docs/runs``. An hour and a half on one core of a CPU.
 """
 
 from __future__ import annotations

@@ -336,3 +336,13 @@ def test_harmless_forms_are_accepted() -> None:
     assert ls.NaturalPartitioner(range(3), names={0: 5, 1: 5, 2: 5}.keys()).num_clients == 3
     assert ls.NaturalPartitioner(torch.arange(3), names=torch.arange(4).numpy()).num_clients == 4
     assert data([(torch.zeros(3), 0)] * 2, collate_fn=list, labels=(0, 1)).labels.tolist() == [0, 1]
+
+
+def test_an_algorithm_of_ones_own_has_its_own_arguments() -> None:
+    class OwnRate(ls.FedAvg):
+        def __init__(self, lr: float) -> None:
+            object.__setattr__(self, "lr", lr)
+
+    assert OwnRate(lr=0.5) == OwnRate(0.5)
+    with pytest.raises(TypeError, match="OwnRate has no argument `strategy`: write"):
+        OwnRate(lr=0.5, strategy=None)  # type: ignore[call-arg]

@@ -2,6 +2,7 @@
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -330,7 +331,7 @@ class Algorithm(_AtServer, ABC):
     def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
         """Say where an argument is that acts on updates, whatever the algorithm."""
         moved = {**{name: f"FederatedModule(..., {place})" for name, place in PLACES.items()}, **ELSEWHERE}
-        own = getattr(cls, "__dataclass_fields__", {})
+        own = inspect.signature(cls.__init__).parameters
         refuse_moved(cls.__name__, {name: given for name, given in options.items() if name not in own}, moved)
         return super().__new__(cls)
 

@@ -59,7 +59,7 @@ def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float
     """
     low, high, noise, slope = LEAST_NOISE, math.inf, 1.0, -1.0  # `high` suffices; the slope is that of logarithms
     before: tuple[float, float] | None = None
-    for attempt in range(40):  # five are what it takes, also for hundreds
+    for attempt in range(40):  # about five are what it takes
         found = epsilon(rate, noise, num_rounds, delta)
         here = math.log(noise), math.log(max(found, 1e-9) / target_epsilon)
         low, high = (low, noise) if found <= target_epsilon else (noise, high)
@@ -71,6 +71,8 @@ def calibrated(rate: float, target_epsilon: float, num_rounds: int, delta: float
         before, noise = here, math.exp(here[0] - here[1] / slope + math.copysign(4e-4, here[1]))
         if attempt > 7 or not low < noise < high:
             noise = math.sqrt(low * high) if high < math.inf else 2 * low
+    if high == math.inf:
+        raise ValueError(f"No noise gives an epsilon of {target_epsilon:g} with delta={delta:g}; raise delta.")
     return high
 
 

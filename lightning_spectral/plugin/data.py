@@ -330,9 +330,14 @@ class FederatedDataModule(FixedArguments, ServerData):
         return self.parts[2 if self.trainer is not None and self.trainer.state.fn == "test" else 1]
 
     def _loader(self, data: EvaluationData, method: str, argument: str) -> Any:
-        """That of the data, or in `Trainer.validate` and `Trainer.test` at least of what clients hold out."""
-        if data is None and self.trainer is not None and self.trainer.state.fn == method and self.held_out.num_assigned:
-            data = Subset(self.train, self.held_out.indices.tolist())
+        """That of the data, or where clients are evaluated without a fit, at least of what they hold out."""
+        trainer: Any = self.trainer
+        if data is None and trainer is not None and trainer.state.fn == method:
+            own = (type(self).held_out, type(self).client_val_batches)  # a subclass may hold out other data
+            is_ours = own == (FederatedDataModule.held_out, FederatedDataModule.client_val_batches)
+            is_asked = any(getattr(callback, "reads_clients", False) for callback in trainer.callbacks)
+            if is_ours and is_asked and self.held_out.num_assigned:
+                data = Subset(self.train, self.held_out.indices.tolist())
         return super()._loader(data, method, argument)
 
     def report(self) -> PartitionReport:

@@ -96,7 +96,7 @@ def compare_clients(
         raise ValueError(f"`clients` must be among those with held-out examples ({known}), got {unknown.pop()!r}.")
     chosen = [client for client in able if clients is None or {client, able[client]} & {*clients}]
     federated = federated or {"federated": partial(FederatedModule, participation=FullParticipation())}
-    if wrong := [name for name in federated if name in KINDS or not str(name).isidentifier()]:
+    if wrong := [name for name in federated if str(name).replace("_", " ") in KINDS or not str(name).isidentifier()]:
         raise ValueError(f"`federated` maps identifiers other than 'alone' and 'pooled', got {wrong[0]!r}.")
     check_is("trainer", trainer, Mapping)
     weights = sha256("".join(map(digest, made.state_dict().values())).encode()).hexdigest()

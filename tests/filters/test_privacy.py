@@ -116,6 +116,11 @@ def test_the_calibrated_noise_suffices_and_less_does_not(rate: float, target: fl
     assert epsilon(rate, noise, num_rounds, 1e-5) <= target < epsilon(rate, 0.998 * noise, num_rounds, 1e-5)
 
 
+def test_a_delta_that_no_noise_reaches_is_named() -> None:
+    with pytest.raises(ValueError, match="No noise gives an epsilon of 8 with delta=1e-17; raise delta"):
+        calibrated(0.2, 8.0, 10, 1e-17)
+
+
 # -- rounds without a Trainer: clients are functions from what they are sent to what they send back
 
 

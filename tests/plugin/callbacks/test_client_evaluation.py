@@ -302,6 +302,10 @@ def test_without_data_of_the_server_that_of_clients_is_evaluated(lit: Any, toy: 
         own = metrics_by_hand(fitted.module, toy[data.parts[part].indices])
         assert logged[f"{stage[:4].removesuffix('i')}_loss"] == pytest.approx(own["val_loss"], rel=1e-5)
         assert [row.num_examples for row in table_of(after).rows] == data.parts[part].sizes.tolist()
+    others = variant(ls.FederatedDataModule, held_out=property(lambda own: own.partition))
+    for callbacks, made in (([], data), ([after], others(toy, ls.IIDPartitioner(4), **shares))):
+        with pytest.raises(ValueError, match="validate` needs data"):  # nobody asks for it, or it is of other data
+            pl.Trainer(callbacks=callbacks, **quiet).validate(fitted.model, made)
 
 
 def test_a_fresh_trainer_without_held_out_examples_says_so(lit: Any, toy: Any, fit: Fit, quiet: Any) -> None:

@@ -133,7 +133,8 @@ def main() -> None:
                 honest = [Spec(net, split, rule, "nobody", 0, lr) for lr in RATES]
                 for spec in honest:
                     train_once(spec.path, functools.partial(train, spec))
-                best = max(honest, key=lambda spec: known()[spec]["val"])
+                values = {spec: run["val"] for spec, run in known().items()}
+                best = max(honest, key=values.__getitem__)
                 cells = {"nobody": [best], **{lie: [replace(best, lie=lie, liars=n) for n in (1, 3)] for lie in LIES}}
                 for spec in (spec for specs in cells.values() for spec in specs):
                     train_once(spec.path, functools.partial(train, spec))

@@ -1,16 +1,18 @@
-"""Data sets that can be dealt to clients or evaluated on; anything else is refused, with what to write instead."""
+"""Which data sets can be dealt to clients or evaluated on, and one whose examples differ by client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_spectral.errors import check_is
-from lightning_spectral.partition.partition import Partitioner
+from lightning_spectral.partition.partition import Partition, Partitioner
 
 
 def check_dealt(train: Any, partitioner: Any) -> None:
@@ -46,6 +48,30 @@ def check_dealt(train: Any, partitioner: Any) -> None:
         check_is("partitioner", partitioner, Partitioner)
         return
     raise TypeError(f"`train` must be a {said}.")
+
+
+class TransformedByClient(Subset[Any]):  # whose labels are found as those of any subset
+    """A data set as its clients see it: each example after a function of it and of the client that has it."""
+
+    def __init__(self, dataset: Any, transform: Callable[[Any, int], Any]) -> None:
+        try:
+            signature(transform).bind(None, 0)
+        except (TypeError, ValueError) as error:  # the latter of a function in C
+            rule = "`client_transform` must be a function of an example and the number of its client"
+            raise TypeError(f"{rule}, got {transform!r}; write lambda example, client: ...") from error
+        super().__init__(dataset, range(len(dataset)))
+        self.transform, self.client_of_example = transform, torch.full((len(dataset),), -1)
+
+    def deal(self, whole: Partition) -> None:
+        """From now on, an example is that of its client."""
+        self.client_of_example[whole.indices] = torch.arange(len(whole)).repeat_interleave(whole.sizes)
+
+    def __getitem__(self, index: Any) -> Any:
+        client = int(self.client_of_example[index])
+        return self.dataset[index] if client < 0 else self.transform(self.dataset[index], client)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
 
 
 def check_evaluation(**data: Any) -> None:

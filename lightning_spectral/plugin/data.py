@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -31,7 +31,7 @@ from lightning_spectral.partition import (
     labels_in_examples,
     report,
 )
-from lightning_spectral.partition.datasets import check_dealt, check_evaluation
+from lightning_spectral.partition.datasets import TransformedByClient, check_dealt, check_evaluation
 from lightning_spectral.partition.labels import check_labels_of_examples, stored_labels
 from lightning_spectral.plugin.settings import FixedArguments
 from lightning_spectral.plugin.user_hooks import Share, as_host
@@ -226,6 +226,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         client_val_fraction: Share of each client's examples held out from training, for `ClientEvaluation`.
         client_test_fraction: Share held out besides, on which it evaluates in ``Trainer.test``; 0 for the same ones.
         stratified: Whether every class of a client is held out in the same proportion, rounded up or down.
+        client_transform: Function of an example and of the number of its client, which returns the example as this
+            client sees it, such as a rotated image; for examples held out too, not for ``val`` and ``test``.
 
     Raises:
         ValueError: If the fractions leave nothing to train on, or another argument is out of range.
@@ -261,6 +263,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         client_val_fraction: float = 0.0,
         client_test_fraction: float = 0.0,
         stratified: bool = False,
+        client_transform: Callable[[Any, int], Any] | None = None,
     ) -> None:
         check_dealt(train, partitioner)
         if collate_fn is not None and not callable(collate_fn):
@@ -269,7 +272,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         size = Whole(at_least=1, optional=True)("eval_batch_size", eval_batch_size)
         size = size or max(*entries_of(self.batch_size), 256)
         super().__init__(val, test, size, collate_fn, Whole(at_least=0)("num_workers", num_workers))
-        self.train: Any = train
+        self.train: Any = train if client_transform is None else TransformedByClient(train, client_transform)
         self.partitioner, self.drop_last = partitioner, flag("drop_last", drop_last)
         self.seed: int = Whole()("seed", seed)
         self.client_val_fraction: float = Number(at_least=0, below=1)("client_val_fraction", client_val_fraction)
@@ -278,7 +281,7 @@ class FederatedDataModule(FixedArguments, ServerData):
         self.client_test_fraction: float = rest("client_test_fraction", client_test_fraction)
         self.stratified = flag("stratified", stratified)
         self._labels = None if labels is None else class_indices(labels, len(train))  # type: ignore[arg-type]
-        self._source = BatchSource(train, collate_fn, self.num_workers)
+        self._source = BatchSource(self.train, collate_fn, self.num_workers)
         self._assigned: tuple[object, Assigned[int]] | None = None
         self._fix(("train", "collate_fn", "num_workers"))
 
@@ -312,6 +315,8 @@ class FederatedDataModule(FixedArguments, ServerData):
         """Each client's examples to train on, and those held out for validation and for tests."""
         labels = self.labels if self.partitioner.needs_labels else None
         whole = self.partitioner(len(self.train), labels, derived_generator(self.seed, "partition"))
+        if isinstance(self.train, TransformedByClient):
+            self.train.deal(whole)
         self._fix(("partitioner", "seed", "client_val_fraction", "client_test_fraction", "stratified", "labels"))
         split = partial(hold_out, labels=self.labels if self.stratified else None)
         rest, val = split(whole, self.client_val_fraction, derived_generator(self.seed, "held-out examples"))

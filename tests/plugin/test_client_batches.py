@@ -105,3 +105,46 @@ def test_a_table_trains_as_its_columns_do(num_workers: int, lit_mlp: Any, toy: A
     )
     in_memory = ls.FederatedDataModule(toy, split, val=toy, batch_size=4)
     assert same_state(fit(seeded(variant(lit_mlp, **steps)), by_row).state, fit(seeded(lit_mlp), in_memory).state)
+
+
+def louder(example: Any, client: int) -> Any:
+    inputs, label = example
+    return inputs * (client + 1), label
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_client_sees_its_examples_through_its_transform(
+    num_workers: int, lit_mlp: Any, toy: Any, fit: Fit
+) -> None:
+    inputs, labels = toy.tensors
+    split: dict[str, Any] = {
+        "labels": labels,
+        "client_val_fraction": 0.25,
+        "stratified": True,
+        "batch_size": 4,
+        "val": toy,
+    }
+    deal = ls.DirichletPartitioner(4, alpha=1.0)
+    skewed = ls.FederatedDataModule(
+        toy, deal, client_transform=louder, num_workers=num_workers, **{**split, "labels": None}
+    )
+    plain = ls.FederatedDataModule(toy, deal, **split)
+    factors = torch.ones(len(toy))
+    for part in plain.parts[:2]:
+        for client, own in enumerate(part):
+            factors[own] = client + 1
+    by_hand = ls.FederatedDataModule(TensorDataset(inputs * factors[:, None], labels), deal, **split)
+    tables, states = [], []
+    for data in (skewed, by_hand, plain):
+        evaluation = ls.ClientEvaluation()
+        states.append(fit(seeded(lit_mlp), data, max_epochs=2, callbacks=[evaluation]).state)
+        tables.append(str(evaluation.table))
+    assert torch.equal(skewed.labels_in_examples, labels)
+    assert (same_state(*states[:2]), tables[0] == tables[1]) == (True, True)
+    assert (same_state(*states[1:]), tables[1] == tables[2]) == (False, False)
+
+
+@pytest.mark.parametrize("wrong", [torch.sin, 3, lambda example: example, [torch.sin]], ids=repr)
+def test_a_transform_that_takes_no_client_is_refused(wrong: Any, toy: Any) -> None:
+    with pytest.raises(TypeError, match=r"`client_transform` must be .* write lambda example, client: \.\.\."):
+        ls.FederatedDataModule(toy, ls.IIDPartitioner(4), client_transform=wrong)

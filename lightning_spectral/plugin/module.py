@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from lightning_spectral.arguments import Whole
 from lightning_spectral.client.local_hooks import LocalHook
 from lightning_spectral.errors import check_is, warn
 from lightning_spectral.filters import Filter  # and all of them, for configs that name them
+from lightning_spectral.filters.robust_rules import RobustRule
 from lightning_spectral.participation import Population, Sampler, UniformParticipation, cohort_size
 from lightning_spectral.plugin.callbacks.evaluation import SUFFIX
 from lightning_spectral.plugin.data import MultiModelDataModule, ServerData
@@ -43,6 +45,19 @@ from lightning_spectral.sharding import ShardingStrategy
 from lightning_spectral.simulation import ClientDropout, Conditions, VirtualClock
 
 PROCESSORS = Whole(at_least=1, hint="leave out clients that train nothing")
+BELONGS: Mapping[type, str] = MappingProxyType(  # how each kind of object is given to a federation
+    {
+        ShardingStrategy: "algorithm=SpectralSharding(strategy={})",
+        Algorithm: "algorithm={}",
+        FedOptimizer: "server_optimizer={}",
+        LocalHook: "local_hooks=[{}]",
+        RobustRule: "filters=[Robust({})]",
+        Filter: "filters=[{}]",
+        Sampler: "participation={}",
+        Faults: "faults={}",
+        pl.Callback: "Trainer(callbacks=[{}])",
+    }
+)
 ServerOptimizer = FedOptimizer | Callable[[Iterable[torch.nn.Parameter]], Optimizer]
 
 
@@ -115,7 +130,7 @@ class FederatedModule(FederatedHooks, Member):
         super().__init__()
         _check_module(module)
         _check_server_optimizer(server_optimizer)
-        _check_local_hooks(local_hooks)
+        _check_list("local_hooks", local_hooks, LocalHook)
         self.local_epochs = check_per_client("local_epochs", local_epochs, Whole(at_least=0))
         self.local_steps = local_steps
         if local_steps is not None:
@@ -133,13 +148,11 @@ class FederatedModule(FederatedHooks, Member):
         check_user_module(module)
         self.module = module
         self.algorithm: Algorithm = FedAvg() if algorithm is None else algorithm
-        if isinstance(filters, Filter):
-            raise TypeError(f"`filters` must be a list, got one filter; write filters=[{filters!r}].")
-        check_is("filters", filters, Sequence)
+        _check_list("filters", filters, Filter)
         self.filters, self.buffer_rules = tuple(filters), as_rules("buffers", buffers or {})
         self.participation: UniformParticipation | Sampler | None = participation
         if participation is not None:
-            check_is("participation", participation, Sampler)
+            _check_kind("participation", participation, Sampler)
             if clients_per_round is not None:
                 raise ValueError(
                     f"`clients_per_round={clients_per_round}` and `participation={participation!r}` both say who takes "
@@ -154,7 +167,7 @@ class FederatedModule(FederatedHooks, Member):
         _check_algorithm(self.algorithm, plan)
         outlasts = any(each.outlasts_faults for each in self.filters)
         self.faults = (FORGIVING if outlasts else Faults()) if faults is None else faults
-        check_is("faults", self.faults, Faults)
+        _check_kind("faults", self.faults, Faults)
         if outlasts:
             self.faults.check_private()
         self.conditions = Conditions(dropout, clock)
@@ -475,28 +488,29 @@ def _check_server_optimizer(server_optimizer: Any) -> None:
     raise TypeError(f"`server_optimizer` must be a function from parameters to an optimizer, got {got}.")
 
 
-def _check_local_hooks(local_hooks: Any) -> None:
-    if isinstance(local_hooks, LocalHook):
-        raise TypeError(f"`local_hooks` must be a list, got one hook; write local_hooks=[{local_hooks!r}].")
-    check_is("local_hooks", local_hooks, Sequence)
-    for hook in local_hooks:
-        if isinstance(hook, pl.Callback | Filter):
-            name, kind = type(hook).__name__, "filter" if isinstance(hook, Filter) else "callback"
-            write = {"filter": f"filters=[{name}(...)]", "callback": f"Trainer(callbacks=[{name}(...)])"}[kind]
-            raise TypeError(f"`local_hooks` act within local steps, and {name} is a {kind}; write {write}.")
-        check_is("local_hooks", hook, LocalHook)
+def _check_kind(argument: str, value: Any, expected: type) -> None:
+    """Raise ``TypeError`` unless an argument has what it takes; say where it belongs if that is elsewhere."""
+    kind = value if isinstance(value, type) else type(value)
+    place = next((place for base, place in BELONGS.items() if issubclass(kind, base)), None)
+    if place is not None and not issubclass(kind, expected):
+        made = f"{kind.__name__}(...)"
+        rule = f"`{argument}` must be an instance of {expected.__name__}"
+        raise TypeError(f"{rule}, got {made}; write {place.format(made)}.")
+    check_is(argument, value, expected)
+
+
+def _check_list(argument: str, values: Any, expected: type) -> None:
+    """Raise ``TypeError`` unless an argument is a list of what it takes."""
+    if isinstance(values, expected):
+        raise TypeError(f"`{argument}` must be a list, got one entry; write {argument}=[{values!r}].")
+    for each in values if isinstance(values, Sequence) else [values]:
+        _check_kind(argument, each, expected)
+    check_is(argument, values, Sequence)
 
 
 def _check_algorithm(algorithm: Any, plan: Plan) -> None:
     """Raise ``TypeError`` unless there is an algorithm, and ``ValueError`` if it cannot be part of the plan."""
-    is_class = isinstance(algorithm, type) and issubclass(algorithm, ShardingStrategy)
-    if is_class or isinstance(algorithm, ShardingStrategy):
-        strategy = f"{algorithm.__name__}(...)" if is_class else repr(algorithm)
-        raise TypeError(
-            f"`algorithm` must be an instance of Algorithm, got the strategy {strategy}; write "
-            f"SpectralSharding(strategy={strategy})."
-        )
-    check_is("algorithm", algorithm, Algorithm)
+    _check_kind("algorithm", algorithm, Algorithm)
     module = plan.module
     try:
         check_chain(plan)

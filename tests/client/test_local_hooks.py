@@ -136,5 +136,5 @@ def test_the_trainers_own_clipping_points_to_ours(lit: Any, data: Any, quiet: An
 
 @pytest.mark.parametrize("hooks", [ls.client.GradientClip(1.0), [ls.client.GradientClip], ["clip"]])
 def test_anything_but_a_list_of_hooks_is_refused(hooks: Any, lit: Any) -> None:
-    with pytest.raises(TypeError, match=r"`local_hooks` must be (an instance of|a list, got one hook)"):
+    with pytest.raises(TypeError, match=r"`local_hooks` must be (an instance of|a list, got one entry)"):
         ls.FederatedModule(lit, clients_per_round=2, local_hooks=hooks)

@@ -260,7 +260,7 @@ class Sampler(ABC):
     The unit is a processor: a client with B of them can train B models at once. Each trains one model or nothing.
 
     Args:
-        active: Expected number m of active processors in a round, above zero.
+        active: Expected number m of active processors in a round, at least 1.
         design: Fixed-size design by which exactly m processors are drawn; m must then be whole. By default each
             processor draws independently, as published, and the number varies around m.
         normalize: Whether the average is divided by the sum of its coefficients: biased, but with less variance. By
@@ -285,7 +285,7 @@ class Sampler(ABC):
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, active=Number(above=0), normalize=flag)
+        check_fields(self, active=Number(at_least=1, hint="it counts clients, and is no share of them"), normalize=flag)
         if self.design is not None:
             check_is("design", self.design, Design)
         if self.design is not None and self.active != round(self.active):
@@ -528,7 +528,7 @@ class Uniform(Sampler):
     numbers of examples too.
 
     Args:
-        active: Expected number m of active processors in a round, above zero.
+        active: Expected number m of active processors in a round, at least 1.
         design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, any gives the same.
         normalize: See :class:`Sampler`.
 
@@ -599,7 +599,7 @@ class VarianceReduced(Sampler):
     See `assignment_probs`.
 
     Args:
-        active: Expected number m of active processors in a round, above zero.
+        active: Expected number m of active processors in a round, at least 1.
         design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
             is less; by default each processor draws independently. See :class:`Sampler`.
         normalize: See :class:`Sampler`.

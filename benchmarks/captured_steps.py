@@ -164,7 +164,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 CHOICES: dict[str, dict[str, Any]] = {
     "FedAvg": {},
-    "hooks": {"local_hooks": [ls.client.GradientClip(0.5), ls.client.ProximalTerm(0.1), ls.client.FixedBatchNorm(3)]},
+    "hooks": {"local_hooks": [ls.GradientClip(0.5), ls.ProximalTerm(0.1), ls.FixedBatchNorm(3)]},
     "sharding": {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5})},
     "width": {"algorithm": ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5})},
     "LoRA": {"algorithm": ls.LoRA(rank=2), "buffers": {"*running*": "mean"}},
@@ -176,7 +176,7 @@ CHOICES: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "Zampling": {"algorithm": ls.Zampling(degree=2)},
     "small steps": {"algorithm": ls.SpectralSharding(keep_ratio={0.3: 0.5, 0.6: 0.5}, small_steps=0.5)},
-    "logits": {"local_hooks": [ls.client.MaskedLogits("net.4")]},
+    "logits": {"local_hooks": [ls.MaskedLogits("net.4")]},
 }
 ATTRIBUTE = variant(
     LitNet,

@@ -582,7 +582,7 @@ def spectral_cases() -> dict[str, Case]:
                 "spectral/outputs cut": lambda: spectral(output_ratio=0.5),
                 "spectral/means of matrices": lambda: published(ls.TopN(), aggregation=ls.algorithms.MatrixMeans()),
                 "spectral/means of terms after a start": lambda: spectral(
-                    aggregation=ls.algorithms.TermMeans(), spectral_start=ls.algorithms.SpectralStart(tail=0.3)
+                    aggregation=ls.algorithms.TermMeans(), spectral_start=ls.SpectralStart(tail=0.3)
                 ),
                 "spectral/one ratio per client": lambda: spectral(keep_ratio=[0.2, 0.4, 0.6, 0.8, 1.0] * 2),
                 "spectral/granularity": lambda: spectral(layers=ls.LayerChoices(term_granularity=4)),
@@ -624,7 +624,7 @@ def width_cases() -> dict[str, Case]:
             Plain,
             data=client_data(by_label=True),
             algorithm=ls.WidthSharding(ls.RollingChannels(step=2), keep_ratio=MIXED),
-            local_hooks=[ls.client.MaskedLogits("net.6")],
+            local_hooks=[ls.MaskedLogits("net.6")],
         ),
         **built({"FIARSE/mixed": lambda: ls.FIARSE({0.25: 0.5, 1.0: 0.5}), "FIARSE/default": lambda: ls.FIARSE()}),
         **built({"FIARSE/Conv": lambda: ls.FIARSE(0.4, exclude=["net.1.*"])}, make=Conv, rounds=2),
@@ -735,11 +735,11 @@ def settings_cases() -> dict[str, Case]:
         return fit(Plain, data=client_data(by_label=True), algorithm=algorithm(), local_hooks=hooks)
 
     hooks: dict[str, Callable[[], Any]] = {
-        "ProximalTerm": lambda: ls.client.ProximalTerm(0.5),
-        "GradientClip": lambda: ls.client.GradientClip(0.5),
-        "MaskedLogits": lambda: ls.client.MaskedLogits("net.6"),
-        "MaskedLogits, -inf": lambda: ls.client.MaskedLogits("net.6", absent=-math.inf),
-        "both": lambda: [ls.client.ProximalTerm(0.1), ls.client.GradientClip(1.0)],
+        "ProximalTerm": lambda: ls.ProximalTerm(0.5),
+        "GradientClip": lambda: ls.GradientClip(0.5),
+        "MaskedLogits": lambda: ls.MaskedLogits("net.6"),
+        "MaskedLogits, -inf": lambda: ls.MaskedLogits("net.6", absent=-math.inf),
+        "both": lambda: [ls.ProximalTerm(0.1), ls.GradientClip(1.0)],
     }
     return {
         **{f"hooks/{name}, FedAvg": partial(hooked, make, lambda: ls.FedAvg()) for name, make in hooks.items()},
@@ -749,10 +749,8 @@ def settings_cases() -> dict[str, Case]:
         "server/FedYogi": partial(on_server, "FedYogi", lr=0.01),
         "server/FedAdagrad": partial(on_server, "FedAdagrad", lr=0.01),
         "server/BoundedMomentum": partial(on_server, "BoundedMomentum"),
-        "server/BoundedMomentum, spectral": lambda: fit(
-            algorithm=spectral(), server_optimizer=ls.server.BoundedMomentum()
-        ),
-        "server/FedAdam, spectral": lambda: fit(algorithm=spectral(), server_optimizer=ls.server.FedAdam(lr=0.01)),
+        "server/BoundedMomentum, spectral": lambda: fit(algorithm=spectral(), server_optimizer=ls.BoundedMomentum()),
+        "server/FedAdam, spectral": lambda: fit(algorithm=spectral(), server_optimizer=ls.FedAdam(lr=0.01)),
         "server/update bound": lambda: fit(filters=[ls.MaxUpdateNorm(0.5)]),
         "server/update bound, spectral": lambda: fit(
             algorithm=published(ls.Collective()), filters=[ls.MaxUpdateNorm(0.5)]
@@ -765,8 +763,8 @@ def settings_cases() -> dict[str, Case]:
         "faults/errors, divergence, no update": lambda: fit(
             Fragile,
             data=client_data(numbered=True),
-            faults=ls.server.Faults(
-                **dict.fromkeys(("on_error", "on_not_finite", "on_no_update"), ls.server.LeaveOut(max_share=1.0))
+            faults=ls.Faults(
+                **dict.fromkeys(("on_error", "on_not_finite", "on_no_update"), ls.LeaveOut(max_share=1.0))
             ),
         ),
         "faults/an error ends the run": lambda: fit(Fragile, data=client_data(numbered=True)),
@@ -775,7 +773,7 @@ def settings_cases() -> dict[str, Case]:
         **built({"resumed/LoRA": lambda: ls.LoRA({1: 0.5, 3: 0.5}, merge_every=3)}, run=resumed),
         **built({"resumed/Zampling": lambda: ls.Zampling(4, degree=3)}, run=resumed),
         **built({"resumed/Scaffold": lambda: ls.Scaffold()}, run=resumed, make=Plain),
-        "resumed/FedAdam": lambda: resumed(server_optimizer=ls.server.FedAdam(lr=0.01)),
+        "resumed/FedAdam": lambda: resumed(server_optimizer=ls.FedAdam(lr=0.01)),
     }
 
 

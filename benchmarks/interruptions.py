@@ -280,7 +280,7 @@ FEDERATIONS: dict[str, Make] = {
     "spectral, two optimizers": lambda: {"algorithm": MIXED, "module": Alternating},
     "LoRA, averaged": lambda: {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.StackedProducts(), train=["net.6"]),
-        "server_optimizer": ls.server.FedAdam(lr=0.01),
+        "server_optimizer": ls.FedAdam(lr=0.01),
         "callbacks": [EMAWeightAveraging(decay=0.5)],
     },
     "Zampling": lambda: {

@@ -112,7 +112,7 @@ def federate(algorithm: ls.Algorithm, num_rounds: int, seed: int) -> ls.Federate
         algorithm=algorithm,
         clients_per_round=CLIENTS_PER_ROUND,
         local_epochs=LOCAL_EPOCHS,
-        server_optimizer=ls.server.BoundedMomentum(),
+        server_optimizer=ls.BoundedMomentum(),
         seed=seed,
     )
 

@@ -111,3 +111,21 @@ from lightning_spectral.simulation import VirtualClock as VirtualClock
 from lightning_spectral.sweep.clients import compare_clients as compare_clients
 
 __version__: str
+from lightning_spectral.algorithms import SpectralStart as SpectralStart
+from lightning_spectral.client import CalibratedLogits as CalibratedLogits
+from lightning_spectral.client import FixedBatchNorm as FixedBatchNorm
+from lightning_spectral.client import GradientClip as GradientClip
+from lightning_spectral.client import MaskedLogits as MaskedLogits
+from lightning_spectral.client import ProximalTerm as ProximalTerm
+from lightning_spectral.server import BoundedMomentum as BoundedMomentum
+from lightning_spectral.server import Faults as Faults
+from lightning_spectral.server import FedAdagrad as FedAdagrad
+from lightning_spectral.server import FedAdam as FedAdam
+from lightning_spectral.server import FedAvgM as FedAvgM
+from lightning_spectral.server import FedYogi as FedYogi
+from lightning_spectral.server import GeometricMedian as GeometricMedian
+from lightning_spectral.server import Krum as Krum
+from lightning_spectral.server import LeaveOut as LeaveOut
+from lightning_spectral.server import Median as Median
+from lightning_spectral.server import MultiKrum as MultiKrum
+from lightning_spectral.server import TrimmedMean as TrimmedMean

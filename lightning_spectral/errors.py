@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "SpectralWarning"]
@@ -98,14 +99,16 @@ def from_extra(extra: str) -> Iterator[None]:
         ) from None
 
 
-def refuse_moved(owner: str, options: Mapping[str, Any], moved: Mapping[str, str]) -> None:
-    """Raise ``TypeError`` for an argument that belongs elsewhere, with what to write there.
+def refuse_moved(made: type, options: Mapping[str, Any], moved: Mapping[str, str]) -> None:
+    """Raise ``TypeError`` for an argument that a class does not have, with what to write instead.
 
     Example:
-        >>> refuse_moved("FedAvg", {"compression": None}, {"compression": "filters=[TopK(0.1)]"})
+        >>> class Average: ...
+        >>> refuse_moved(Average, {"compression": None}, {"compression": "filters=[TopK(0.1)]"})
         Traceback (most recent call last):
-        TypeError: FedAvg has no argument `compression`: write filters=[TopK(0.1)].
+        TypeError: Average has no argument `compression`: write filters=[TopK(0.1)].
     """
+    own = signature(made.__init__).parameters  # type: ignore[misc]  # not that of `__new__`, which takes anything
     for name in options:
-        if name in moved:
-            raise TypeError(f"{owner} has no argument `{name}`: write {moved[name]}.")
+        if name in moved and name not in own:
+            raise TypeError(f"{made.__name__} has no argument `{name}`: write {moved[name]}.")

@@ -12,9 +12,10 @@ from types import MappingProxyType, ModuleType
 _NAMES = {
     "algorithms": """
         Algorithm AlternatingFactors Ditto FIARSE FedAvg FedBuff FedDyn FrozenA LoRA PaddedFactors QFedAvg SampledTerms
-        Scaffold SpectralSharding StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling cost_table
-        largest_that_fits
+        Scaffold SpectralSharding SpectralStart StackedProducts StaleUpdates TruncatedProducts WidthSharding Zampling
+        cost_table largest_that_fits
     """,
+    "client": "CalibratedLogits FixedBatchNorm GradientClip MaskedLogits ProximalTerm",
     "designs": "Brewer ConditionalPoisson MinimumSupport SuccessiveSampling Systematic",
     "errors": "ClientError SpectralWarning",
     "filters": """
@@ -38,39 +39,41 @@ _NAMES = {
         SVDRefresh SubmodelSampling
     """,
     "protocol": "Schedule",
+    "server": """
+        BoundedMomentum Faults FedAdagrad FedAdam FedAvgM FedYogi GeometricMedian Krum LeaveOut Median MultiKrum
+        TrimmedMean
+    """,
     "sharding": "Collective EffectiveCohort PrefixChannels PriSM RandomChannels RollingChannels TopN Unbiased",
     "simulation": "ClientDropout VirtualClock",
     "sweep.clients": "compare_clients",
 }
 INSTEAD = MappingProxyType(  # what people type who come from elsewhere, and what to write here
     {
-        "BoundedMomentum": "server_optimizer=ls.server.BoundedMomentum()",
-        "CalibratedLogits": "local_hooks=[ls.client.CalibratedLogits(layer, rounds=...)]",
         "DPSGD": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
-        "FedAdagrad": "server_optimizer=ls.server.FedAdagrad(lr=0.01)",
-        "FedAdam": "server_optimizer=ls.server.FedAdam(lr=0.01)",
-        "FedAvgM": "server_optimizer=ls.server.FedAvgM(momentum=0.9)",
+        "FedAsync": "ls.FedBuff(concurrency=10)",
         "FedBN": 'filters=[ls.Personal(["*norm*"])]',
         "FedHM": "ls.SpectralSharding.published(ls.TopN(), aggregation=ls.algorithms.MatrixMeans())",
-        "FedLC": "local_hooks=[ls.client.CalibratedLogits(layer, rounds=...)]",
+        "FedLC": "local_hooks=[ls.CalibratedLogits(layer, rounds=...)]",
+        "FedMedian": "filters=[ls.Robust(ls.Median())]",
+        "FedOpt": "server_optimizer=ls.FedAdam(lr=0.01)",
         "FedPer": 'filters=[ls.Personal(["head.*"])]',
-        "FedProx": "local_hooks=[ls.client.ProximalTerm(0.01)]",
+        "FedProx": "local_hooks=[ls.ProximalTerm(0.01)]",
         "FedRep": 'filters=[ls.Personal(["head.*"], epochs=1)]',
         "FedRolex": "ls.WidthSharding(ls.RollingChannels())",
-        "FedYogi": "server_optimizer=ls.server.FedYogi(lr=0.01)",
-        "Faults": "faults=ls.server.Faults(on_error=ls.server.LeaveOut())",
+        "FedTrimmedAvg": "filters=[ls.Robust(ls.TrimmedMean(0.1))]",
         "FjORD": "ls.WidthSharding(step_widths=[...])",
-        "GradientClip": "local_hooks=[ls.client.GradientClip(1.0)]",
         "HeteroFL": "ls.WidthSharding(ls.PrefixChannels())",
-        "Krum": "filters=[ls.Robust(ls.server.Krum(2))]",
-        "Median": "filters=[ls.Robust(ls.server.Median())]",
-        "MultiKrum": "filters=[ls.Robust(ls.server.MultiKrum(2))]",
-        "PrivacyEngine": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
-        "ProximalTerm": "local_hooks=[ls.client.ProximalTerm(0.01)]",
-        "SCAFFOLD": "ls.Scaffold()",
-        "SpectralStart": "SpectralSharding(spectral_start=ls.algorithms.SpectralStart(...))",
+        "IidPartitioner": "ls.IIDPartitioner(num_clients=10)",
         "leave_one_client_out": "ls.compare_clients(make, data, folder, trainer={...}, clients=[...])",
-        "TrimmedMean": "filters=[ls.Robust(ls.server.TrimmedMean(0.1))]",
+        "NaturalIdPartitioner": "ls.NaturalPartitioner([...])",
+        "PathologicalPartitioner": "ls.LabelsPerClient(num_clients=10, num_labels=2)",
+        "PrivacyEngine": "filters=[ls.ExamplePrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)]",
+        "run_simulation": "lightning.pytorch.Trainer(...).fit(model, data)",
+        "SCAFFOLD": "ls.Scaffold()",
+        "SecAgg": "filters=[ls.SecureSums()]",
+        "SecAggPlus": "filters=[ls.SecureSums()]",
+        "SizePartitioner": 'ls.IIDPartitioner(num_clients=10, sizes=ls.SizeLaw("lognormal", 1.0))',
+        "start_simulation": "lightning.pytorch.Trainer(...).fit(model, data)",
     }
 )
 NAMES = MappingProxyType({place: tuple(names.split()) for place, names in _NAMES.items()})  # by place

@@ -35,11 +35,11 @@ NUM_CLIENTS, NUM_ROUNDS, BATCH_SIZE, SEED = 10, 10, 40, 0
 RATES = (0.05, 0.1, 0.2, 0.4)
 RULES: dict[str, tuple[Any, list[ls.Robust]]] = {
     "mean": (ls.FedAvg(), []),
-    "`Median()`": (ls.FedAvg(), [ls.Robust(ls.server.Median())]),
-    "`TrimmedMean(0.3)`": (ls.FedAvg(), [ls.Robust(ls.server.TrimmedMean(0.3))]),
-    "`GeometricMedian()`": (ls.FedAvg(), [ls.Robust(ls.server.GeometricMedian())]),
-    "`Krum(3)`": (ls.FedAvg(), [ls.Robust(ls.server.Krum(3))]),
-    "`MultiKrum(3)`": (ls.FedAvg(), [ls.Robust(ls.server.MultiKrum(3))]),
+    "`Median()`": (ls.FedAvg(), [ls.Robust(ls.Median())]),
+    "`TrimmedMean(0.3)`": (ls.FedAvg(), [ls.Robust(ls.TrimmedMean(0.3))]),
+    "`GeometricMedian()`": (ls.FedAvg(), [ls.Robust(ls.GeometricMedian())]),
+    "`Krum(3)`": (ls.FedAvg(), [ls.Robust(ls.Krum(3))]),
+    "`MultiKrum(3)`": (ls.FedAvg(), [ls.Robust(ls.MultiKrum(3))]),
     "sharding, keep ratio 0.2": (ls.SpectralSharding(keep_ratio=0.2), []),
 }
 LIES: dict[str, Any] = {  # what they are called, and the arguments of `Attack`; or what liars do to their data

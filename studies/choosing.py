@@ -82,7 +82,7 @@ def row(name: str, num_rounds: int, **options: Any) -> str:
     """Return a row of the mean of the last ten rounds, for `FedAvg` and for sharding."""
     cells = []
     for algorithm in (ls.FedAvg(), ls.SpectralSharding(keep_ratio=KEEP_RATIO)):
-        options |= {"server_optimizer": ls.server.BoundedMomentum(), "momentum": 0.9}
+        options |= {"server_optimizer": ls.BoundedMomentum(), "momentum": 0.9}
         rounds = [trained(algorithm, SKEWED, seed, num_rounds, **options)[0] for seed in SEEDS]
         cells.append(spread([fmean(values[-10:]) for values in rounds], 1))
     return f"| {name} | {' | '.join(cells)} |"

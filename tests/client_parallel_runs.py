@@ -197,14 +197,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "spectral, FedAdam": {
         "algorithm": SPECTRAL,
         "clients_per_round": 5,
-        "server_optimizer": ls.server.FedAdam(lr=0.01),
+        "server_optimizer": ls.FedAdam(lr=0.01),
     },
     "two optimizers, FedYogi": {
         "algorithm": SPECTRAL,
         "module": LitHalves,
         "clients_per_round": 5,
-        "local_hooks": [ls.client.ProximalTerm(0.5)],
-        "server_optimizer": ls.server.FedYogi(lr=0.01),
+        "local_hooks": [ls.ProximalTerm(0.5)],
+        "server_optimizer": ls.FedYogi(lr=0.01),
     },
     "coordinated, one client": {"algorithm": COORDINATED, "clients_per_round": 1},
     "cut cohort": {"algorithm": COORDINATED, "trainer": {"limit_train_batches": 4}},
@@ -220,12 +220,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "LoRA, stacked, FedAdam": {
         "algorithm": ls.LoRA({1: 0.5, 3: 0.5}, aggregation=ls.StackedProducts(), train=["net.5"]),
         "clients_per_round": 5,
-        "server_optimizer": ls.server.FedAdam(lr=0.01),
+        "server_optimizer": ls.FedAdam(lr=0.01),
     },
     "width": {
         "algorithm": ls.WidthSharding(ls.RollingChannels(), keep_ratio={0.25: 0.5, 0.5: 0.5}),
         "module": WithBatchNorm,
-        "local_hooks": [ls.client.MaskedLogits("net.6")],
+        "local_hooks": [ls.MaskedLogits("net.6")],
         "dashboard": True,
     },
     "outputs cut": {
@@ -237,7 +237,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "module": WithBatchNorm,
     },
     "Zampling": {"algorithm": ls.Zampling(4, degree=3), "module": WithBatchNorm},
-    "robust": {"algorithm": SPECTRAL, "filters": [ls.Robust(ls.server.Median())], "rounds": 3},
+    "robust": {"algorithm": SPECTRAL, "filters": [ls.Robust(ls.Median())], "rounds": 3},
     "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "rounds": 3},
     "work divided": {"filters": [ls.FedNova()], "local_epochs": [1, 3] * 6, "module": WithBatchNorm, "rounds": 3},
     "largest changes": {"filters": [ls.TopK(0.1)], "rounds": 3},
@@ -277,7 +277,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "errors, dropout and over-selection": {
         "module": FailsForClient,
         "clients_per_round": 12,
-        "faults": ls.server.Faults(on_error=ls.server.LeaveOut()),
+        "faults": ls.Faults(on_error=ls.LeaveOut()),
         "dropout": ls.ClientDropout([0.0, *[0.3] * 11]),  # client 0 has to take part, and fails
         "clock": ls.VirtualClock([ls.simulation.DeviceProfile(1e6, 1e6, 1e9 / 4**n) for n in range(12)], keep_first=7),
     },

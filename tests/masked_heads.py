@@ -100,6 +100,6 @@ def present(*classes: int) -> ClientData:
 
 def masked(layer: nn.Module, x: Tensor, *classes: int) -> Tensor:
     """The output of a layer while a client that has only the given classes trains."""
-    with ls.client.MaskedLogits("", absent=7.0).while_training(layer, present(*classes)):
+    with ls.MaskedLogits("", absent=7.0).while_training(layer, present(*classes)):
         out: Tensor = layer(x)
     return out

@@ -8,10 +8,9 @@ import lightning_spectral as ls
 # What the documentation names besides the top level.
 IN_PACKAGES = {
     "algorithms": """
-        AdapterAggregation MatrixMeans SpectralStart TermAggregation TermMeans narrow_model
-        save_peft_adapter spectral_start
+        AdapterAggregation MatrixMeans TermAggregation TermMeans narrow_model save_peft_adapter spectral_start
     """,
-    "client": "CalibratedLogits FixedBatchNorm GradientClip LocalHook LogitsHook MaskedLogits ProximalTerm",
+    "client": "LocalHook LogitsHook",
     "designs": "Coordinated Design JointDesign RandomSystematic",
     "errors": "LostProcessError RoundError",
     "filters": "Packing",
@@ -28,7 +27,7 @@ IN_PACKAGES = {
     "plugin.callbacks": """
         BatchNormEstimation ClientRow ClientTable RoundLines SampledNetworks SpectralDiagnostics UpdateAlignment
     """,
-    "server": "Faults FedAdagrad FedAdam FedAvgM FedYogi LeaveOut Raise",
+    "server": "Raise",
     "sharding": "ChannelChoice Scaled Schatten ShardingStrategy",
     "simulation": "DeviceProfile",
 }

@@ -56,6 +56,7 @@ NEEDED: Mapping[str, Callable[[], dict[str, Any]]] = {
     "FedBuff": lambda: {"concurrency": 3},
     "FederatedDataModule": lambda: {"train": TOY, "partitioner": ls.IIDPartitioner(2)},
     "FederatedModule": lambda: {"module": LitNet(nn.Linear(3, 1))},
+    **dict.fromkeys(("Krum", "MultiKrum"), lambda: {"num_liars": 1}),
     "FrobeniusDecay": lambda: {"coefficients": {}},
     "GradientClip": lambda: {"max_norm": 1.0},
     "IIDPartitioner": lambda: {"num_clients": 3},
@@ -149,8 +150,8 @@ def test_the_walk_finds_arguments_of_each_kind() -> None:
 
 
 NUMPY: list[Any] = [
-    (ls.server.FedAvgM, {"lr": np.float32(0.5), "momentum": np.float64(0.5)}, {"lr": 0.5, "momentum": 0.5}),
-    (ls.server.FedAdam, {"betas": [np.float64(0.5), 0]}, {"betas": (0.5, 0)}),
+    (ls.FedAvgM, {"lr": np.float32(0.5), "momentum": np.float64(0.5)}, {"lr": 0.5, "momentum": 0.5}),
+    (ls.FedAdam, {"betas": [np.float64(0.5), 0]}, {"betas": (0.5, 0)}),
     (ls.SpectralSharding, {"keep_ratio": np.float64(0.5), "clip_tau": np.int64(3)}, {"keep_ratio": 0.5, "clip_tau": 3}),
     (ls.SpectralSharding, {"keep_ratio": {np.float64(0.5): np.float64(1.0)}}, {"keep_ratio": {0.5: 1.0}}),
     (ls.SpectralSharding, {"keep_ratio": [np.float64(0.5), 1]}, {"keep_ratio": [0.5, 1]}),
@@ -229,7 +230,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (federated, {"filters": [None]}, r"`filters` must be an instance of Filter, got None"),
     (federated, {"filters": ["int8"]}, r"`filters` must be an instance of Filter, got the string 'int8'"),
-    (federated, {"filters": 3}, r"`filters` must be an instance of Sequence, got 3"),
+    (federated, {"filters": 3}, r"`filters` must be an instance of Filter, got 3"),
     (
         federated,
         {"privacy": None},

@@ -46,7 +46,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture
 def fit(fit: Fit) -> Fit:
     """Fits of three rounds, each with two local epochs and clipped gradients."""
-    return partial(fit, max_epochs=3, local_epochs=2, local_hooks=[ls.client.GradientClip(1.0)])
+    return partial(fit, max_epochs=3, local_epochs=2, local_hooks=[ls.GradientClip(1.0)])
 
 
 def clients(toy: TensorDataset, batch_size: int) -> ls.FederatedDataModule:

@@ -136,11 +136,16 @@ def test_names_from_elsewhere_are_answered_with_a_line_that_works(name: str) -> 
     ("make", "message"),
     [
         (lambda: ls.ClientPrivacy(clip=1, delta=0.1, epsilon=8), "Privacy has no argument `epsilon`: write target_"),
-        (lambda: ls.FedAvg(mu=0.1), r"no argument `mu`: write FederatedModule\(\.\.\., local_hooks=\[ls\.client\.Prox"),
+        (lambda: ls.FedAvg(mu=0.1), r"no argument `mu`: write FederatedModule\(\.\.\., local_hooks=\[ls\.Prox"),
         (lambda: ls.FederatedModule(None, strategy=None), r"no argument `strategy`: write algorithm=ls\.Spectral"),
         (lambda: ls.FederatedModule(None, num_rounds=9), r"no argument `num_rounds`: write Trainer\(max_epochs=100\)"),
         (lambda: ls.FederatedModule(None, lr=0.1), "no argument `lr`: write the rate into the optimizer"),
         (lambda: ls.FederatedModule(None, fraction_fit=0.1), "no argument `fraction_fit`: write clients_per_round=0.1"),
+        (lambda: ls.IIDPartitioner(num_partitions=4), "IIDPartitioner has no argument `num_partitions`: write num_cli"),
+        (lambda: ls.LabelsPerClient(4, sizes=[1.0]), r"LabelsPerClient has .* `sizes`: write IIDPartitioner\(.*sizes="),
+        (lambda: ls.FederatedDataModule([], None, num_clients=4), r"`num_clients`: write a partitioner: IIDPart"),
+        (lambda: ls.FederatedDataModule([], None, val_fraction=0.1), "write client_val_fraction=0.1, for examples of"),
+        (lambda: ls.ClientPrivacy(clipping_norm=1.0), "`clipping_norm`: write clip=1.0"),
         (lambda: ls.SpectralSharding(local_epochs=2), "no argument `local_epochs`: write FederatedModule"),
     ],
 )

@@ -75,7 +75,7 @@ def test_five_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
         module,
         algorithm=ls.SpectralSharding(keep_ratio={0.1: 0.5, 0.2: 0.5}),
         clients_per_round=4,
-        faults=ls.server.Faults(on_error=ls.server.LeaveOut()),
+        faults=ls.Faults(on_error=ls.LeaveOut()),
         dropout=ls.ClientDropout(0.2),
         clock=ls.VirtualClock({FAST: 0.8, SLOW: 0.2}, deadline=10.0, keep_first=3),
     )

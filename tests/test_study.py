@@ -205,7 +205,7 @@ def test_low_rank_updates_take_more_multiplications_than_what_they_update(study)
 def test_the_default_of_the_study_is_the_default_of_the_package(study):
     assert study.setups.algorithm_of("sharding", 0.2, None) == ls.SpectralSharding()
     assert study.setups.SERVERS["averaging"] == ls.server.optimizers.AVERAGING
-    assert study.setups.SERVERS["momentum"] == ls.server.BoundedMomentum()
+    assert study.setups.SERVERS["momentum"] == ls.BoundedMomentum()
 
 
 def test_the_transformer_is_trained_with_adamw_and_the_others_with_sgd(study):

@@ -2,7 +2,6 @@
 
 # Annotations are evaluated eagerly here, because jsonargparse resolves inherited ones in the file of the subclass.
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,8 +119,8 @@ PLACES: Mapping[str, str] = MappingProxyType(  # of arguments that belong in a `
         "personal": 'filters=[Personal(["head.*"])]',
         "personal_epochs": 'filters=[Personal(["head.*"], epochs=1)]',
         "compression": "filters=[TopK(0.1)]",
-        **dict.fromkeys(("mu", "proximal_mu"), "local_hooks=[ls.client.ProximalTerm(0.01)]"),
-        **dict.fromkeys(("server_lr", "momentum"), "server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=0.9)"),
+        **dict.fromkeys(("mu", "proximal_mu"), "local_hooks=[ls.ProximalTerm(0.01)]"),
+        **dict.fromkeys(("server_lr", "momentum"), "server_optimizer=ls.FedAvgM(lr=1.0, momentum=0.9)"),
         "clients_per_round": "clients_per_round=10",
         **dict.fromkeys(("fraction_fit", "fraction_train"), "clients_per_round=0.1"),
         "local_epochs": "local_epochs=1",
@@ -331,8 +330,7 @@ class Algorithm(_AtServer, ABC):
     def __new__(cls, *args: Any, **options: Any) -> "Algorithm":
         """Say where an argument is that acts on updates, whatever the algorithm."""
         moved = {**{name: f"FederatedModule(..., {place})" for name, place in PLACES.items()}, **ELSEWHERE}
-        own = inspect.signature(cls.__init__).parameters
-        refuse_moved(cls.__name__, {name: given for name, given in options.items() if name not in own}, moved)
+        refuse_moved(cls, options, moved)
         return super().__new__(cls)
 
     @property

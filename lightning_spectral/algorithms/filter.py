@@ -33,7 +33,9 @@ from lightning_spectral.protocol.records import (
 )
 from lightning_spectral.sums.exact_mean import Peers
 
-CALLED = MappingProxyType({"epsilon": "target_epsilon=8.0", "max_grad_norm": "clip=1.0"})  # names from elsewhere
+CALLED = MappingProxyType(  # names from elsewhere
+    {"epsilon": "target_epsilon=8.0", **dict.fromkeys(("max_grad_norm", "clipping_norm", "clip_norm"), "clip=1.0")}
+)
 Ask = Callable[[Sequence[Handshake]], Iterator[Handshake | Upload]]
 
 
@@ -303,8 +305,7 @@ class Filter:
     def __new__(cls, *args: Any, **options: Any) -> Filter:
         """Say how an argument is called here."""
         own = getattr(cls, "__dataclass_fields__", {})
-        called = {name: line for name, line in CALLED.items() if name not in own and line.partition("=")[0] in own}
-        refuse_moved(cls.__name__, options, called)
+        refuse_moved(cls, options, {name: line for name, line in CALLED.items() if line.partition("=")[0] in own})
         return super().__new__(cls)
 
     @property

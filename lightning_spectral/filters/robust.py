@@ -131,7 +131,7 @@ class Attack(Filter):
         clients: Who lies: a share of all clients, which are drawn, or their numbers.
 
     Example:
-        >>> Attack("scale", -1.0, clients=0.3)  # filters=[ls.Robust(ls.server.Krum(3)), ls.Attack(...)]
+        >>> Attack("scale", -1.0, clients=0.3)  # filters=[ls.Robust(ls.Krum(3)), ls.Attack(...)]
         Attack(lie='scale', strength=-1.0, clients=0.3)
     """
 

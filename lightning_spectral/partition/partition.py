@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_spectral.arguments import Whole, check_fields
-from lightning_spectral.errors import from_extra
+from lightning_spectral.errors import from_extra, refuse_moved
 from lightning_spectral.partition.sizes import Sizes, check_sizes, client_shares
 from lightning_spectral.tables import Block, Tabular
 
@@ -186,6 +187,16 @@ def hold_out(
     return training, replace(partition, indices=partition.indices[is_held_out], offsets=_offsets(counts))
 
 
+CALLED = MappingProxyType(  # names from elsewhere, and sizes, which only two partitioners take
+    {
+        "num_partitions": "num_clients=10",
+        "partition_by": "FederatedDataModule(..., labels=[...]), or nothing where the data set has them",
+        "num_classes_per_partition": "LabelsPerClient(num_clients=10, num_labels=2)",
+        "sizes": "IIDPartitioner(num_clients=10, sizes=[...]), or DirichletPartitioner, which has labels unequal too",
+    }
+)
+
+
 class Partitioner(ABC):
     """Base class of partitioners, which deal the examples of a data set to clients.
 
@@ -211,6 +222,11 @@ class Partitioner(ABC):
 
     needs_labels: ClassVar[bool] = False
     num_clients: int
+
+    def __new__(cls, *args: Any, **options: Any) -> "Partitioner":
+        """Say how an argument is called here."""
+        refuse_moved(cls, options, CALLED)
+        return super().__new__(cls)
 
     def __call__(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         """Deal the examples to the clients.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 import lightning.pytorch as pl
@@ -18,7 +19,7 @@ from lightning_spectral.algorithms.filter import Filter
 from lightning_spectral.arguments import Number, Whole, flag
 from lightning_spectral.client.batches import BatchSource, ClientData, Collate, EvaluationLoader
 from lightning_spectral.client.local_loop import LocalTrainer
-from lightning_spectral.errors import check_is
+from lightning_spectral.errors import check_is, refuse_moved
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.partition import (
     Labels,
@@ -48,6 +49,15 @@ from lightning_spectral.protocol.rng import derived_generator, derived_seed, iso
 from lightning_spectral.server.executor import Executor
 from lightning_spectral.server.round import Engine
 
+CALLED = MappingProxyType(  # names from elsewhere
+    {
+        "num_clients": "a partitioner: IIDPartitioner(num_clients=10)",
+        **dict.fromkeys(("val_fraction", "val_split"), "client_val_fraction=0.1, for examples of each client"),
+        **dict.fromkeys(("test_fraction", "test_split"), "client_test_fraction=0.1, for examples of each client"),
+        "shuffle": "nothing: clients shuffle in every local epoch",
+        "transform": "client_transform=lambda example, client: ..., or transform the data set",
+    }
+)
 COMPARED = 8  # clients whose first examples tell data sets apart
 
 
@@ -92,6 +102,11 @@ class ServerData(pl.LightningDataModule):
     """
 
     settings: tuple[str, ...] = ("num_clients",)  # what loggers show
+
+    def __new__(cls, *args: Any, **options: Any) -> ServerData:
+        """Say where an argument is, or how it is called here."""
+        refuse_moved(cls, options, CALLED)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -104,7 +104,7 @@ class Member(pl.LightningModule):
 
     def __new__(cls, *args: Any, **options: Any) -> Member:
         """Say where an argument is that acts on updates."""
-        refuse_moved(cls.__name__, options, MOVED)
+        refuse_moved(cls, options, MOVED)
         return super().__new__(cls)
 
     def __init__(self) -> None:

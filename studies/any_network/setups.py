@@ -135,16 +135,16 @@ def few_label_hooks(module: nn.Module, num_rounds: int) -> list[ls.client.LocalH
     """What setups for few labels add to local steps."""
     *_, head = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
     hooks: list[ls.client.LocalHook] = [
-        ls.client.CalibratedLogits(head, rounds=num_rounds),
-        ls.client.GradientClip(1.0),
+        ls.CalibratedLogits(head, rounds=num_rounds),
+        ls.GradientClip(1.0),
     ]
     has_averages = any(isinstance(layer, nn.BatchNorm2d) for layer in module.modules())
-    return hooks + [ls.client.FixedBatchNorm(num_rounds // 2)] * has_averages
+    return hooks + [ls.FixedBatchNorm(num_rounds // 2)] * has_averages
 
 
 SERVERS: dict[str, FedOptimizer] = {
-    "averaging": ls.server.FedAvgM(lr=1.0, momentum=0.0),
-    "momentum": ls.server.BoundedMomentum(momentum=0.8),
+    "averaging": ls.FedAvgM(lr=1.0, momentum=0.0),
+    "momentum": ls.BoundedMomentum(momentum=0.8),
     "exponential mean": Tried(ExponentialMeanSGD),
     "momentum, own norms": Tried(PerParameterSGD),
 }

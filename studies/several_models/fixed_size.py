@@ -84,7 +84,7 @@ def trained(rounds: tuple[int, ...] = ROUNDS) -> Mapping[int, tuple[Tensor, Tens
         algorithm=algorithm,
         participation=ls.FullParticipation(),
         local_epochs=LOCAL_EPOCHS,
-        faults=ls.server.Faults(on_no_data=ls.server.LeaveOut()),
+        faults=ls.Faults(on_no_data=ls.LeaveOut()),
     )
     keep = KeepGrams(algorithm.updates, data.partition.sizes, rounds)
     quiet_trainer(max(rounds), [keep]).fit(module, datamodule=data)

@@ -40,7 +40,7 @@ def train(spec: Spec) -> dict[str, Any]:
         algorithm=spec.algorithm,
         clients_per_round=NUM_CLIENTS,
         local_epochs=spec.local_epochs,
-        server_optimizer=ls.server.FedAvgM(lr=spec.server_lr, momentum=spec.momentum),
+        server_optimizer=ls.FedAvgM(lr=spec.server_lr, momentum=spec.momentum),
         seed=spec.seed,
     )
     data = deal(task, spec.seed)

@@ -61,7 +61,7 @@ class TestAtALearningRateForTheDenseNetwork:
         return found
 
     @pytest.mark.sampled(1)
-    @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()], ids=["random", "spectral"])
+    @pytest.mark.parametrize("start", [None, ls.SpectralStart()], ids=["random", "spectral"])
     @pytest.mark.parametrize("seed", [0, 1, 2])
     def test_sub_models_explode_without_the_bound_and_learn_with_it(self, seed: int, start: Any) -> None:
         with torch.random.fork_rng(devices=[]):
@@ -228,8 +228,8 @@ class TestPublished:
         )
         assert paper == expected
         assert paper.layers == ls.LayerChoices(exclude=["head"])
-        own = ls.SpectralSharding.published(spectral_start=ls.algorithms.SpectralStart(), clip_weight_lr=3.0)
-        assert (own.spectral_start, own.clip_weight_lr) == (ls.algorithms.SpectralStart(), 3.0)
+        own = ls.SpectralSharding.published(spectral_start=ls.SpectralStart(), clip_weight_lr=3.0)
+        assert (own.spectral_start, own.clip_weight_lr) == (ls.SpectralStart(), 3.0)
         with pytest.raises(TypeError, match="'typo'"):
             ls.SpectralSharding.published(typo=1)
         with pytest.raises(ValueError, match="`clip_weight_lr` must be positive"):

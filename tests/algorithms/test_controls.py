@@ -244,7 +244,7 @@ class TestInARun:
         self, algorithm: Any, filters: Any, data: Any, fit: Fit
     ) -> None:
         """Also where an update was left out: the device then has what it had, or the sum would be another one."""
-        faults = ls.server.Faults(on_not_finite=ls.server.LeaveOut(max_share=1.0))
+        faults = ls.Faults(on_not_finite=ls.LeaveOut(max_share=1.0))
         options = {"algorithm": algorithm, "filters": filters, "faults": faults}
         fitted = fit(seeded(variant(LitPlain, on_train_batch_end=far_at_once)), data, max_epochs=4, seed=3, **options)
         assert 0 < fitted.rows[2]["fl/left_out_not_finite"] < 5
@@ -289,7 +289,7 @@ class TestInARun:
         assert (bounded.logged["fl/controls_shortened"], "fl/store_bytes" in free.logged) == (0.0, False)
 
     def test_controls_are_means_of_gradients(self, data: Any, fit: Fit) -> None:
-        fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.client.GradientClip(1.0)])
+        fitted = fit(seeded(LitPlain), data, max_epochs=3, local_hooks=[ls.GradientClip(1.0)])
         assert 0 < fitted.logged["fl/control_norm"] < 1.0 + 1e-6  # the mean of clipped gradients
 
     def test_a_download_has_twice_the_bytes_and_an_upload_as_many(self, data: Any, fit: Fit) -> None:

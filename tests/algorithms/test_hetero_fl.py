@@ -33,7 +33,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(
     turns = recorded_turns(monkeypatch)
     algorithm = ls.WidthSharding(keep_ratio={0.5: 0.5, 1.0: 0.5}, step_widths=step_widths, averages_per_width=per_width)
     data = clients(drop_last=per_width)  # BatchNorm refuses a batch of one, and has large gradients with two
-    hooks = [ls.client.MaskedLogits(), ls.client.GradientClip(1.0)]
+    hooks = [ls.MaskedLogits(), ls.GradientClip(1.0)]
     fitted = fit(lit, data, algorithm=algorithm, local_hooks=hooks, max_epochs=1)
     assert len(turns) == 4
     for name, inputs in (("head.weight", True), ("head.bias", False)):
@@ -60,7 +60,7 @@ def test_rows_of_the_head_average_over_those_who_have_the_class(
 
 def test_decay_does_not_reach_rows_of_classes_that_nobody_has(fit: Fit) -> None:
     LitDecay = variant(LitHead, configure_optimizers=plain_sgd(0.3, weight_decay=0.1))
-    options: dict[str, Any] = {"local_hooks": [ls.client.MaskedLogits()]}
+    options: dict[str, Any] = {"local_hooks": [ls.MaskedLogits()]}
     lit = seeded(LitDecay)
     kept = fit(lit, clients(), algorithm=ls.WidthSharding(keep_ratio=1.0), **options).state["head.weight"][4]
     assert torch.equal(kept, seeded(LitDecay).head.weight[4])
@@ -73,7 +73,7 @@ def test_fewer_entries_are_counted_as_held(fit: Fit) -> None:
         seeded(LitHead),
         clients(),
         algorithm=ls.WidthSharding(keep_ratio=1.0),
-        local_hooks=[ls.client.MaskedLogits()],
+        local_hooks=[ls.MaskedLogits()],
         max_epochs=1,
     ).rows
     assert row["fl/entries_held"] == 1 - 13 / entries
@@ -83,7 +83,7 @@ def test_a_tied_weight_is_trained_elsewhere() -> None:
     lit = LitHead()
     lit.other = nn.Linear(12, 5)
     lit.other.weight = lit.head.weight
-    rows = ls.client.MaskedLogits().untrained_rows(lit, present(0, 2))
+    rows = ls.MaskedLogits().untrained_rows(lit, present(0, 2))
     assert {name: found.tolist() for name, found in rows.items()} == {"head.bias": [1, 3, 4]}
 
 
@@ -91,7 +91,7 @@ def test_a_client_whose_labels_are_all_ignored_trains_no_row(fit: Fit) -> None:
     data = clients([(0, 1), (-100,), (2,), (3, 4)])
     options = {
         "algorithm": ls.WidthSharding(keep_ratio=1.0),
-        "local_hooks": [ls.client.MaskedLogits()],
+        "local_hooks": [ls.MaskedLogits()],
         "local_epochs": 1,
     }
 

@@ -53,7 +53,7 @@ def adapted_by_hand(model: ls.FederatedModule, algorithm: ls.LoRA) -> LitMLP:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("server_optimizer", [None, ls.server.FedAdam(lr=0.01)], ids=repr)
+@pytest.mark.parametrize("server_optimizer", [None, ls.FedAdam(lr=0.01)], ids=repr)
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.PaddedFactors(), ls.FrozenA()], ids=repr)
 def test_equal_ranks_are_a_users_own_adapters_under_fed_avg(
     aggregation: Any, server_optimizer: Any, data: Any, fit: Fit
@@ -312,12 +312,12 @@ def test_an_optimizer_without_the_weights_is_refused(data: Any, fit: Fit) -> Non
 @pytest.mark.parametrize("aggregation", [ls.SampledTerms(), ls.TruncatedProducts()], ids=repr)
 def test_a_server_optimizer_that_would_step_along_lost_terms_is_refused(aggregation: Any, data: Any, fit: Fit) -> None:
     algorithm = ls.LoRA(MIXED, aggregation=aggregation)
-    for optimizer in (ls.server.FedAdam(), ls.server.FedAvgM(momentum=0.9)):
+    for optimizer in (ls.FedAdam(), ls.FedAvgM(momentum=0.9)):
         with pytest.raises(
             ValueError, match=rf"{type(aggregation).__name__} factorises .* leave `server_optimizer` out"
         ):
             fit(seeded(LitMLP), data, algorithm=algorithm, server_optimizer=optimizer)
-    fit(seeded(LitMLP), data, algorithm=algorithm, server_optimizer=ls.server.FedAvgM(momentum=0.0))
+    fit(seeded(LitMLP), data, algorithm=algorithm, server_optimizer=ls.FedAvgM(momentum=0.0))
 
 
 def merge_by_hand(folder: Path, num_rounds: int) -> Path:
@@ -439,4 +439,4 @@ def test_what_has_no_adapters_between_rounds_is_not_merged(data: Any, fit: Fit) 
     with pytest.raises(
         ValueError, match=r"With `merge_every=3` .* as ServerAdam would refer to .* leave `server_optimizer` or"
     ):
-        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.server.FedAdam())
+        fit(seeded(LitMLP), data, algorithm=ls.LoRA(2, merge_every=3), server_optimizer=ls.FedAdam())

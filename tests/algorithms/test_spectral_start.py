@@ -162,7 +162,7 @@ def test_a_weight_that_is_not_finite_is_refused_with_the_layers_name(broken: flo
 @pytest.mark.parametrize(
     "make",
     [
-        ls.algorithms.SpectralStart,
+        ls.SpectralStart,
         lambda **options: ls.algorithms.spectral_start(between(nn.Linear(7, 7)), **{"keep_ratio": 0.5, **options}),
     ],
 )
@@ -179,7 +179,7 @@ def test_out_of_range_is_an_error(make: Any, options: dict[str, Any], message: s
         make(**options)
 
 
-@pytest.mark.parametrize("start", [True, 0.1, "default", ls.algorithms.SpectralStart])
+@pytest.mark.parametrize("start", [True, 0.1, "default", ls.SpectralStart])
 def test_what_is_no_start_is_refused(start: Any) -> None:
     with pytest.raises(TypeError, match="spectral_start"):
         ls.SpectralSharding(spectral_start=start)

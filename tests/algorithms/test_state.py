@@ -81,16 +81,14 @@ def fit(fit: Fit) -> Fit:
 
 def test_momentum_in_the_state_is_that_of_the_server_optimizer(lit_mlp: Any, data: Any, fit: Fit) -> None:
     plain = fit(seeded(lit_mlp), data)
-    expected = fit(seeded(lit_mlp), data, server_optimizer=ls.server.FedAvgM(lr=1.0, momentum=BETA))
+    expected = fit(seeded(lit_mlp), data, server_optimizer=ls.FedAvgM(lr=1.0, momentum=BETA))
     ours = fit(seeded(lit_mlp), data, algorithm=ServerMomentum())
     assert same_state(ours.state, expected.state)
     assert not same_state(ours.state, plain.state)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "server_optimizer", [None, ls.server.FedAvgM(lr=1.0, momentum=BETA), ls.server.FedAdam(lr=0.01)], ids=repr
-)
+@pytest.mark.parametrize("server_optimizer", [None, ls.FedAvgM(lr=1.0, momentum=BETA), ls.FedAdam(lr=0.01)], ids=repr)
 def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
     server_optimizer: Any, lit_mlp: Any, data: Any, fit: Fit
 ) -> None:
@@ -112,7 +110,7 @@ def test_parameters_of_the_state_are_stepped_and_settled_into_the_server(
 def test_the_state_is_in_the_checkpoint_and_resumes_bit_for_bit(
     algorithm: Any, names: list[str], lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
-    options = {"algorithm": algorithm, "server_optimizer": ls.server.FedAvgM(lr=1.0, momentum=0.5)}
+    options = {"algorithm": algorithm, "server_optimizer": ls.FedAvgM(lr=1.0, momentum=0.5)}
     part = check_resumes(fit, lit_mlp, data, tmp_path, **options)
     saved = torch.load(tmp_path / "2.ckpt", weights_only=True)
     state = saved["federation_lasting"]["models"][""]["algorithm"]

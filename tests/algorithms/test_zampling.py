@@ -238,9 +238,7 @@ def test_probabilities_stay_in_float32_in_any_precision(precision: Any, data: An
 
 
 def test_a_server_optimizer_cannot_push_probabilities_out_of_the_interval(data: Any, fit: Fit) -> None:
-    fitted = fit(
-        seeded(Small), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.server.FedAvgM(lr=2.0, momentum=0.9)
-    )
+    fitted = fit(seeded(Small), data, algorithm=SMALL, max_epochs=3, server_optimizer=ls.FedAvgM(lr=2.0, momentum=0.9))
     probs = fitted.model.state.probs.detach()
     assert float(probs.min()) == 0.0
     assert float(probs.max()) == 1.0

@@ -38,7 +38,7 @@ def test_the_proximal_term_is_the_gradient_of_half_mu_times_the_squared_distance
     sign = -1.0 if maximize else 1.0
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, maximize=maximize)
     expected = torch.optim.SGD(written_out.parameters(), lr=0.01, momentum=0.9, maximize=maximize)
-    before_step = ls.client.ProximalTerm(mu=0.7).start_client(net, optimizer)
+    before_step = ls.ProximalTerm(mu=0.7).start_client(net, optimizer)
     for _ in range(4):
         optimizer.zero_grad()
         loss_of(net).backward()
@@ -56,7 +56,7 @@ def test_the_proximal_term_is_the_gradient_of_half_mu_times_the_squared_distance
 
 def test_the_proximal_term_leaves_what_has_no_gradient_alone() -> None:
     net = nn.Linear(2, 1)
-    before_step = ls.client.ProximalTerm(mu=1.0).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before_step = ls.ProximalTerm(mu=1.0).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))
     net.weight.grad = torch.zeros_like(net.weight)
     with torch.no_grad():
         net.bias.add_(1.0)
@@ -69,7 +69,7 @@ def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float)
     net = small_net()
     loss_of(net).backward()
     before = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-    ls.client.GradientClip(max_norm).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))()
+    ls.GradientClip(max_norm).start_client(net, torch.optim.SGD(net.parameters(), lr=1.0))()
     after = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
     norm = before.square().sum().sqrt()
     # torch divides by the norm plus 1e-6
@@ -78,7 +78,7 @@ def test_clipping_bounds_the_joint_norm_and_keeps_the_direction(max_norm: float)
 
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"`max_norm` must be positive, got 0\.0"):
-        ls.client.GradientClip(0.0)
+        ls.GradientClip(0.0)
 
 
 ALGORITHMS: list[Any] = [ls.FedAvg(), ls.SpectralSharding(ls.Unbiased(), keep_ratio={0.3: 0.5, 0.6: 0.5}, clip_tau=2.0)]
@@ -104,7 +104,7 @@ class TestInRounds:
             distance = sum((p - s).square().sum() for p, s in zip(self.parameters(), start, strict=True))
             return lit_mlp.training_step(self, batch, batch_idx) + 0.5 * distance
 
-        ours = fit(seeded(lit_mlp), data, local_hooks=[ls.client.ProximalTerm(mu=1.0)]).weights
+        ours = fit(seeded(lit_mlp), data, local_hooks=[ls.ProximalTerm(mu=1.0)]).weights
         penalised = variant(lit_mlp, on_train_epoch_start=on_train_epoch_start, training_step=training_step)
         # float32, three rounds of three steps on weights of order one
         torch.testing.assert_close(ours, fit(seeded(penalised), data).weights, rtol=1e-5, atol=1e-6)
@@ -116,12 +116,12 @@ class TestInRounds:
             own = [p for group in optimizer.param_groups for p in group["params"]]  # in the order of the sum
             nn.utils.clip_grad_norm_(own, 0.1)
 
-        ours = fit(seeded(lit_mlp), data, local_hooks=[ls.client.GradientClip(0.1)]).state
+        ours = fit(seeded(lit_mlp), data, local_hooks=[ls.GradientClip(0.1)]).state
         assert same_state(ours, fit(seeded(variant(lit_mlp, on_before_optimizer_step=clip)), data).state)
         assert not same_state(ours, fit(seeded(lit_mlp), data).state)
 
     def test_hooks_act_in_the_order_given(self, algorithm: Any, lit_mlp: Any, data: Any, fit: Fit) -> None:
-        hooks = [ls.client.ProximalTerm(mu=5.0), ls.client.GradientClip(0.1)]
+        hooks = [ls.ProximalTerm(mu=5.0), ls.GradientClip(0.1)]
         one = fit(seeded(lit_mlp), data, local_hooks=hooks)
         assert not same_state(one.state, fit(seeded(lit_mlp), data, local_hooks=hooks[::-1]).state)
 
@@ -134,7 +134,7 @@ def test_the_trainers_own_clipping_points_to_ours(lit: Any, data: Any, quiet: An
     assert math.isfinite(scores["val_loss"])  # validation clips nothing
 
 
-@pytest.mark.parametrize("hooks", [ls.client.GradientClip(1.0), [ls.client.GradientClip], ["clip"]])
+@pytest.mark.parametrize("hooks", [ls.GradientClip(1.0), [ls.GradientClip], ["clip"]])
 def test_anything_but_a_list_of_hooks_is_refused(hooks: Any, lit: Any) -> None:
     with pytest.raises(TypeError, match=r"`local_hooks` must be (an instance of|a list, got one entry)"):
         ls.FederatedModule(lit, clients_per_round=2, local_hooks=hooks)

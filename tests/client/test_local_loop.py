@@ -99,7 +99,7 @@ def test_hooks_around_a_step_see_unscaled_gradients(client_data: ClientData) -> 
         nn.init.ones_(module.line.bias)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
         optimizer.register_step_post_hook(lambda *args: seen.append(float(module.line.bias.grad)))  # type: ignore[arg-type]
-        hook = ls.client.GradientClip(0.5).start_client(module, optimizer)
+        hook = ls.GradientClip(0.5).start_client(module, optimizer)
         before_step = [lambda: seen.append(float(module.line.bias.grad)), hook]  # type: ignore[arg-type]
         task = LocalTask(SENT, client_data, Recorder(module), before_step=[before_step])
         LocalLoop(module, [optimizer], LocalSettings(Placement(scaler=scaler)))(task)
@@ -155,7 +155,7 @@ def test_local_steps_read_no_value_from_the_device(
     def run(local_epochs: int, module: pl.LightningModule) -> list[int]:
         reads.clear()
         data = ls.FederatedDataModule(toy, ls.IIDPartitioner(num_clients=6), batch_size=5)
-        hooks = [ls.client.ProximalTerm(0.1), ls.client.GradientClip(1.0)]
+        hooks = [ls.ProximalTerm(0.1), ls.GradientClip(1.0)]
         settings: dict[str, Any] = {"clients_per_round": 2, "local_epochs": local_epochs, "local_hooks": hooks}
         fit(module, data, algorithm=algorithm, **settings)
         return list(reads)

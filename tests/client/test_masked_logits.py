@@ -36,7 +36,7 @@ def fit(fit: Fit) -> Fit:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_round_is_that_of_a_module_that_masks_by_hand(name: str, fit: Fit) -> None:
-    check_by_hand(fit, LitZeros, ls.client.MaskedLogits(), algorithm=ALGORITHMS[name])
+    check_by_hand(fit, LitZeros, ls.MaskedLogits(), algorithm=ALGORITHMS[name])
 
 
 def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> None:
@@ -45,9 +45,9 @@ def test_minus_infinity_is_the_loss_of_the_present_classes_alone(fit: Fit) -> No
     fits = [
         fit(seeded(lit).double(), data, local_hooks=hooks).weights
         for lit, hooks in (
-            (LitHead, [ls.client.MaskedLogits(absent=-INF)]),
+            (LitHead, [ls.MaskedLogits(absent=-INF)]),
             (LitPresent, []),
-            (LitHead, [ls.client.MaskedLogits(absent=0.0)]),
+            (LitHead, [ls.MaskedLogits(absent=0.0)]),
         )
     ]
     assert torch.isfinite(fits[0]).all()
@@ -61,7 +61,7 @@ def test_one_clients_steps_written_out() -> None:
     data, lit = clients(), seeded(LitHead)
     names = tuple(name for name, _ in lit.named_parameters())
     own = lit.configure_optimizers()
-    settings = LocalSettings(local_hooks=(ls.client.MaskedLogits(),))
+    settings = LocalSettings(local_hooks=(ls.MaskedLogits(),))
     device = Device(lit, Instructions(DenseSide(names)), [own], data.client_data, settings)
     for client_id in (0, 3, 2):  # all train in the same memory in turn
         sent = Download(WorkUnit(client_id), 1.0, dict(lit.state_dict()), options=(options_of(own),), local_epochs=2)
@@ -93,7 +93,7 @@ def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit)
     data, algorithm = partial(clients, [range(5)] * 4), ALGORITHMS.get(name, ls.WidthSharding(keep_ratio=0.5))
     plain = fit(seeded(LitHead), data(), algorithm=algorithm)
     for absent in (0.0, -INF):
-        ours = fit(seeded(LitHead), data(), algorithm=algorithm, local_hooks=[ls.client.MaskedLogits(absent=absent)])
+        ours = fit(seeded(LitHead), data(), algorithm=algorithm, local_hooks=[ls.MaskedLogits(absent=absent)])
         assert same_state(ours.tensors, plain.tensors)
         assert ours.rows == plain.rows
 
@@ -101,7 +101,7 @@ def test_clients_with_all_classes_train_as_without_the_hook(name: str, fit: Fit)
 def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
     data = clients(client_val_fraction=0.3)
     evaluation = ls.ClientEvaluation()
-    fitted = fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()], callbacks=[evaluation])
+    fitted = fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()], callbacks=[evaluation])
     x, y = data.train.tensors
     with torch.no_grad():
         assert fitted.logged["val_loss"] == pytest.approx(float(F.cross_entropy(fitted.module(x), y)), rel=1e-6)
@@ -115,12 +115,12 @@ def test_evaluation_is_not_masked_and_nothing_stays_behind(fit: Fit) -> None:
 
 def test_losses_that_a_sampler_measures_are_masked(fit: Fit) -> None:
     sampled = {"clients_per_round": None, "participation": ls.LossVarianceReduced(active=2)}
-    check_by_hand(fit, LitZeros, ls.client.MaskedLogits(), **sampled)
+    check_by_hand(fit, LitZeros, ls.MaskedLogits(), **sampled)
 
 
 def test_a_failure_leaves_no_mask() -> None:
     head = nn.Linear(2, 3)
-    with pytest.raises(KeyError), ls.client.MaskedLogits("").while_training(head, present(0)):
+    with pytest.raises(KeyError), ls.MaskedLogits("").while_training(head, present(0)):
         raise KeyError
     assert not head._forward_hooks
 
@@ -158,7 +158,7 @@ COUNTS: list[int] = []
 
 def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
     COUNTS.clear()
-    hooks = [ls.client.MaskedLogits()]
+    hooks = [ls.MaskedLogits()]
     ours = fit(seeded(LitManual), clients(), local_hooks=hooks)
     assert set(COUNTS) == {1}
     loop = fit(seeded(LitHead), clients(), local_hooks=hooks)
@@ -166,14 +166,14 @@ def test_a_client_with_several_optimizers_is_masked_once(fit: Fit) -> None:
 
 
 def test_a_run_with_masked_logits_resumes(fit: Fit, tmp_path: Path) -> None:
-    options = {"local_hooks": [ls.client.MaskedLogits(absent=-INF)], "algorithm": ls.WidthSharding(keep_ratio=0.5)}
+    options = {"local_hooks": [ls.MaskedLogits(absent=-INF)], "algorithm": ls.WidthSharding(keep_ratio=0.5)}
     check_resumes(fit, LitHead, clients(), tmp_path, **options)
 
 
 @pytest.mark.parametrize(("absent", "expected"), [(-1e9, -65504.0), (1e9, 65504.0), (0.5, 0.5), (-INF, -INF)])
 def test_a_constant_that_half_precision_lacks_is_its_largest_number(absent: float, expected: float) -> None:
     head = nn.Linear(2, 3).half()
-    with ls.client.MaskedLogits(layer="", absent=absent).while_training(head, present(0, 2)):
+    with ls.MaskedLogits(layer="", absent=absent).while_training(head, present(0, 2)):
         assert head(torch.ones(1, 2).half())[0, 1] == expected
 
 
@@ -186,7 +186,7 @@ def test_each_of_several_models_masks_by_the_labels_of_its_own_data(quiet: Any) 
         pl.Trainer(max_epochs=2, num_sanity_val_steps=0, **quiet).fit(federation, data)
         return models["one"].module.state_dict()
 
-    assert same_state(fitted(LitHead, [ls.client.MaskedLogits()]), fitted(LitZeros, []))
+    assert same_state(fitted(LitHead, [ls.MaskedLogits()]), fitted(LitZeros, []))
 
 
 def test_a_hook_of_a_users_own_may_have_start_client_alone(fit: Fit) -> None:
@@ -221,7 +221,7 @@ def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
     stored_otherwise = ls.FederatedDataModule(
         Letters(plain.train), plain.partitioner, val=plain.val, batch_size=plain.batch_size
     )
-    fits = [fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()]) for data in (plain, stored_otherwise)]
+    fits = [fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()]) for data in (plain, stored_otherwise)]
     assert same_state(fits[0].state, fits[1].state)
     assert torch.equal(stored_otherwise.labels, plain.labels + 1)  # the partition is that of what is stored
 
@@ -229,10 +229,10 @@ def test_the_classes_are_those_after_the_target_transform(fit: Fit) -> None:
 @pytest.mark.parametrize(
     ("hook", "data", "message"),
     [
-        (ls.client.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
-        (ls.client.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
+        (ls.MaskedLogits("haed"), clients, r"LitHead has no layer 'haed'; it has 'head'"),
+        (ls.MaskedLogits("net.0.weight"), clients, r"has no layer 'net\.0\.weight'; it has 'net\.0'"),
         (
-            ls.client.MaskedLogits(),
+            ls.MaskedLogits(),
             lambda: clients([(0, 5), (5,), (1,), (2,)]),
             r"the layer 'head' has 5 outputs, and there are examples of class 5; name the layer that makes the logits",
         ),
@@ -248,7 +248,7 @@ def test_examples_without_labels_are_refused_before_training(fit: Fit) -> None:
     with pytest.raises(
         ValueError, match=r"MaskedLogits needs the class of .*labels=\.\.\.\)\. Examples of list must be"
     ):
-        fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()])
+        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_targets_that_are_no_single_class_are_refused_before_training(target: Te
     with pytest.raises(
         ValueError, match=r"must be one integer per example, .* where an example has several classes, or"
     ):
-        fit(seeded(LitHead), data, local_hooks=[ls.client.MaskedLogits()])
+        fit(seeded(LitHead), data, local_hooks=[ls.MaskedLogits()])
 
 
 @pytest.mark.parametrize(
@@ -283,30 +283,30 @@ def test_a_layer_that_nobody_calls_is_warned_of(fit: Fit) -> None:
     lit = seeded(LitHead)
     lit.idle = nn.Linear(12, 5)
     with pytest.warns(ls.SpectralWarning, match="has changed nothing: the layer 'idle' was not called"):
-        fit(lit, clients(), local_hooks=[ls.client.MaskedLogits("idle")])
+        fit(lit, clients(), local_hooks=[ls.MaskedLogits("idle")])
 
 
 def test_clients_that_take_no_steps_call_no_layer(fit: Fit) -> None:
     lit = seeded(LitHead)
     before = {name: value.clone() for name, value in lit.state_dict().items()}
-    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.client.MaskedLogits()])  # a warning is an error
+    fitted = fit(lit, clients(), local_epochs=0, local_hooks=[ls.MaskedLogits()])  # a warning is an error
     assert same_state(fitted.state, before)
 
 
 def test_a_layer_inside_of_a_compiled_part_is_refused() -> None:
     lit = LitHead()
     lit.net, lit.head = (torch.compile(part, backend="eager") for part in (lit.net, lit.head))
-    hook = ls.client.MaskedLogits("net._orig_mod.2")
+    hook = ls.MaskedLogits("net._orig_mod.2")
     with pytest.raises(ValueError, match=r"inside of 'net', which is compiled"):
         hook.check(lit, lambda: torch.zeros(1, dtype=torch.int64))
-    ls.client.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
+    ls.MaskedLogits().check(lit, lambda: torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.client.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
-        (lambda: ls.client.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
+        (lambda: ls.MaskedLogits(absent=INF), "`absent` must be below inf, got inf; 0 as in HeteroFL, or -inf"),
+        (lambda: ls.MaskedLogits(absent=math.nan), "`absent` must be below inf, got nan"),
     ],
 )
 def test_a_constant_that_makes_no_loss_is_refused(make: Callable[[], Any], message: str) -> None:

@@ -23,10 +23,10 @@ from lightning_spectral.report.runs import NAME, read_run
 HALF = ls.SpectralSharding(keep_ratio=0.5)
 BITS, NORM = ls.Zampling(compression=2, degree=3), ["net.1.*"]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "FedAvgM": {"server_optimizer": ls.server.FedAvgM()},
-    "FedAdam": {"server_optimizer": ls.server.FedAdam()},
-    "FedYogi, spectral": {"server_optimizer": ls.server.FedYogi(), "algorithm": HALF},
-    "FedAdagrad, bits": {"server_optimizer": ls.server.FedAdagrad(), "algorithm": BITS},
+    "FedAvgM": {"server_optimizer": ls.FedAvgM()},
+    "FedAdam": {"server_optimizer": ls.FedAdam()},
+    "FedYogi, spectral": {"server_optimizer": ls.FedYogi(), "algorithm": HALF},
+    "FedAdagrad, bits": {"server_optimizer": ls.FedAdagrad(), "algorithm": BITS},
     "Uniform": {"participation": ls.Uniform(active=4)},
     "RoundRobin": {"participation": ls.RoundRobin(active=4)},
     "FullParticipation": {"participation": ls.FullParticipation(), "algorithm": HALF},
@@ -37,10 +37,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "algorithm": ls.StaleUpdates(),
     },
     "ProximalTerm and GradientClip": {
-        "local_hooks": [ls.client.ProximalTerm(0.1), ls.client.GradientClip(0.1)],
+        "local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.1)],
         "algorithm": HALF,
     },
-    "MaskedLogits": {"local_hooks": [ls.client.MaskedLogits("net.6")], "algorithm": HALF},
+    "MaskedLogits": {"local_hooks": [ls.MaskedLogits("net.6")], "algorithm": HALF},
     "ClientDropout": {"dropout": ls.ClientDropout(0.4)},
     "VirtualClock": {"clock": ls.VirtualClock(ls.simulation.DeviceProfile(1e6, 1e6, 1e6)), "algorithm": HALF},
     "no training": {"local_epochs": 0, "algorithm": HALF},

@@ -21,7 +21,7 @@ SHOWN: list[Filter] = [
     ls.Personal(["net.5.*"]),
     ls.Weights("uniform"),
     ls.UsualUpdateNorm(),
-    ls.Robust(ls.server.Median()),
+    ls.Robust(ls.Median()),
     ls.LocalNoise(clip=1.0, noise_multiplier=1.0),
     ls.TopK(0.1),
     PRIVATE,

@@ -205,7 +205,7 @@ def asked(size: int, num_epochs: int) -> float:
     return float(accountant.compose(event, num_epochs * -(-size // 5)).get_epsilon(DELTA))
 
 
-MEDIAN = ls.Robust(ls.server.Median())
+MEDIAN = ls.Robust(ls.Median())
 
 
 class Told(ls.RoundCallback):
@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "own backward": (backward, {}, "`backward` of Lit"),
     "a closure": (searches, {}, "LBFGS, which evaluates the loss itself"),
     "state": (counts, {}, "seen, by which an example acts on the next"),
-    "labels": (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
+    "labels": (LitMLP, {"local_hooks": [ls.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
     "losses": (LitMLP, {**OTHERS, "participation": ls.LossVarianceReduced(active=5)}, "which measures clients"),
     "evaluation": (LitMLP, {"callbacks": [ls.ClientEvaluation()]}, "ClientEvaluation, which reads clients' data"),
     "phases": (LitMLP, {"algorithm": ls.Ditto()}, "Ditto, which trains in phases; use Personal"),
@@ -382,7 +382,7 @@ def test_a_device_refuses_what_would_tell_of_its_examples(fit: Fit, tmp_path: Pa
     for lit, options, words in (
         (LitMLP, {"algorithm": ls.QFedAvg()}, r"hides its loss \(`example_privacy`\)"),
         (partial(LitMLP, momentum=0.0), {"algorithm": ls.Scaffold()}, "divides by a client's steps, and it hides how"),
-        (LitMLP, {"local_hooks": [ls.client.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
+        (LitMLP, {"local_hooks": [ls.MaskedLogits("net.5")]}, "MaskedLogits, which sees a client's data"),
         (LitSmall, {}, "BatchNorm"),
         (LitMLP, {"filters": [PRIVACY]}, r"clients elsewhere: .* ClientData\(example_privacy=...\)"),
     ):

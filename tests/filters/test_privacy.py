@@ -510,9 +510,9 @@ def test_a_program_that_fails_on_all_clients_is_not_trained_in_silence(data: Any
 @pytest.mark.parametrize(
     ("faults", "named"),
     [
-        (ls.server.Faults(), r"on_error=Raise\(\)"),
+        (ls.Faults(), r"on_error=Raise\(\)"),
         (
-            replace(ls.server.fault_policy.FORGIVING, on_late=ls.server.LeaveOut(0.5)),
+            replace(ls.server.fault_policy.FORGIVING, on_late=ls.LeaveOut(0.5)),
             r"on_late=LeaveOut\(max_share=0.5",
         ),
     ],

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dropouts": (LitMLP, {"dropout": ls.ClientDropout(0.15)}),
     "diverging clients": (LitDiverges, {}),
     "half precision": (LitMLP, {"trainer": {"precision": "bf16-true"}}),
-    "a server optimizer": (LitMLP, {"server_optimizer": ls.server.FedAdam(lr=0.01)}),
+    "a server optimizer": (LitMLP, {"server_optimizer": ls.FedAdam(lr=0.01)}),
     "an unbiased sampler": (LitMLP, {"clients_per_round": None, "participation": ls.Uniform(active=6)}),
     "a subclass that changes nothing": (LitMLP, {"algorithm": Renamed()}),
     "personal layers": (LitMLP, {"filters": [ls.Personal(["net.5.*"])]}),

@@ -54,7 +54,7 @@ def test_a_device_that_sends_something_else_is_left_out(lit: Any, fit: Fit, monk
         return record_parts(replace(upload, tensors={name: t.float() for name, t in upload.tensors.items()}))
 
     data = remote(toy_line(LitMLP, spoil=spoil), update_bound=None)
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut(max_share=1.0))
+    faults = ls.Faults(on_error=ls.LeaveOut(max_share=1.0))
     with pytest.warns(SpectralWarning, match=r"is torch\.float32 of shape .*, and must be torch\.int8"):
         fitted = fit(lit, data, filters=[Ternary(0.5)], faults=faults, clients_per_round=12)
     assert fitted.history.rows[-1]["fl/left_out_error"] == 6

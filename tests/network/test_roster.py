@@ -417,7 +417,7 @@ def test_the_status_tells_each_client_by_name(
     line.status = in_kit(tmp_path, {"odd": 900})
     listed = [{"node-id": str(node), "status": "online"} for node in line.there if node != FIRST + 2]
     monkeypatch.setattr(status, "asked_flower", lambda folder, *words: {"nodes": listed})
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut())
+    faults = ls.Faults(on_error=ls.LeaveOut())
     with pytest.warns(ls.SpectralWarning, match=r"client \d+ is left out .*device '\d+': .* the disk is full"):
         fit(seeded(LitMLP), remote(line, deadline=0.3), faults=faults, max_epochs=2, **EVERYBODY)
     name_of = {node: device.make().client for node, device in line.there.items()} | {900: "odd"}

@@ -41,8 +41,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "bf16-true": (LitMLP, {}, "bf16-true"),
     "a step that reads its Trainer": (variant(LitMLP, training_step=looks_at_its_trainer), {}, "32-true"),
     "a schedule that reads its Trainer": (variant(LitMLP, configure_optimizers=falls), {}, "32-true"),
-    "a local hook": (LitMLP, {"local_hooks": [ls.client.ProximalTerm(0.5)]}, "32-true"),
-    "calibrated logits": (LitMLP, {"local_hooks": [ls.client.CalibratedLogits("net.5", rounds=4)]}, "32-true"),
+    "a local hook": (LitMLP, {"local_hooks": [ls.ProximalTerm(0.5)]}, "32-true"),
+    "calibrated logits": (LitMLP, {"local_hooks": [ls.CalibratedLogits("net.5", rounds=4)]}, "32-true"),
 }
 PLAIN: list[Any] = []  # the weights without any of that
 

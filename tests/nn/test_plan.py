@@ -286,7 +286,7 @@ class TestInAFit:
 
         return planned
 
-    @pytest.mark.parametrize("start", [None, ls.algorithms.SpectralStart()])
+    @pytest.mark.parametrize("start", [None, ls.SpectralStart()])
     def test_the_log_says_what_a_plan_without_an_example_assumes(self, start: Any, lit: Any, planned: Any) -> None:
         assert planned(lit, spectral_start=start) == [
             "LitMLP has no `example_input_array`, so no forward pass was traced: the plan assumes that all layers run, "

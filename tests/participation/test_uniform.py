@@ -114,7 +114,7 @@ def test_share_trains_as_its_number_does_and_resumes(fit: Fit, data: ls.Federate
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"filters": [ls.Robust(ls.server.Krum(1))]}, r"needs at least 4 clients a round, got clients_per_round=2"),
+        ({"filters": [ls.Robust(ls.Krum(1))]}, r"needs at least 4 clients a round, got clients_per_round=2"),
         ({"clock": ls.VirtualClock(PROFILE, keep_first=3)}, r"`keep_first=3` is more than clients_per_round=2"),
         ({"trainer": {"limit_train_batches": 0.1}}, r"limit_train_batches=0\.1 of 2 clients trains none"),
     ],

@@ -154,7 +154,7 @@ def test_when_a_client_that_is_left_out_fails_makes_no_difference(algorithm: Any
         seen.clear()
         Failing.fails_at = fails_at
         note = each_turn(lambda module, round_idx, client_id: now.append(client_id))
-        faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
+        faults = ls.Faults(on_error=ls.LeaveOut(1.0))
         with pytest.warns(ls.SpectralWarning, match=r"training failed \(FloatingPointError: too warm\)"):
             fitted = fit(seeded(Failing), data, algorithm=algorithm, faults=faults, callbacks=[note])
         assert seen == [0] * 6 + [1] * 6

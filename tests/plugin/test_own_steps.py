@@ -132,16 +132,14 @@ class TestAsAnAutomaticStep:
             if batch[0][0, 0] > 1.0:
                 raise FloatingPointError("too warm")
 
-        faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
+        faults = ls.Faults(on_error=ls.LeaveOut(1.0))
         with pytest.warns(ls.SpectralWarning, match=r"average: training failed \(FloatingPointError: too warm\)"):
             one, two = both_ways(way, fit, variant(lit_mlp, before_step=too_warm), data, faults=faults, max_epochs=3)
         assert_same_run(one, two)
         assert 0 < sum(two.history.column("fl/left_out_error")) < 12
 
     @pytest.mark.sampled(1)
-    @pytest.mark.parametrize(
-        "hook", [ls.client.ProximalTerm(5.0), ls.client.GradientClip(0.1)], ids=["proximal", "clip"]
-    )
+    @pytest.mark.parametrize("hook", [ls.ProximalTerm(5.0), ls.GradientClip(0.1)], ids=["proximal", "clip"])
     def test_with_local_hooks(self, hook: Any, way: str, lit_mlp: Any, data: Any, fit: Fit) -> None:
         one, two = both_ways(way, fit, lit_mlp, data, local_hooks=[hook])
         assert_same_run(one, two)
@@ -215,8 +213,8 @@ def test_two_optimizers_of_one_loss_are_one_optimizer(algorithm: Any, data: Any,
 def test_local_hooks_act_on_what_each_optimizer_steps(data: Any, fit: Fit) -> None:
     """The pull of a proximal term is the sum of those of its parts, so one optimizer shows what two must do."""
     data.val = None
-    plain = fit(LitHalves(manual=False), data, local_hooks=[ls.client.ProximalTerm(2.0)])
-    manual = fit(LitHalves(manual=True), data, local_hooks=[ls.client.ProximalTerm(2.0)])
+    plain = fit(LitHalves(manual=False), data, local_hooks=[ls.ProximalTerm(2.0)])
+    manual = fit(LitHalves(manual=True), data, local_hooks=[ls.ProximalTerm(2.0)])
     assert_same_run(plain, manual)
     assert not torch.equal(manual.module.net[6].weight, fit(LitHalves(manual=True), data).module.net[6].weight)
 
@@ -328,7 +326,7 @@ def test_local_hooks_act_once_in_each_step(algorithm: Any, data: Any, fit: Fit) 
             return loss
 
     data.val, data.batch_size = None, 2
-    options: dict[str, Any] = {"algorithm": algorithm, "local_hooks": [ls.client.ProximalTerm(5.0)]}
+    options: dict[str, Any] = {"algorithm": algorithm, "local_hooks": [ls.ProximalTerm(5.0)]}
     one, two = fit(seeded(StepsEveryOtherBatch), data, **options), fit(seeded(ByHand), data, **options)
     assert same_state(one.state, two.state)
 

@@ -281,7 +281,7 @@ def test_a_client_that_fails_while_an_optimizer_is_toggled_leaves_nothing_frozen
 
     calls: list[float] = []
     module = seeded(Failing)
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
+    faults = ls.Faults(on_error=ls.LeaveOut(1.0))
     with pytest.warns(ls.SpectralWarning, match="while toggled"):
         fit_three(module, data, algorithm=algorithm, faults=faults)
     assert len(calls) == 2 + 5 * 6  # the others take both steps in each of three batches

@@ -63,7 +63,7 @@ def test_loggers_get_every_choice_as_a_key(lit: Any, data: Any, fit: Fit, tmp_pa
     logger = CSVLogger(tmp_path, name=None, version="csv")
     options = {
         "algorithm": ls.SpectralSharding(keep_ratio=0.5),
-        "local_hooks": [ls.client.ProximalTerm(0.1)],
+        "local_hooks": [ls.ProximalTerm(0.1)],
         "seed": 7,
     }
     fit(lit, data, **options, clients_per_round=3, local_epochs=2, trainer={"logger": logger})

@@ -213,4 +213,4 @@ def test_clients_that_would_hold_empty_terms_are_warned_of_by_name(data: Any, fi
     with pytest.warns(ls.SpectralWarning, match=message):
         fit(of_rank(3), data, algorithm=SHARDING)
     fit(of_rank(6), data, algorithm=SHARDING)
-    fit(seeded(LitDeep), data, algorithm=ls.SpectralSharding(spectral_start=ls.algorithms.SpectralStart(tail=0.0)))
+    fit(seeded(LitDeep), data, algorithm=ls.SpectralSharding(spectral_start=ls.SpectralStart(tail=0.0)))

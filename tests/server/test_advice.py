@@ -203,7 +203,7 @@ ALGORITHMS = [
     ls.SpectralSharding(keep_ratio=0.5),
     ls.SpectralSharding(keep_ratio=0.5, spectral_start=None),
 ]
-TOLERANT = ls.server.Faults(on_error=ls.server.LeaveOut(1.0), on_not_finite=ls.server.LeaveOut(1.0))
+TOLERANT = ls.Faults(on_error=ls.LeaveOut(1.0), on_not_finite=ls.LeaveOut(1.0))
 
 
 class Breaks(torch.optim.SGD):
@@ -246,9 +246,9 @@ def test_initial_weights_are_named(algorithm: Any, layer: int, lit: Any, data: A
         fit(lit, data, algorithm=algorithm)
 
 
-@pytest.mark.parametrize("faults", [ls.server.Faults(), TOLERANT], ids=["raise", "leave out"])
+@pytest.mark.parametrize("faults", [ls.Faults(), TOLERANT], ids=["raise", "leave out"])
 def test_a_step_that_fails_on_such_weights_is_not_the_clients_fault(
-    faults: ls.server.Faults, lit: Any, data: Any, fit: Fit
+    faults: ls.Faults, lit: Any, data: Any, fit: Fit
 ) -> None:
     def step(batch: Any, batch_idx: int) -> Any:
         raise FloatingPointError("NaN in the logits")

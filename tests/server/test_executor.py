@@ -429,13 +429,13 @@ def test_a_device_keeps_the_frozen_base_that_is_not_sent_again(fit_as: FitAs) ->
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["FedAvg", "spectral", "width"])
 def test_a_device_knows_the_classes_that_it_lacks_from_its_own_data(name: str, fit_as: FitAs) -> None:
-    hooks = [ls.client.MaskedLogits("net.5")]
+    hooks = [ls.MaskedLogits("net.5")]
     ours, theirs = (
         fit_as(federated, SYSTEMS[name], local_hooks=hooks) for federated in (Elsewhere, ls.FederatedModule)
     )
     assert same_state(ours.tensors, theirs.tensors)
     assert ours.rows == theirs.rows
-    unmasked = fit_as(ls.FederatedModule, SYSTEMS[name], local_hooks=[ls.client.GradientClip(float("inf"))])
+    unmasked = fit_as(ls.FederatedModule, SYSTEMS[name], local_hooks=[ls.GradientClip(float("inf"))])
     assert not same_state(ours.state, unmasked.state)
 
 

@@ -123,12 +123,8 @@ def fit_with(fit: Fit) -> FitWith:
 DROPPED: dict[str, Fitted] = {}  # of each algorithm, for all reasons
 
 
-def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.server.Faults:
-    return (
-        ls.server.Faults()
-        if reason == "surplus"
-        else ls.server.Faults(**{f"on_{reason}": ls.server.LeaveOut(max_share)})
-    )
+def leave_out(reason: ExclusionReason, max_share: float = 0.5) -> ls.Faults:
+    return ls.Faults() if reason == "surplus" else ls.Faults(**{f"on_{reason}": ls.LeaveOut(max_share)})
 
 
 @pytest.mark.sampled(2)
@@ -159,7 +155,7 @@ def test_a_client_that_is_left_out_leaves_no_trace_but_its_count(
 def test_raise_ends_the_run_and_names_the_client(reason: ExclusionReason, fit_with: FitWith) -> None:
     kind: Any = ValueError if reason == "no_data" else ls.ClientError
     with pytest.raises(kind, match=rf"(Round 0, )?client\w* {BAD}.*"):
-        fit_with(reason, {BAD}, faults=ls.server.Faults(**{f"on_{reason}": ls.server.Raise()}))
+        fit_with(reason, {BAD}, faults=ls.Faults(**{f"on_{reason}": ls.server.Raise()}))
 
 
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
@@ -185,7 +181,7 @@ def test_more_than_the_allowed_share_ends_the_run_and_changes_nothing(
 def test_the_error_lists_the_clients_and_what_happened(client_ids: list[int], named: str) -> None:
     outcomes = [ClientOutcome(4, WorkUnit(c), 1.0, 10, 0, math.nan, 0, 0, left_out="late") for c in client_ids]
     with pytest.raises(ls.errors.RoundError) as caught:
-        ls.server.Faults(on_late=ls.server.LeaveOut(0.5)).check_round(4, outcomes)
+        ls.Faults(on_late=ls.LeaveOut(0.5)).check_round(4, outcomes)
     n = len(client_ids)
     assert str(caught.value) == (
         f"Round 4: {n} of {n} clients are left out ({named}: missed the deadline), more than the share of 0.5 that "
@@ -235,7 +231,7 @@ def test_monitors_of_the_loss_wait_for_a_round_with_survivors(lit_mlp: Any, data
 
     lit = seeded(variant(lit_mlp, before_step=once_away, configure_optimizers=on_plateau))
     stop = EarlyStopping("fl/loss", patience=2, check_on_train_epoch_end=True)
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut(1.0))
+    faults = ls.Faults(on_error=ls.LeaveOut(1.0))
     fitted = fit(lit, data, clients_per_round=12, max_epochs=4, callbacks=[stop], faults=faults)
     assert fitted.trainer.global_step == 4
     assert ["fl/loss" in row for row in fitted.rows] == [True, False, True, True]
@@ -274,7 +270,7 @@ def test_the_servers_own_failures_are_never_left_out(fit_with: FitWith) -> None:
         side = CannotLoad
 
     with pytest.raises(ls.ClientError, match=r"Round 0, client ., loading: RuntimeError: cannot load"):
-        fit_with(None, set(), algorithm=Broken(), faults=ls.server.Faults(on_error=ls.server.LeaveOut(1.0)))
+        fit_with(None, set(), algorithm=Broken(), faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
 
 
 def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
@@ -282,9 +278,9 @@ def test_no_local_epochs_is_no_fault(fit_with: FitWith) -> None:
 
 
 def test_metrics_name_the_reasons_that_this_run_allows() -> None:
-    faults = ls.server.Faults(on_error=ls.server.LeaveOut(), on_late=ls.server.Raise())
+    faults = ls.Faults(on_error=ls.LeaveOut(), on_late=ls.server.Raise())
     clock = ls.VirtualClock(FAST, deadline=1.0, keep_first=1)
-    assert ls.server.Faults().exclusion_reasons(Conditions()) == ("not_finite", "no_update")
+    assert ls.Faults().exclusion_reasons(Conditions()) == ("not_finite", "no_update")
     assert faults.exclusion_reasons(Conditions(ls.ClientDropout(0.1), clock)) == (
         *("error", "not_finite", "no_update"),
         *("dropped_out", "surplus"),
@@ -295,7 +291,7 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
     def configuration(**settings: Any) -> Any:
         return ls.FederatedModule(LitFragile(), clients_per_round=1, **settings).configuration()
 
-    assert configuration() == configuration(faults=ls.server.Faults(on_error=ls.server.LeaveOut()))
+    assert configuration() == configuration(faults=ls.Faults(on_error=ls.LeaveOut()))
     assert configuration() != configuration(dropout=ls.ClientDropout(0.1))
     clock = ls.VirtualClock(FAST, macs=lambda keep_ratio: 1.0)
     assert configuration() != configuration(clock=clock)
@@ -305,10 +301,10 @@ def test_other_tolerance_may_resume_a_run_and_other_conditions_may_not() -> None
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.server.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
-        (lambda: ls.server.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
+        (lambda: ls.LeaveOut(1.5), r"`max_share` must be in \[0, 1\], got 1\.5"),
+        (lambda: ls.Faults(on_error="leave out"), "`on_error` must be an instance of LeaveOut"),  # type: ignore[arg-type]
         (
-            lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.server.LeaveOut()),
+            lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, faults=ls.LeaveOut()),
             "`faults` must be an",
         ),  # type: ignore[arg-type]
         (lambda: ls.FederatedModule(LitFragile(), clients_per_round=1, dropout=0.1), "`dropout` must be an instance"),  # type: ignore[arg-type]
@@ -385,7 +381,7 @@ def test_a_client_whose_product_control_or_stale_update_is_too_large_is_left_out
 
 @pytest.mark.parametrize("algorithm", PRODUCTS, ids=repr)
 def test_a_round_ends_where_faults_end_it(algorithm: Any, few: Any, fit: Fit) -> None:
-    faults = ls.server.Faults(on_not_finite=ls.server.Raise())
+    faults = ls.Faults(on_not_finite=ls.server.Raise())
     with pytest.raises(ls.ClientError, match=rf"Round 0, client {FAR}: .* \(its contribution to the sums holds"):
         fit(seeded(LitFar), few, algorithm=algorithm, clients_per_round=NUM_CLIENTS, faults=faults)
 

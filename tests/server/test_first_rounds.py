@@ -99,7 +99,7 @@ def test_a_bound_is_advised_only_if_the_algorithm_has_one_that_is_not_set(algori
     update, loss = said_during(lambda: [watch.end(half, summary_of(r, value)) for r, value in enumerate((1.0, 9.0))])
     lost = replace(summary_of(0, 1.0).clients[0], left_out="not_finite")
     with pytest.raises(ls.errors.RoundError) as caught:
-        ls.server.Faults().check_round(0, [lost], smaller_updates(half))
+        ls.Faults().check_round(0, [lost], smaller_updates(half))
     for message in (update, loss, str(caught.value)):
         assert "Lower the learning rate, " in message
         assert ("with `clip_weight_lr=1`" in message) == advised
@@ -147,11 +147,11 @@ class TestSubModels:
         figure, least = (float(re.search(rf"{words} ([0-9.]+\d)", message)[1]) for words in ("of one is", "be below"))
         assert 4.0 < figure < 9.0  # (1 / r - 1) where the spectrum is flat, and somewhat less where it is not
         assert 0.5 < least < 0.9
-        start = "`spectral_start=ls.algorithms.SpectralStart()` too, unless you compare strategies"
+        start = "`spectral_start=ls.SpectralStart()` too, unless you compare strategies"
         assert f"Use a larger keep ratio or {start}, which are equal then; ls.plugin.callbacks.Spec" in message
 
     def test_remedies_are_those_that_are_left(self, data: Any, fit: Fit) -> None:
-        algorithm = random_start(spectral_start=ls.algorithms.SpectralStart())  # half of what Unbiased draws is tail
+        algorithm = random_start(spectral_start=ls.SpectralStart())  # half of what Unbiased draws is tail
         (message,) = said_during(lambda: fit(seeded(wide), data, algorithm=algorithm))
         assert "Use a larger keep ratio or ls.TopN(), which has the least error;" in message
         assert said_during(lambda: fit(seeded(wide), data, algorithm=replace(algorithm, strategy=ls.TopN()))) == []
@@ -162,7 +162,7 @@ class TestSubModels:
         [
             ls.FedAvg(),
             ls.SpectralSharding(),
-            random_start(strategy=ls.Collective(), spectral_start=ls.algorithms.SpectralStart()),
+            random_start(strategy=ls.Collective(), spectral_start=ls.SpectralStart()),
             random_start(keep_ratio=1.0),
             random_start(strategy=ls.TopN(), keep_ratio=0.6),
         ],

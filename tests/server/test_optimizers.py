@@ -17,32 +17,32 @@ from toy_models import LitMLP, LitNet, squared_error
 import lightning_spectral as ls
 
 ADAPTIVE: list[Any] = [
-    ls.server.FedAdagrad(lr=0.3, momentum=0.5, tau=0.2),
-    ls.server.FedAdagrad(lr=0.3, tau=1e-3),
-    ls.server.FedAdam(lr=0.2, betas=(0.8, 0.7), tau=0.1),
-    ls.server.FedAdam(),
-    ls.server.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
-    ls.server.FedYogi(),
+    ls.FedAdagrad(lr=0.3, momentum=0.5, tau=0.2),
+    ls.FedAdagrad(lr=0.3, tau=1e-3),
+    ls.FedAdam(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.FedAdam(),
+    ls.FedYogi(lr=0.2, betas=(0.8, 0.7), tau=0.1),
+    ls.FedYogi(),
 ]
-BY_WEIGHT: list[Any] = [ls.server.FedAvgM(lr=0.5, momentum=0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
-ALL = [ls.server.BoundedMomentum(momentum=0.6), *BY_WEIGHT]
+BY_WEIGHT: list[Any] = [ls.FedAvgM(lr=0.5, momentum=0.6), ADAPTIVE[0], ADAPTIVE[2], ADAPTIVE[4]]
+ALL = [ls.BoundedMomentum(momentum=0.6), *BY_WEIGHT]
 
 SECOND_MOMENT: dict[type, Callable[[float, float, float], float]] = {
-    ls.server.FedAdagrad: lambda v, delta, beta: v + delta**2,
-    ls.server.FedYogi: lambda v, delta, beta: v - (1 - beta) * delta**2 * float(np.sign(v - delta**2)),
-    ls.server.FedAdam: lambda v, delta, beta: beta * v + (1 - beta) * delta**2,
+    ls.FedAdagrad: lambda v, delta, beta: v + delta**2,
+    ls.FedYogi: lambda v, delta, beta: v - (1 - beta) * delta**2 * float(np.sign(v - delta**2)),
+    ls.FedAdam: lambda v, delta, beta: beta * v + (1 - beta) * delta**2,
 }
 
 
 def oracle(choice: Any, start: float, deltas: list[float]) -> float:
     """The final value of one weight after the given mean changes."""
-    if isinstance(choice, ls.server.FedAvgM):
+    if isinstance(choice, ls.FedAvgM):
         velocity = 0.0
         for delta in deltas:
             velocity = choice.momentum * velocity + delta
             start += choice.lr * velocity
         return start
-    beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.server.FedAdagrad) else choice.betas
+    beta1, beta2 = (choice.momentum, 0.0) if isinstance(choice, ls.FedAdagrad) else choice.betas
     m, v, x = 0.0, choice.tau**2, start
     for delta in deltas:
         m = beta1 * m + (1 - beta1) * delta
@@ -51,7 +51,7 @@ def oracle(choice: Any, start: float, deltas: list[float]) -> float:
     return x
 
 
-@pytest.mark.parametrize("choice", [ls.server.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
+@pytest.mark.parametrize("choice", [ls.FedAvgM(lr=0.5, momentum=0.6), *ADAPTIVE], ids=repr)
 def test_steps_are_those_of_the_papers_recursion(choice: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = [(3, 2), (4,), ()]
@@ -98,12 +98,12 @@ def test_groups_keep_their_own_learning_rate(choice: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.server.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
-        (lambda: ls.server.FedAvgM(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.server.BoundedMomentum(momentum=1.0), "`momentum` must be in"),
-        (lambda: ls.server.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
-        (lambda: ls.server.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
-        (lambda: ls.server.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
+        (lambda: ls.FedAvgM(lr=0.0), "`lr` must be positive and finite, got 0.0"),
+        (lambda: ls.FedAvgM(momentum=1.0), "`momentum` must be in"),
+        (lambda: ls.BoundedMomentum(momentum=1.0), "`momentum` must be in"),
+        (lambda: ls.FedAdagrad(tau=0.0), "`tau` must be positive and finite, got 0.0"),
+        (lambda: ls.FedAdam(betas=(-0.1, 0.9)), "`betas` must be in .*, got -0.1"),
+        (lambda: ls.FedYogi(betas=(0.9,)), "`betas` must be two numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_settings_out_of_range_are_refused(make: Callable[[], Any], message: str) -> None:
@@ -144,7 +144,7 @@ class TestResume:
     ) -> None:
         options = {
             "server_optimizer": choice,
-            "local_hooks": [ls.client.ProximalTerm(0.1), ls.client.GradientClip(0.5)],
+            "local_hooks": [ls.ProximalTerm(0.1), ls.GradientClip(0.5)],
         }
         check_resumes(fit, lit_mlp, data, tmp_path, **options)
 
@@ -152,14 +152,14 @@ class TestResume:
         ("then", "now", "named"),
         [
             (
-                {"server_optimizer": ls.server.FedAdam(lr=0.1)},
-                {"server_optimizer": ls.server.FedAdam(lr=0.2)},
+                {"server_optimizer": ls.FedAdam(lr=0.1)},
+                {"server_optimizer": ls.FedAdam(lr=0.2)},
                 "server_optimizer: 'FedAdam.lr=0.1, .* in the checkpoint, 'FedAdam.lr=0.2",
             ),
-            ({}, {"server_optimizer": ls.server.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
+            ({}, {"server_optimizer": ls.FedAvgM()}, "server_optimizer: 'None' in the checkpoint, 'FedAvgM"),
             (
-                {"local_hooks": [ls.client.ProximalTerm(0.1)]},
-                {"local_hooks": [ls.client.ProximalTerm(0.2)]},
+                {"local_hooks": [ls.ProximalTerm(0.1)]},
+                {"local_hooks": [ls.ProximalTerm(0.2)]},
                 "local_hooks: '.ProximalTerm.mu=0.1",
             ),
         ],
@@ -180,7 +180,7 @@ class TestResume:
 
 
 BETA = 0.8
-BOUNDED, AVERAGING = ls.server.BoundedMomentum(momentum=BETA), ls.server.FedAvgM(momentum=0.0)
+BOUNDED, AVERAGING = ls.BoundedMomentum(momentum=BETA), ls.FedAvgM(momentum=0.0)
 
 
 def steps(choice: Any, changes: Any, sizes: Any = ((3, 2), (4,))) -> list[Any]:
@@ -207,7 +207,7 @@ def test_steps_are_those_of_its_definition() -> None:
     changes[-2:] = [[-delta for delta in change] for change in changes[-2:]]
     x, v, shares, cosines = np.zeros(10), np.zeros(10), [], [0.0]
     norm = lambda vector: float(np.sqrt((vector**2).sum()))  # noqa: E731
-    for change, seen in zip(changes, steps(ls.server.BoundedMomentum(lr=0.7, momentum=beta), changes), strict=True):
+    for change, seen in zip(changes, steps(ls.BoundedMomentum(lr=0.7, momentum=beta), changes), strict=True):
         delta = nn.utils.parameters_to_vector(change).numpy()
         if shares:
             cosines.append(float((delta * v).sum()) / (norm(delta) * norm(v)))
@@ -233,30 +233,30 @@ def test_no_step_is_longer_than_the_mean_change() -> None:
             for length, change in zip(lengths, changes, strict=True)
         )
 
-    assert stretched(ls.server.BoundedMomentum(momentum=0.8)) <= 1 + 1e-12
-    assert stretched(ls.server.FedAvgM(momentum=0.8)) > 3
+    assert stretched(ls.BoundedMomentum(momentum=0.8)) <= 1 + 1e-12
+    assert stretched(ls.FedAvgM(momentum=0.8)) > 3
 
 
 def test_without_momentum_and_in_the_first_round_it_is_plain_averaging() -> None:
     changes = [[delta.float().double() for delta in change] for change in changes_of(0.0)]
-    plain = steps(ls.server.FedAvgM(momentum=0.0), changes)
-    for choice in (ls.server.BoundedMomentum(momentum=0.0), ls.server.BoundedMomentum(momentum=0.8)):
+    plain = steps(ls.FedAvgM(momentum=0.0), changes)
+    for choice in (ls.BoundedMomentum(momentum=0.0), ls.BoundedMomentum(momentum=0.8)):
         assert torch.equal(steps(choice, changes)[0], plain[0])
-    assert torch.equal(torch.stack(steps(ls.server.BoundedMomentum(momentum=0.0), changes)), torch.stack(plain))
+    assert torch.equal(torch.stack(steps(ls.BoundedMomentum(momentum=0.0), changes)), torch.stack(plain))
 
 
 def test_a_round_without_changes_changes_nothing() -> None:
     changes = [*changes_of(0.0)[:2], [torch.zeros(3, 2).double(), torch.zeros(4).double()]]
-    *_, before, after = steps(ls.server.BoundedMomentum(momentum=0.8), changes)
+    *_, before, after = steps(ls.BoundedMomentum(momentum=0.8), changes)
     assert torch.equal(after, before)
-    *_, before, after = steps(ls.server.FedAvgM(momentum=0.8), changes)
+    *_, before, after = steps(ls.FedAvgM(momentum=0.8), changes)
     assert not torch.equal(after, before)
 
 
 def test_nan_is_not_hidden() -> None:
     changes = changes_of(0.0)[:2]
     changes[1][0][0, 0] = float("nan")
-    assert steps(ls.server.BoundedMomentum(momentum=0.8), changes)[-1].isnan().any()
+    assert steps(ls.BoundedMomentum(momentum=0.8), changes)[-1].isnan().any()
 
 
 def test_after_the_first_round_the_direction_is_always_shortened() -> None:
@@ -265,7 +265,7 @@ def test_after_the_first_round_the_direction_is_always_shortened() -> None:
     for _ in range(1_000):
         past, change = (torch.randn(2, generator=generator).double() for _ in range(2))
         past *= 10.0 ** float(torch.randint(-6, 3, (), generator=generator))
-        first, second = steps(ls.server.BoundedMomentum(momentum=BETA), [[past], [change]], sizes=[(2,)])
+        first, second = steps(ls.BoundedMomentum(momentum=BETA), [[past], [change]], sizes=[(2,)])
         largest = max(largest, float((second - first).norm() / (change + BETA * (BETA * past + change)).norm()))
     assert 0.99 / (1 + BETA) < largest < (1 + 1e-9) / (1 + BETA)
 

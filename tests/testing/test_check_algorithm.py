@@ -145,8 +145,8 @@ def test_signs_of_changes_pass(module: LitMLP, batch: Any) -> None:
 
 @pytest.mark.slow
 def test_fed_prox_passes_and_holds_clients_back(module: LitMLP, batch: Any) -> None:
-    check_algorithm(ls.FedAvg(), module, batch, local_hooks=[ls.client.ProximalTerm(1.0)])
-    cases = [Case(ls.FedAvg(), module, batch, 0.05, hooks) for hooks in ((), (ls.client.ProximalTerm(10.0),))]
+    check_algorithm(ls.FedAvg(), module, batch, local_hooks=[ls.ProximalTerm(1.0)])
+    cases = [Case(ls.FedAvg(), module, batch, 0.05, hooks) for hooks in ((), (ls.ProximalTerm(10.0),))]
     free, held = (change_norms(Trial(case)) for case in cases)
     assert held[0] == free[0]  # its only step begins where it started
     assert held[1] < free[1]

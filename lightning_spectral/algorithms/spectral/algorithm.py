@@ -660,9 +660,7 @@ class SpectralRound(DenseRound):
             return []
         least = fmean(of_matrix.missing_energy(ratio) for of_matrix in draws)
         can_start = self.half.choice.spectral_start is None
-        start = (
-            "`spectral_start=ls.algorithms.SpectralStart()` too, unless you compare strategies, which are equal then"
-        )
+        start = "`spectral_start=ls.SpectralStart()` too, unless you compare strategies, which are equal then"
         strategy = ["ls.TopN(), which has the least error"] if least <= LARGEST_ERROR else []
         return [
             f"sub-models of keep ratio {ratio:g} {'lack most of the weight' if error < 1 else 'are mostly noise'}: the "

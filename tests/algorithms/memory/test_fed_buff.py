@@ -94,7 +94,7 @@ def test_rounds_are_the_steps_of_an_event_loop(concurrency: int, size: int, weig
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("server", [None, ls.server.FedAvgM(lr=0.5, momentum=0.9)])
+@pytest.mark.parametrize("server", [None, ls.FedAvgM(lr=0.5, momentum=0.9)])
 def test_with_equal_durations_it_is_federated_averaging_bit_for_bit(server: Any, data: Any, fit: Fit) -> None:
     run: dict[str, Any] = {"clients_per_round": 5, "max_epochs": 3, "server_optimizer": server, "seed": 1}
     ours = fit(seeded(LitMLP, norm=True), data, algorithm=ls.FedBuff(5, durations=0.3, law="fixed"), **run)

@@ -273,7 +273,7 @@ class TestFaults:
         options: dict[str, Any] = {"callbacks": [BatchNormEstimation()], "max_epochs": 1, "clients_per_round": 1}
         with pytest.raises(RoundError, match=r"BatchNorm estimation: 1 of 1 batches are left out.*eval_batch_size"):
             train(data=self.broken(toy), **options)
-        strict = ls.server.Faults(on_not_finite=ls.server.Raise())
+        strict = ls.Faults(on_not_finite=ls.server.Raise())
         with pytest.raises(RoundError, match="BatchNorm estimation: an average becomes NaN or infinite"):
             train(data=self.broken(toy, eval_batch_size=10), faults=strict, seed=1, **options)
 
@@ -283,7 +283,7 @@ class TestFaults:
             if batch[0].isnan().any():
                 raise ValueError("NaN in a batch")
 
-        faults = ls.server.Faults(on_error=ls.server.LeaveOut())
+        faults = ls.Faults(on_error=ls.LeaveOut())
         with pytest.warns(ls.SpectralWarning, match="BatchNorm estimation: 1 of 12 batches are left out"):
             fitted = fit(
                 seeded(variant(LitTwo, before_step=picky)),

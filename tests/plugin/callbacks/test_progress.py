@@ -110,7 +110,7 @@ def test_the_count_keeps_going_and_comes_first(num_processes: int, name: str, te
 @pytest.mark.filterwarnings("ignore::lightning_spectral.SpectralWarning")
 def test_a_round_without_survivors_shows_no_loss(lit: Any, data: Any, fit_onto: FitOnto, terminal: Terminal) -> None:
     lit.training_step = lambda batch, batch_idx: [][0]
-    fit_onto(terminal, lit, data, faults=ls.server.Faults(on_error=ls.server.LeaveOut(1.0)))
+    fit_onto(terminal, lit, data, faults=ls.Faults(on_error=ls.LeaveOut(1.0)))
     assert "clients=4/4" in terminal.getvalue()
     assert "loss" not in terminal.getvalue()
 

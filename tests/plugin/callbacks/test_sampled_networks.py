@@ -127,7 +127,7 @@ def test_dataloaders_and_limits_are_those_of_the_validation(lit_mlp: Any, data: 
         local_epochs=0,  # so bits stay certain, and every sampled network is the expected one
         callbacks=[acting(on_train_start=decide), SampledNetworks(2)],
         trainer={"limit_val_batches": 2},
-        faults=ls.server.Faults(),
+        faults=ls.Faults(),
     )
     row = fitted.rows[0]
     names = ["val_acc", "loss"]

@@ -85,7 +85,7 @@ def test_the_server_adds_coefficients_times_updates(sampler: Sampler, run: Any) 
 
 def test_a_model_that_nobody_drew_keeps_every_bit_and_says_so(run: Any) -> None:
     """One active processor, two models: in every round at least one model rests."""
-    momentum = ls.server.FedAvgM(lr=1.0, momentum=0.9)
+    momentum = ls.FedAvgM(lr=1.0, momentum=0.9)
     modules = {n: ls.FederatedModule(seeded(LitLine, w), server_optimizer=momentum) for n, w in WIDTHS.items()}
     data = ls.MultiModelDataModule({name: lines(WIDTHS[name], SIZES[name]) for name in WIDTHS})
     model = ls.MultiModelModule(modules, participation=ls.Uniform(active=1, design=ls.ConditionalPoisson()))

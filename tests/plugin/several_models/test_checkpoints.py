@@ -26,7 +26,7 @@ def test_resuming_changes_no_bit(measure: Any, toy: TensorDataset, lit_mlp: Any,
 
     def fresh() -> tuple[ls.MultiModelModule, ls.MultiModelDataModule]:
         models = {
-            name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithm, server_optimizer=ls.server.FedAdam(lr=0.01))
+            name: ls.FederatedModule(seeded(lit_mlp), algorithm=algorithm, server_optimizer=ls.FedAdam(lr=0.01))
             for name, algorithm in ALGORITHMS.items()
         }
         sampler = ls.LossVarianceReduced(active=4, measure=measure)

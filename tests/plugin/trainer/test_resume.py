@@ -65,7 +65,7 @@ def test_restored_weights_keep_every_bit(
     algorithm: Any, precision: Any, lit_mlp: Any, data: Any, fit: Fit, tmp_path: Path
 ) -> None:
     """Nor is what an optimizer or the algorithm remembers."""
-    optimizer = None if isinstance(algorithm, ls.Zampling) else ls.server.FedAdam(lr=0.01)
+    optimizer = None if isinstance(algorithm, ls.Zampling) else ls.FedAdam(lr=0.01)
     options: dict[str, Any] = {"trainer": {"precision": precision}, "server_optimizer": optimizer}
     check_resumes(fit, lit_mlp, data, tmp_path, algorithm=algorithm, **options)
 

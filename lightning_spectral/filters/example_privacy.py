@@ -158,7 +158,7 @@ class ExampleLoop(LocalLoop):
 
     def __init__(self, choice: ExamplePrivacy, spend: Callable[[int], object], *known: Any) -> None:
         super().__init__(*known)
-        self.choice, self.spend, self._is_compared = choice, spend, False
+        self.choice, self.spend, self._is_compared, self._num_flat = choice, spend, False, 0
         if not self._eager:
             kind = type(self.optimizers[0].optimizer).__name__
             raise ValueError(f"{GOES_NOT} {kind}, which evaluates the loss itself; use SGD or Adam.")
@@ -185,6 +185,12 @@ class ExampleLoop(LocalLoop):
                 rest[name].detach().copy_(before[name])
         if names := [*attributes(), *moved]:
             raise ValueError(f"{GOES_NOT} {first_of(names, 3)}, by which an example acts on the next; leave it out.")
+        if self._num_flat > 0:
+            warn(
+                f"The gradients of all {self._num_flat} examples that a client drew are zero, so it learned from noise "
+                "alone: a loss that compares the examples of a batch has no gradient for one of them; use another loss."
+            )
+            self._num_flat = -1
         num_steps = task.recorder.num_steps  # a step on no example is one too
         self._is_compared = num_steps > 0
         return replace(result, num_steps=num_steps)
@@ -219,6 +225,8 @@ class ExampleLoop(LocalLoop):
             steps = shortened(torch.cat([part.double().flatten() for part in parts]), self.choice.clip, grid)
             if steps is not None:  # a gradient that is not finite counts as none
                 total += steps
+                if self._num_flat >= 0:  # no example has had one yet
+                    self._num_flat = -1 if steps.any() else self._num_flat + 1
             losses.append(loss.detach())
         total += self._numbers(size).mul_(self._std / grid).round_().to(total)
         total *= grid / (self._rate * len(task.data.indices))

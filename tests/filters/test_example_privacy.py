@@ -68,7 +68,7 @@ def steps(
     loop = ExampleLoop(privacy, int, line, [optimizer], settings)
     data = ClientData(BatchSource(TensorDataset(x)), torch.arange(len(x)), batch_size, seed=0, ids=(0, 0))
     noted = [[lambda: taken.append(line.weight.grad.clone())]]  # type: ignore[union-attr]
-    loop._is_compared = True  # it notes its batches
+    loop._is_compared, loop._num_flat = True, -1  # it notes its batches; its examples may be zero
     loop(LocalTask(Download(WorkUnit(0), 1.0, {}, local_epochs=epochs), data, Recorder(line), before_step=noted))
     return line, torch.stack(taken)
 
@@ -458,3 +458,18 @@ def test_steps_without_a_loss_are_steps(tmp_path: Path) -> None:
     device, lit = next(iter(hiding(tmp_path, kind).there.values())).make(), kind()
     upload = ask(device, lit, tuple(name for name, _ in lit.named_parameters()), lr=0.0)
     assert upload.left_out is None
+
+
+@pytest.mark.parametrize("kind", ["contrastive", "of single examples"])
+def test_a_loss_that_compares_examples_says_that_only_noise_is_learned(kind: str, fit: Fit) -> None:
+    """Each example is a batch of one, whose contrastive loss is the log of one probability, which is 1."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        similar = self.net(batch[0])
+        return nn.functional.cross_entropy(similar @ similar.T, torch.arange(len(similar)))
+
+    module = variant(LitMLP, **({"training_step": training_step} if kind == "contrastive" else {}))
+    data = ls.FederatedDataModule(toy_examples(48), ls.IIDPartitioner(4), batch_size=4)
+    said = said_during(lambda: fit(seeded(module), data, filters=[PRIVACY], max_epochs=2))
+    flat = [one for one in said if "learned from noise alone" in one]
+    assert len(flat) == (kind == "contrastive")

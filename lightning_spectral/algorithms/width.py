@@ -114,8 +114,7 @@ class WidthSharding(Algorithm):
             averages_per_width=flag,
         )
         check_is("channels", self.channels, ChannelChoice)
-        if self.plan is not None:
-            check_is("plan", self.plan, WidthPlan)
+        check_is("plan", self.plan, WidthPlan | None)
         if not self.step_widths:
             if self.averages_per_width:
                 raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")

@@ -45,7 +45,7 @@ class ReportError(ValueError):
 def check_is(argument: str, value: object, expected: type | UnionType) -> Any:
     """Return ``value``; ``TypeError`` unless it is an instance of ``expected``, with a hint if it is a class or a name.
 
-    A class whose value may be left out is given as ``expected=Kind | None``.
+    Of several classes, as in ``Kind | None``, the message names the first.
 
     Example:
         >>> check_is("error", ValueError, Exception)

@@ -457,8 +457,7 @@ class WidthSide(DenseSide):
         return by_width(found)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        widths = [width for width in self.step_widths if width <= download.capacity]
-        if not widths:
+        if not (widths := [width for width in self.step_widths if width <= download.capacity]):
             return None
         steps: NarrowSteps = vars(client)[NARROW_STEPS]
         generator = derived_generator(download.seed, "step widths", *download.ids)

@@ -178,7 +178,6 @@ class RemoteClients(ServerData):
         self.roster.load_state_dict(state_dict)
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        """What the server knows of the clients, as it is now."""
         return RemoteDirectory(self, capacities, available)
 
     def begin_round(self, round_idx: int) -> None:
@@ -220,10 +219,7 @@ class RemoteClients(ServerData):
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
-        """The metrics of clients on their own held-out examples, with the model of a `FederatedModule`.
-
-        Those that do not answer are named in a warning.
-        """
+        """Evaluate a `FederatedModule` on the clients' devices; those that do not answer are named in a warning."""
         roster, client_of, found = self.roster, dict[int, int](), dict[int, Mapping[str, float]]()
         asking, tensors = Asking(roster.line), travelling_tensors(owner.module)
         common = {Part.MODEL: self.model.encode(), Part.PRECISION: owner.trainer.precision.encode()}
@@ -242,7 +238,6 @@ class RemoteClients(ServerData):
         return found
 
     def identity(self) -> Sequence[str]:
-        """The clients' names, by number."""
         return list(self.roster.names)
 
     def configuration(self) -> dict[str, str | int]:
@@ -327,7 +322,6 @@ class RemoteDirectory(ClientDirectory):
         return counted
 
     def epoch_of(self, client_id: int) -> int:
-        """Number of examples that a client trains on in a local epoch."""
         return self.roster.holding(client_id, self.clients.model).examples_per_epoch
 
     def capacity_of(self, client_id: int) -> float:

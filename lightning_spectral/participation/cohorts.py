@@ -182,5 +182,4 @@ class SampledCohorts:
         return {"figures": self.figures} if self.sampler.figure else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore the known figures."""
         self.figures, self.drawn = state_dict.get("figures", self.figures).clone(), None

@@ -356,8 +356,7 @@ class Sampler(ABC):
 
     def check(self, population: Population) -> None:
         """Refuse a population that this sampler cannot serve; called at set-up, before any round."""
-        able = int(population.can.any(1).sum())
-        if self.active > able:
+        if self.active > (able := int(population.can.any(1).sum())):
             raise ValueError(
                 f"`active` must be at most {able}, the number of processors that can train something, "
                 f"got {self.active}; lower it or add clients."

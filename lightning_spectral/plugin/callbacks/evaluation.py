@@ -273,8 +273,7 @@ class ClientEvaluation(RoundCallback):
         if stage == "predict":
             return
         host = as_host(pl_module, "ClientEvaluation needs federated clients")
-        evaluated = [name for name in host.members if host.data_of(name).held_out.num_assigned]
-        if not evaluated:
+        if not (evaluated := [name for name in host.members if host.data_of(name).held_out.num_assigned]):
             raise ValueError(
                 "ClientEvaluation finds no held-out examples; give the data a share to hold out: "
                 "FederatedDataModule(..., client_val_fraction=0.1)."

@@ -155,8 +155,7 @@ def each(argument: str, values: Any, rule: Rule) -> list[Any]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         remedy = f"; write {argument}=[{values!r}]" if isinstance(values, Real) else ""
         raise TypeError(f"`{argument}` must be a sequence of numbers, got {values!r}{remedy}.")
-    plain = [rule(argument, value) for value in values]
-    if not plain:
+    if not (plain := [rule(argument, value) for value in values]):
         raise ValueError(f"`{argument}` must name at least one number, got none.")
     return plain
 

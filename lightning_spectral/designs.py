@@ -199,8 +199,7 @@ class SuccessiveSampling(JointDesign):
     log_sizes: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.log_sizes is not None:
-            check_is("log_sizes", self.log_sizes, Tensor)
+        check_is("log_sizes", self.log_sizes, Tensor | None)
 
     def fit(self, inclusion_probs: Tensor) -> FittedDesign:
         return FittedDesign(draw_successive, *self._sizes(inclusion_probs))

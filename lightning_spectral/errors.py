@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
+from types import UnionType
 from typing import Any
 
 __all__ = ["ClientError", "LostProcessError", "ReportError", "RoundError", "SpectralWarning"]
@@ -42,8 +43,10 @@ class ReportError(ValueError):
     """A report cannot be made of these runs; the message names the file and what to do."""
 
 
-def check_is(argument: str, value: object, expected: type) -> Any:
+def check_is(argument: str, value: object, expected: type | UnionType) -> Any:
     """Return ``value``; ``TypeError`` unless it is an instance of ``expected``, with a hint if it is a class or a name.
+
+    Of several classes, as in ``Kind | None``, the message names the first.
 
     Example:
         >>> check_is("error", ValueError, Exception)
@@ -57,7 +60,8 @@ def check_is(argument: str, value: object, expected: type) -> Any:
         got = f"the class {value.__name__}; write {value.__name__}(...)"
     elif isinstance(value, str):
         got = f"the string {value!r}; pass an object, not its name"
-    raise TypeError(f"`{argument}` must be an instance of {expected.__name__}, got {got}.")
+    kind = expected.__args__[0] if isinstance(expected, UnionType) else expected
+    raise TypeError(f"`{argument}` must be an instance of {kind.__name__}, got {got}.")
 
 
 @contextmanager

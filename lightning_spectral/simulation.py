@@ -251,9 +251,8 @@ class Conditions:
     clock: VirtualClock | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("dropout", ClientDropout), ("clock", VirtualClock)):
-            if getattr(self, name) is not None:
-                check_is(name, getattr(self, name), kind)
+        check_is("dropout", self.dropout, ClientDropout | None)
+        check_is("clock", self.clock, VirtualClock | None)
 
     def check(self, num_clients: int, clients_per_round: int) -> None:
         """Raise ``ValueError`` if the conditions do not fit the federation."""

@@ -114,8 +114,7 @@ class WidthSharding(Algorithm):
             averages_per_width=flag,
         )
         check_is("channels", self.channels, ChannelChoice)
-        if self.plan is not None:
-            check_is("plan", self.plan, WidthPlan)
+        check_is("plan", self.plan, WidthPlan | None)
         if not self.step_widths:
             if self.averages_per_width:
                 raise ValueError("`averages_per_width` needs widths: give `step_widths`, or leave it out.")
@@ -458,8 +457,7 @@ class WidthSide(DenseSide):
         return by_width(found)
 
     def start(self, client: nn.Module, download: Download) -> StepActions | None:
-        widths = [width for width in self.step_widths if width <= download.capacity]
-        if not widths:
+        if not (widths := [width for width in self.step_widths if width <= download.capacity]):
             return None
         steps: NarrowSteps = vars(client)[NARROW_STEPS]
         generator = derived_generator(download.seed, "step widths", *download.ids)

@@ -80,7 +80,6 @@ class LocalHook:
             labels: Returns the class of each training example, or nothing if only devices know them; it raises
                 ``ValueError`` if there are none.
         """
-        return None
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,6 @@ class ProximalTerm(LocalHook):
         check_fields(self, mu=Number(at_least=0))
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Copy the parameters that the client starts from."""
         # an optimizer that maximises reverses the sign of gradients
         signs = [-self.mu if group.get("maximize") else self.mu for group in optimizer.param_groups]
         groups = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
@@ -158,7 +156,6 @@ class GradientClip(LocalHook):
         check_fields(self, max_norm=Number(above=0, finite=False, hint="leave the hook out to clip nothing"))
 
     def start_client(self, module: nn.Module, optimizer: Optimizer) -> BeforeStep:
-        """Collect the parameters to clip; nothing is copied."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
         def clip() -> None:
@@ -205,7 +202,6 @@ class LogitsHook(LocalHook, ABC):
         """
 
     def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
-        """Check that the layer exists, can be changed, and has an output for each class."""
         hook, layers = type(self).__name__, dict(module.named_modules(remove_duplicate=False))
         if self.layer not in layers:
             close = difflib.get_close_matches(self.layer, list(layers), cutoff=0.5) or list(layers)[1:][-3:]
@@ -232,7 +228,6 @@ class LogitsHook(LocalHook, ABC):
 
     @contextmanager
     def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
-        """Change the output of the layer within the block."""
         hook, changes = type(self).__name__, list[Change | None]()  # known from the first pass on
 
         def act(layer: nn.Module, inputs: Any, output: Any) -> Tensor | None:
@@ -422,7 +417,6 @@ class FixedBatchNorm(LocalHook):
         check_fields(self, from_round=Whole(at_least=0))
 
     def check(self, module: nn.Module, labels: Callable[[], Tensor]) -> None:
-        """Check that there is such a layer."""
         if not batch_norms(module):
             raise ValueError(
                 f"FixedBatchNorm finds no BatchNorm layer with running averages in {type(module).__name__}; leave it "
@@ -431,7 +425,6 @@ class FixedBatchNorm(LocalHook):
 
     @contextmanager
     def while_training(self, module: nn.Module, data: ClientData) -> Iterator[None]:
-        """Put the layers into eval mode within the block."""
         layers = [one for one in batch_norms(module) if one.training and data.round_idx >= self.from_round]
         for layer in layers:
             layer.eval()

@@ -177,7 +177,6 @@ class Recorder:
         entry.weight += weight
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
-        """Record several values."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **options)
 
@@ -352,7 +351,6 @@ class LocalLoop:
         self._eager = not self.is_manual and self.user.optimizer_step is None and not _needs_closure(optimizers[0])
 
     def __call__(self, task: LocalTask) -> LocalResult:
-        """Train for one client."""
         user, self.recorder, self.before_step = self.user, task.recorder, task.before_step
         recorder = self.recorder
         self._redirect(self.module, self._methods)
@@ -519,7 +517,6 @@ class ClientOptimizer:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The user's own."""
         return self._optimizer
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -567,7 +564,6 @@ class LossLoop(LocalLoop):
     """
 
     def __call__(self, task: LocalTask) -> LocalResult:
-        """Evaluate one client's data."""
         return replace(super().__call__(replace(task, epochs=range(1), steps=None)), num_steps=0)
 
     def _step(self, task: LocalTask, batch: Any, batch_idx: int) -> tuple[Any, Tensor | None]:

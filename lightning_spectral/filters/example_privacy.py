@@ -164,7 +164,6 @@ class ExampleLoop(LocalLoop):
             raise ValueError(f"{GOES_NOT} {kind}, which evaluates the loss itself; use SGD or Adam.")
 
     def __call__(self, task: LocalTask) -> LocalResult:
-        """Train for one client."""
         if task.epochs and (task.epochs.start or task.steps != task.download.steps_in(task.data.num_batches)):
             raise ValueError(f"{GOES_NOT} training in phases, as in Ditto and with `epochs` of Personal; leave it out.")
         seed, data = self.choice.noise_seed, task.data

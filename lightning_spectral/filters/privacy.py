@@ -86,8 +86,7 @@ class ClientPrivacy(Filter):
     def __post_init__(self) -> None:
         check_budget(self, "num_rounds")
         check_fields(self, clip_quantile=Number(above=0, below=1, optional=True), clip_rate=Number(above=0))
-        if self.after is not None:
-            check_is("after", self.after, str)
+        check_is("after", self.after, str | None)
 
     def earlier_rounds(self) -> list["Rounds"]:
         """The private rounds of the run whose checkpoint is given, of one model; none if none is."""

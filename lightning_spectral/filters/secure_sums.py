@@ -233,7 +233,6 @@ class MaskedSum:
         return replace(download, masking=Masking(self.total, tuple(self._keys)))
 
     def add(self, upload: Upload) -> None:
-        """Add a client's masked update."""
         self.mean.weights.add(self.units[upload.unit.client_id].coefficient)
         for name, steps in self.mean.steps.items():
             steps.add_(upload.tensors[name].to(steps.device))

@@ -101,7 +101,7 @@ class ClientData:
             raise TypeError(
                 f"`train` must be a map-style data set, with `__len__` and `__getitem__`, got {self.train!r}."
             )
-        check_fields(self, batch_size=Whole(at_least=1), num_workers=Whole(at_least=0))
+        check_fields(self, batch_size=Whole(at_least=1), num_workers=Whole(at_least=0), drop_last=flag)
         check_fields(self, keep_ratio=Number(above=0, at_most=1, optional=True))
         check_fields(self, budget_bytes=Number(above=0, optional=True))
         if self.keep_ratio is not None and self.budget_bytes is not None:
@@ -109,9 +109,7 @@ class ClientData:
                 f"`keep_ratio={self.keep_ratio}` and `budget_bytes={self.budget_bytes:,}` both say what the device can "
                 "hold; leave one out."
             )
-        flag("drop_last", self.drop_last)
-        if self.state_folder is not None:
-            check_is("state_folder", self.state_folder, str)
+        check_is("state_folder", self.state_folder, str | None)
         for name, kind in (("local_noise", LocalNoise), ("example_privacy", ExamplePrivacy)):
             if (hides := getattr(self, name)) is not None:
                 check_is(name, hides, kind)

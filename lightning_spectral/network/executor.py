@@ -58,8 +58,7 @@ class RemoteExecutor(Executor):
         """Yield uploads as they arrive, those of the first clients perhaps before the last downloads are drawn."""
         asking, sent = Asking(self.roster.line), dict[int, Download]()
         for download in downloads:
-            node = self.roster.node_of(download.unit.client_id)
-            if node is None or self._has_enough:
+            if (node := self.roster.node_of(download.unit.client_id)) is None or self._has_enough:
                 if node is None:
                     self.roster.seen_of(download.unit.client_id).note(0, 0, "dropped_out", "it is not connected")
                 yield Upload(download.unit, {}, left_out="dropped_out" if node is None else "surplus")
@@ -73,7 +72,6 @@ class RemoteExecutor(Executor):
         self.roster.report(now=True)
 
     def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
-        """Yield answers as they arrive."""
         asking, asked = Asking(self.roster.line), dict[int, Handshake]()
         for question in questions:
             if (node := self.roster.node_of(question.unit.client_id)) is None:

@@ -147,8 +147,7 @@ def server_app(
 
         config = dict(context.run_config)
         model = federation(config)
-        if not isinstance(model, FederatedModule | MultiModelModule):
-            check_is("federation(config)", model, FederatedModule)
+        check_is("federation(config)", model, FederatedModule | MultiModelModule)
         given = {**options, **{name: config[name] for name in FROM_RUN if name in config}}
         line = FlowerLine(grid, Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / FILE)
         data = clients_of_models(model, line, _made(val, config), _made(test, config), given)

@@ -100,7 +100,6 @@ class LocalNetwork:
         end(self._processes.pop(name), without_warning=without_warning)
 
     def close(self) -> None:
-        """End all processes."""
         for name in list(self._processes)[::-1]:
             self.kill(name)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_spectral.algorithms.base import Algorithm, promises_of
@@ -21,8 +23,8 @@ from lightning_spectral.filters import UpdateBound, UsualUpdateNorm
 from lightning_spectral.network.executor import RemoteExecutor
 from lightning_spectral.network.gate import SMALL, UploadGate, read_metrics
 from lightning_spectral.network.line import Asking, Line, Question
-from lightning_spectral.network.messages import Kind, Part, Start, record_parts
-from lightning_spectral.network.roster import RemoteDirectory, Roster, with_max_share
+from lightning_spectral.network.messages import Holding, Kind, Part, Start, record_parts
+from lightning_spectral.network.roster import Roster, with_max_share
 from lightning_spectral.participation import Sampler
 from lightning_spectral.participation.cohorts import ClientDirectory
 from lightning_spectral.plugin.callbacks import BatchNormEstimation
@@ -61,8 +63,7 @@ class HeldOut:
 
     def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
         """Number of held-out examples of each given client, as far as it counts among them."""
-        sizes: list[int] = with_max_share(self.sizes[torch.tensor(client_ids)], self.max_share).tolist()
-        return sizes
+        return with_max_share(self.sizes[torch.tensor(client_ids)], self.max_share).tolist()
 
 
 class RemoteClients(ServerData):
@@ -123,8 +124,7 @@ class RemoteClients(ServerData):
         self.keep_first = Whole(at_least=1, optional=True)("keep_first", keep_first)
         self.max_share = Number(above=0, at_most=1)("max_share", max_share)
         self.update_bound = update_bound
-        if update_bound is not None:
-            check_is("update_bound", update_bound, UpdateBound)
+        check_is("update_bound", update_bound, UpdateBound | None)
         patience, trust_names = Number(at_least=0)("patience", patience), flag("trust_names", trust_names)
         self.roster = line if isinstance(line, Roster) else Roster(line, patience, trust_names)
         self.model = model
@@ -178,10 +178,7 @@ class RemoteClients(ServerData):
         self.roster.load_state_dict(state_dict)
 
     def client_directory(self, capacities: Assigned[float], available: Tensor | None = None) -> ClientDirectory:
-        """What the server knows of the clients, as it is now."""
-        return RemoteDirectory(
-            self.roster, self.model, capacities, available, self.begin_round, self._bytes_of, self.max_share
-        )
+        return RemoteDirectory(self, capacities, available)
 
     def begin_round(self, round_idx: int) -> None:
         """Wait for the clients of a round, and admit those that have joined."""
@@ -222,10 +219,7 @@ class RemoteClients(ServerData):
     def evaluate_elsewhere(
         self, owner: Any, round_idx: int, client_ids: Sequence[int]
     ) -> dict[int, Mapping[str, float]]:
-        """The metrics of clients on their own held-out examples, with the model of a `FederatedModule`.
-
-        Those that do not answer are named in a warning.
-        """
+        """Evaluate a `FederatedModule` on the clients' devices; those that do not answer are named in a warning."""
         roster, client_of, found = self.roster, dict[int, int](), dict[int, Mapping[str, float]]()
         asking, tensors = Asking(roster.line), travelling_tensors(owner.module)
         common = {Part.MODEL: self.model.encode(), Part.PRECISION: owner.trainer.precision.encode()}
@@ -244,14 +238,14 @@ class RemoteClients(ServerData):
         return found
 
     def identity(self) -> Sequence[str]:
-        """The clients' names, by number."""
         return list(self.roster.names)
 
     def configuration(self) -> dict[str, str | int]:
         """The settings that must match for a checkpoint to be resumed; who is there may change."""
         return {"clients": "elsewhere"}
 
-    def _bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
+    def bytes_of(self, keep_ratios: Sequence[float]) -> Mapping[float, int]:
+        """Bytes that a client with each keep ratio gets and sends in a round."""
         owner = self._module.federation.members[self.model]
         given = {"filters": owner.filters, "buffers": owner.buffer_rules}
         return round_bytes(owner.module, owner.algorithm, keep_ratios, **given)
@@ -271,6 +265,98 @@ class RemoteClients(ServerData):
         if self._is_sampled:
             return float(who.active)
         return who.size(num_clients) if num_clients or isinstance(who.clients_per_round, int) else math.inf
+
+
+class RemoteDirectory(ClientDirectory):
+    """What the server knows of clients elsewhere: what they last said about themselves.
+
+    Only ``num_examples`` remains that of the start, because fixed shares are computed from it.
+
+    Args:
+        clients: The data module that reaches them.
+        capacities: Keep ratios as the algorithm assigns them to the clients of the start.
+        available: Whether each client can train this model; ``None`` if all can.
+
+    Raises:
+        ValueError: If every client says a keep ratio that the algorithm does not have, or a budget that no sub-model
+            fits; single ones are dismissed.
+    """
+
+    clients: RemoteClients
+    roster: Roster
+    _shortened: set[int]
+
+    def __init__(self, clients: RemoteClients, capacities: Assigned[float], available: Tensor | None) -> None:
+        vars(self).update(clients=clients, capacities=capacities, available=available, _shortened=set())
+        vars(self).update(roster=(roster := clients.roster), begin_round=clients.begin_round)
+        wrong: dict[int, ValueError] = {}
+        for client_id in range(len(roster.names)):
+            try:
+                self.capacity_of(client_id)
+            except ValueError as error:
+                wrong[client_id] = error
+        if wrong and len(wrong) == len(roster.names):
+            raise wrong[0]
+        for client_id, why in wrong.items():
+            roster.dismiss(client_id, why)
+        roster.admits[clients.model] = self._capacity
+
+    @property
+    def sizes(self) -> Tensor:
+        """Number of training examples of each client, as far as it counts, int64, shape ``(num_clients,)``."""
+        said = torch.tensor([holding.num_examples for holding in self.roster.holdings(self.clients.model)])
+        return with_max_share(said, self.clients.max_share)
+
+    def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
+        """Number of training examples of each given client, as far as it counts among them."""
+        said = [self.roster.holding(client_id, self.clients.model).num_examples for client_id in client_ids]
+        counted: list[int] = with_max_share(torch.tensor(said, dtype=torch.int64), self.clients.max_share).tolist()
+        for client_id, own, size in zip(client_ids, said, counted, strict=True):
+            if size < own and client_id not in self._shortened:
+                self._shortened.add(client_id)
+                rank_zero_warn(
+                    f"Client {self.roster.names[client_id]!r} says that it has {own:,} examples, and counts as one "
+                    f"with {size:,}: no client has more than a share of {self.clients.max_share:g} of a round's "
+                    "weight. To believe it, raise RemoteClients(max_share=...)."
+                )
+        return counted
+
+    def epoch_of(self, client_id: int) -> int:
+        return self.roster.holding(client_id, self.clients.model).examples_per_epoch
+
+    def capacity_of(self, client_id: int) -> float:
+        """Keep ratio of a client: what it said, or what its budget allows, or else what the algorithm assigned."""
+        return self._capacity(self.roster.names[client_id], self.roster.holding(client_id, self.clients.model))
+
+    def _capacity(self, name: str, holding: Holding) -> float:
+        said, values = holding.keep_ratio, self.capacities.values
+        if (budget := holding.budget_bytes) is not None:
+            if fitting := [keep_ratio for keep_ratio, needed in self._needed.items() if needed <= budget]:
+                return max(fitting)
+            raise ValueError(
+                f"Client {name!r} says `budget_bytes={budget:,.0f}`, and the smallest sub-model takes "
+                f"{min(self._needed.values()):,} bytes a round; raise its budget, or let the algorithm cut more."
+            )
+        if said is None and name in self._assigned:
+            return float(self._assigned[name])
+        if said is None and len(values) == 1:
+            return float(values[0])
+        if said not in values:
+            given = "no keep ratio" if said is None else f"a keep ratio of {said}"
+            raise ValueError(
+                f"Client {name!r} says {given}, and the algorithm has {', '.join(map(str, values))}; write one of "
+                "them on the device, ClientData(keep_ratio=...), or give the algorithm its own."
+            )
+        return float(said)
+
+    @cached_property
+    def _needed(self) -> Mapping[float, int]:
+        return self.clients.bytes_of(self.capacities.values)
+
+    @cached_property
+    def _assigned(self) -> Mapping[str, float]:
+        """Keep ratios of the clients of the start, by name; a client keeps its number, and others come later."""
+        return {name: self.capacities.of(i) for i, name in enumerate(self.roster.names[: len(self.capacities)])}
 
 
 def clients_of_models(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from lightning_spectral.network.gate import SMALL, read_identity
 from lightning_spectral.network.line import SHORTEST, Asking, Line, Question
 from lightning_spectral.network.messages import Holding, Identity, Kind
 from lightning_spectral.network.status import Seen, enrolled_beside, write_status
-from lightning_spectral.participation.cohorts import ClientDirectory
-from lightning_spectral.protocol.per_client import Assigned
 
 ANSWER_SECONDS = 120.0  # at least, for saying who one is, which includes the import of torch on the device
 REPORT_SECONDS = 2.0  # between two writings of the status
@@ -215,12 +212,7 @@ class Roster:
 
 
 def _listed(models: Iterable[str]) -> str:
-    """Names of models, in a message.
-
-    Example:
-        >>> _listed(["dense", "sharded"]), _listed([""])
-        ("the models 'dense', 'sharded'", 'a single model')
-    """
+    """Names of models, in a message."""
     names = [repr(name) for name in models if name]
     return f"the models {', '.join(names)}" if names else "a single model"
 
@@ -229,114 +221,6 @@ def _natural(name: str) -> tuple[bool, int, str]:
     """A key that sorts client 10 after client 9."""
     is_number = name.isdecimal()
     return not is_number, int(name) if is_number else 0, name
-
-
-class RemoteDirectory(ClientDirectory):
-    """What the server knows of clients elsewhere: what they last said about themselves.
-
-    Only ``num_examples`` remains that of the start, because fixed shares are computed from it.
-
-    Args:
-        roster: Who is there.
-        model: The model's name; empty if there is only one.
-        capacities: Keep ratios as the algorithm assigns them to the clients of the start.
-        available: Whether each client can train this model; ``None`` if all can.
-        begin_round: Called when a round begins, before its cohort is drawn; perhaps several times.
-        bytes_of: Maps keep ratios to the bytes that a client gets and sends in a round.
-        max_share: Largest share of the weight that one of several clients has.
-
-    Raises:
-        ValueError: If every client says a keep ratio that the algorithm does not have, or a budget that no sub-model
-            fits; single ones are dismissed.
-    """
-
-    roster: Roster
-    model: str
-    bytes_of: Callable[[Sequence[float]], Mapping[float, int]]
-    max_share: float
-    _shortened: set[int]
-
-    def __init__(
-        self,
-        roster: Roster,
-        model: str,
-        capacities: Assigned[float],
-        available: Tensor | None,
-        begin_round: Callable[[int], None],
-        bytes_of: Callable[[Sequence[float]], Mapping[float, int]],
-        max_share: float,
-    ) -> None:
-        vars(self).update(roster=roster, model=model, capacities=capacities, available=available)
-        vars(self).update(begin_round=begin_round, bytes_of=bytes_of, max_share=max_share, _shortened=set())
-        wrong: dict[int, ValueError] = {}
-        for client_id in range(len(roster.names)):
-            try:
-                self.capacity_of(client_id)
-            except ValueError as error:
-                wrong[client_id] = error
-        if wrong and len(wrong) == len(roster.names):
-            raise wrong[0]
-        for client_id, why in wrong.items():
-            roster.dismiss(client_id, why)
-        roster.admits[model] = self._capacity
-
-    @property
-    def sizes(self) -> Tensor:
-        """Number of training examples of each client, as far as it counts, int64, shape ``(num_clients,)``."""
-        said = torch.tensor([holding.num_examples for holding in self.roster.holdings(self.model)])
-        return with_max_share(said, self.max_share)
-
-    def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
-        """Number of training examples of each given client, as far as it counts among them."""
-        said = [self.roster.holding(client_id, self.model).num_examples for client_id in client_ids]
-        counted: list[int] = with_max_share(torch.tensor(said, dtype=torch.int64), self.max_share).tolist()
-        for client_id, own, size in zip(client_ids, said, counted, strict=True):
-            if size < own and client_id not in self._shortened:
-                self._shortened.add(client_id)
-                rank_zero_warn(
-                    f"Client {self.roster.names[client_id]!r} says that it has {own:,} examples, and counts as one "
-                    f"with {size:,}: no client has more than a share of {self.max_share:g} of a round's weight. To "
-                    "believe it, raise RemoteClients(max_share=...)."
-                )
-        return counted
-
-    def epoch_of(self, client_id: int) -> int:
-        """Number of examples that a client trains on in a local epoch."""
-        return self.roster.holding(client_id, self.model).examples_per_epoch
-
-    def capacity_of(self, client_id: int) -> float:
-        """Keep ratio of a client: what it said, or what its budget allows, or else what the algorithm assigned."""
-        return self._capacity(self.roster.names[client_id], self.roster.holding(client_id, self.model))
-
-    def _capacity(self, name: str, holding: Holding) -> float:
-        said, values = holding.keep_ratio, self.capacities.values
-        if (budget := holding.budget_bytes) is not None:
-            if fitting := [keep_ratio for keep_ratio, needed in self._needed.items() if needed <= budget]:
-                return max(fitting)
-            raise ValueError(
-                f"Client {name!r} says `budget_bytes={budget:,.0f}`, and the smallest sub-model takes "
-                f"{min(self._needed.values()):,} bytes a round; raise its budget, or let the algorithm cut more."
-            )
-        if said is None and name in self._assigned:
-            return float(self._assigned[name])
-        if said is None and len(values) == 1:
-            return float(values[0])
-        if said not in values:
-            given = "no keep ratio" if said is None else f"a keep ratio of {said}"
-            raise ValueError(
-                f"Client {name!r} says {given}, and the algorithm has {', '.join(map(str, values))}; write one of "
-                "them on the device, ClientData(keep_ratio=...), or give the algorithm its own."
-            )
-        return float(said)
-
-    @cached_property
-    def _needed(self) -> Mapping[float, int]:
-        return self.bytes_of(self.capacities.values)
-
-    @cached_property
-    def _assigned(self) -> Mapping[str, float]:
-        """Keep ratios of the clients of the start, by name; a client keeps its number, and others come later."""
-        return {name: self.capacities.of(i) for i, name in enumerate(self.roster.names[: len(self.capacities)])}
 
 
 def with_max_share(sizes: Tensor, max_share: float) -> Tensor:

@@ -47,7 +47,6 @@ class ForkingExecutor(SubprocessExecutor):  # type: ignore[misc]
     """Runs Flower's program for a message in a fork of this process."""
 
     def launch(self, spec: ExecutionSpec) -> LaunchResult:
-        """Start the program."""
         if spec.task_type != TaskType.CLIENT_APP:
             return super().launch(spec)
         if os.fork() == 0:

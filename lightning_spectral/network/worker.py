@@ -149,8 +149,7 @@ def _started(job: Job) -> Connection:
         listening.listen()
         command = [sys.executable, "-m", "lightning_spectral.network.worker", str(listening.fileno())]
         subprocess.run(command, input=job.written(), pass_fds=[listening.fileno()], cwd=job.folder, check=True)
-    worker = _found(job)
-    if worker is None:
+    if (worker := _found(job)) is None:
         raise RuntimeError("the process that trains on this device ends at once; the SuperNode's log may say why")
     return worker
 

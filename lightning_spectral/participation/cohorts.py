@@ -61,8 +61,7 @@ class ClientDirectory:
 
     def sizes_of(self, client_ids: Sequence[int]) -> list[int]:
         """Number of training examples of each given client."""
-        sizes: list[int] = self.sizes[torch.tensor(client_ids, dtype=torch.int64)].tolist()
-        return sizes
+        return self.sizes[torch.tensor(client_ids, dtype=torch.int64)].tolist()
 
     def epoch_of(self, client_id: int) -> int:
         """Number of examples that a client trains on in a local epoch."""
@@ -183,5 +182,4 @@ class SampledCohorts:
         return {"figures": self.figures} if self.sampler.figure else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Restore the known figures."""
         self.figures, self.drawn = state_dict.get("figures", self.figures).clone(), None

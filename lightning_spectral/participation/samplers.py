@@ -286,8 +286,7 @@ class Sampler(ABC):
 
     def __post_init__(self) -> None:
         check_fields(self, active=Number(at_least=1, hint="it counts clients, and is no share of them"), normalize=flag)
-        if self.design is not None:
-            check_is("design", self.design, Design)
+        check_is("design", self.design, Design | None)
         if self.design is not None and self.active != round(self.active):
             raise ValueError(f"`active` must be whole with a design, got {self.active}; round it or drop the design.")
 
@@ -357,8 +356,7 @@ class Sampler(ABC):
 
     def check(self, population: Population) -> None:
         """Refuse a population that this sampler cannot serve; called at set-up, before any round."""
-        able = int(population.can.any(1).sum())
-        if self.active > able:
+        if self.active > (able := int(population.can.any(1).sum())):
             raise ValueError(
                 f"`active` must be at most {able}, the number of processors that can train something, "
                 f"got {self.active}; lower it or add clients."
@@ -525,12 +523,8 @@ class Uniform(Sampler):
 
     With a design, one model and one processor per client, it draws the same cohort as
     :class:`~lightning_spectral.participation.UniformParticipation`; with ``normalize``, its coefficients are the
-    numbers of examples too.
-
-    Args:
-        active: Expected number m of active processors in a round, at least 1.
-        design: Fixed-size design, see :class:`Sampler`. As all processors are equally likely, any gives the same.
-        normalize: See :class:`Sampler`.
+    numbers of examples too. As all processors are equally likely, any design gives the same. Its arguments are those of
+    :class:`Sampler`.
 
     Reference:
         The baseline "Random" of Zhang et al. (2024).
@@ -562,7 +556,7 @@ class RoundRobin(Sampler):
     """Every processor is equally likely to be active; the model it then trains rotates.
 
     In round t, processor p trains model number (p + t) mod c of the c models that it can train. Its arguments are those
-    of :class:`Uniform`.
+    of :class:`Sampler`.
 
     Note:
         Coefficients are divided by the probability over many rounds, which is that of :class:`Uniform`. At fixed
@@ -596,13 +590,11 @@ class RoundRobin(Sampler):
 class VarianceReduced(Sampler):
     """The base of the three samplers: probabilities with the least total variance of their weighted figures.
 
-    See `assignment_probs`.
+    See `assignment_probs`. With a design, as many processors are drawn as have a positive score, if that is less than
+    ``active``.
 
     Args:
-        active: Expected number m of active processors in a round, at least 1.
-        design: Fixed-size design by which exactly m processors are drawn, or as many as have a positive score, if that
-            is less; by default each processor draws independently. See :class:`Sampler`.
-        normalize: See :class:`Sampler`.
+        active, design, normalize: As for :class:`Sampler`.
         measure: Whose figures are measured before a round: those of a random sample of this many clients, at least 1,
             or of all if there are no more; all clients' (``"all"``, as published); or no client's (``"last"``, which
             uses the last known values).

@@ -141,14 +141,6 @@ def deal_by_class(
 
     ``draw_slots`` says which class each client gets its examples from, of only the classes that are present, in sorted
     order; within a class, examples are assigned at random.
-
-    Example:
-        >>> def first_come(left, num_draws, rng):
-        ...     return np.diff(np.minimum(left.cumsum(), num_draws), prepend=0)
-        >>> labels, draw = torch.tensor([7, 7, 4, 4]), partial(draw_slot_classes, first_come)
-        >>> partition = deal_by_class(labels, 2, draw, torch.Generator().manual_seed(0))
-        >>> sorted(labels[own].tolist() for own in partition)
-        [[4, 4], [7, 7]]
     """
     class_sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
     order, client_sizes = client_shares(sizes, len(labels), num_clients, generator)

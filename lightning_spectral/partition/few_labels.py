@@ -39,8 +39,7 @@ class ShardPartitioner(Partitioner):
 
     def split(self, num_examples: int, labels: Tensor | None, generator: torch.Generator) -> Partition:
         assert labels is not None, "__call__ checks it"
-        num_shards = self.num_clients * self.shards_per_client
-        if num_shards > num_examples:
+        if (num_shards := self.num_clients * self.shards_per_client) > num_examples:
             raise ValueError(f"{self} cuts {num_shards} shards, got {num_examples} examples; lower its numbers.")
         client_of_shard = torch.randperm(num_shards, generator=generator) // self.shards_per_client
         place = by_class(labels, generator).argsort()

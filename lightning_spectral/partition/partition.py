@@ -78,8 +78,7 @@ class Partition:
             [tensor([1]), tensor([0, 3])]
         """
         owner = client_of_example.to("cpu", torch.int64)
-        outside = owner[(owner < -1) | (owner >= num_clients)]
-        if outside.numel():
+        if (outside := owner[(owner < -1) | (owner >= num_clients)]).numel():
             raise ValueError(
                 f"Client ids must be in [0, num_clients={num_clients}), or -1 for an example without an owner, "
                 f"got {int(outside[0])}."

@@ -172,8 +172,7 @@ def saved_progress(path: Path) -> tuple[int, int]:
             f"{path} holds objects other than tensors and plain values. Allow their classes, if you trust the file: "
             "torch.serialization.add_safe_globals([...]); or leave them out of what your module saves."
         ) from error
-    missing = [name for name in NEEDED if not isinstance(content, dict) or name not in content]
-    if missing:
+    if missing := [name for name in NEEDED if not isinstance(content, dict) or name not in content]:
         raise DamagedFile(f"it has no {', '.join(missing)}, and a run is resumed from them, not from weights alone")
     for name in ("global_step", "epoch"):
         if not isinstance(content[name], int):

@@ -141,8 +141,7 @@ class SavedRun:
 
     def _write_as_resumed(self, checkpoint: Checkpoint) -> bool:
         """Write the checkpoint that a run resumes from, if it ends before restoring it; false if unknown."""
-        loaded = self.resumed or self._trainer._checkpoint_connector._loaded_checkpoint
-        if not loaded:
+        if not (loaded := self.resumed or self._trainer._checkpoint_connector._loaded_checkpoint):
             checkpoint[NOTHING_NEW] = True
             return False
         lacking = () if "callbacks" in checkpoint else OF_A_RUN

@@ -85,8 +85,7 @@ def check_member(owner: Any, data: ServerData, participation: UniformParticipati
     if lazy := [name for name, parameter in module.named_parameters() if is_lazy(parameter)]:
         raise ValueError(f"Lazy layers have no weight yet: {', '.join(lazy)}; run one forward pass first.")
     check_averaged_parameters(module)
-    complex_valued = [name for name, parameter in module.named_parameters() if parameter.is_complex()]
-    if complex_valued:
+    if complex_valued := [name for name, parameter in module.named_parameters() if parameter.is_complex()]:
         raise ValueError(
             f"Complex parameters are not averaged: {', '.join(complex_valued)}; hold real and imaginary parts apart "
             "(torch.view_as_real)."

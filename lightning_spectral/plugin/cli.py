@@ -116,8 +116,7 @@ def report_differences(saved: Any, given: Any, command: str) -> None:
     of the checkpoint, with a warning.
     """
     before, now = _flat(saved), _flat(given)
-    names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
-    if not names:
+    if not (names := {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}):
         return
     outermost = sorted(name for name in names if not any(name.startswith(f"{other}.") for other in names))
     changed = [f"{name}: {before.get(name)!r} in the checkpoint, {now.get(name)!r} now" for name in outermost]
@@ -207,8 +206,7 @@ def one_line(message: str) -> str:
         "model.seed: Expected a <class 'int'>"
     """
     lines = [(len(line) - len(text), text) for line in message.splitlines() if (text := line.lstrip(" -"))]
-    causes = [number for number, (_, text) in enumerate(lines) if not text.startswith(TRIED)]
-    if not causes:
+    if not (causes := [number for number, (_, text) in enumerate(lines) if not text.startswith(TRIED)]):
         return " ".join(message.split())
     first = max(causes, key=lambda number: lines[number][0])
     depth, said = lines[first]

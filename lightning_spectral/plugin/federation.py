@@ -56,7 +56,6 @@ class Federation(Shared):
             member.name, member.key, member.shared = name, name if len(self.members) > 1 else "", self
 
     def begin_fit(self, resumed: bool) -> None:
-        """Begin a fit of all models, new or resumed."""
         if resumed:
             self.cohorts.count_again()
         for member in self.members.values():

@@ -399,8 +399,7 @@ class FederatedHooks(FixedArguments, pl.LightningModule, Host):
         try:
             return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
         except TypeError as error:
-            missing = str(error).partition(f"{cls.__name__}.__init__() missing ")[2]
-            if not missing:
+            if not (missing := str(error).partition(f"{cls.__name__}.__init__() missing ")[2]):
                 raise
             raise TypeError(
                 f"Only the checkpoint of a LightningCLI run says how to build a {cls.__name__}; this one lacks "

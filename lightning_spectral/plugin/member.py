@@ -218,19 +218,17 @@ class Member(pl.LightningModule):
             with suspecting_weights(self.module, 0):
                 done = half.initialize(runtime.processes)
             half.settle()
-            self._report(done.splitlines())
+            self._report(*done.splitlines())
         self._decisions.values = half.decisions
         may_rest = bool(half.advice(Moment.RESTING_AVERAGES)) or runtime.averages_are_set
         self.first_rounds = FirstRounds(runtime.processes.rank == 0, may_rest)
         self.lasting.attach(ADVICE, self.first_rounds)
         if self.local_epochs == 0:
-            self._report(["local_epochs=0: clients train nothing, so rounds leave the weights as they are."])
+            self._report("local_epochs=0: clients train nothing, so rounds leave the weights as they are.")
         if any(each.interval == "step" for each in self.schedules.schedulers):
             self._report(
-                [
-                    "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
-                    "count its warm-up, its `T_max` or its milestones in rounds."
-                ]
+                "A learning-rate schedule with interval='step' steps once per round here, not once per local step: "
+                "count its warm-up, its `T_max` or its milestones in rounds."
             )
         self.zero_grad()  # of training before this fit: the server has only pseudo-gradients
         first_round = None if resumed else runtime.round_idx  # a second fit of this module may count from 0 again
@@ -239,7 +237,7 @@ class Member(pl.LightningModule):
         for name, end in engine.filters.items():
             self.lasting.attach(name, end)
         for end in engine.filters.values():
-            self._report(end.remarks())
+            self._report(*end.remarks())
 
     def _drop_what_belongs_elsewhere(self) -> None:
         """Drop what earlier fits have left of other clients, or of tensors that were others, with a warning."""
@@ -275,7 +273,7 @@ class Member(pl.LightningModule):
                 "same parameters on the same data, or resume from a checkpoint."
             )
 
-    def _report(self, lines: Iterable[str]) -> None:
+    def _report(self, *lines: str) -> None:
         for line in lines:
             rank_zero_info(f"{self.name}: {line}" if self.name else line)
 
@@ -358,7 +356,7 @@ class Member(pl.LightningModule):
         opened = self.engine.open_round(round_idx, units)
         self.first_rounds.begin(self.engine.half, opened.algorithm_round, round_idx)
         if round_idx == 0:
-            self._report(self.engine.half.advice(Moment.REMARK, opened.algorithm_round))
+            self._report(*self.engine.half.advice(Moment.REMARK, opened.algorithm_round))
         return opened
 
     def apply_round(self) -> RoundSummary:
@@ -397,7 +395,6 @@ class RoundSchedules:
         return {"logged": sorted(self._logged), "outdated": sorted(self._outdated), "rests": self._rests}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what is known about training metrics."""
         self._logged, self._outdated = set(state_dict["logged"]), set(state_dict["outdated"])
         self._rests = state_dict["rests"]
 

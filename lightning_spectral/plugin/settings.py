@@ -110,8 +110,7 @@ def check_checkpoint(checkpoint: Mapping[str, Any], configuration: Mapping[str, 
 
     Settings of the Trainer are compared if both have them: quick tries (``fast_dev_run``) do not.
     """
-    saved = checkpoint.get("federation")
-    if saved is None:
+    if (saved := checkpoint.get("federation")) is None:
         raise ValueError(
             "The checkpoint was not written by a FederatedModule; to start from its weights, load them into your "
             "module first: module.load_state_dict(torch.load(path, weights_only=True)['state_dict'])."

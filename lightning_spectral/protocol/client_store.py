@@ -183,7 +183,6 @@ class ClientStore:
         ]
 
     def load_state_dict(self, state_dict: Iterable[Mapping[str, Any]]) -> None:
-        """Restore all entries from a checkpoint."""
         self._tables, self._written = {}, {}
         for saved in state_dict:
             for row, client_id in enumerate(saved["clients"].tolist()):

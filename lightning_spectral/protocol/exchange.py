@@ -128,8 +128,7 @@ def check_same_buffers(module: nn.Module, shapes: Mapping[str, tuple[int, ...]])
         ValueError: Training has changed buffers that the server cannot follow: `queue` was of shape (2,) and is \
 of shape (3,). Register such a buffer with a tensor of its final size, or keep it in an attribute that is not a buffer.
     """
-    found = buffer_shapes(module)
-    if found == dict(shapes):
+    if (found := buffer_shapes(module)) == dict(shapes):
         return
     was, now = ({name: f"of shape {shape}" for name, shape in those.items()} for those in (shapes, found))
     changed = [

@@ -58,8 +58,7 @@ def check_per_client(argument: str, value: Any, rule: Rule) -> Any:
         Traceback (most recent call last):
         ValueError: Shares of `keep_ratio` must sum to 1, got 0.6 + 0.5 = 1.1; write {value: share of clients}.
     """
-    entries = entries_of(value)
-    if not entries:
+    if not (entries := entries_of(value)):
         raise ValueError(
             f"`{argument}` must be one value for all clients, {{value: share of clients}} or a list with one value per "
             f"client, got {value!r}."

@@ -41,7 +41,6 @@ class Curve:
 
     @property
     def last(self) -> float:
-        """The last value."""
         return float(self.values[-1])
 
 
@@ -60,8 +59,7 @@ def curve(run: LoggedRun, metric: str, of_all: bool = True) -> Curve | None:
     columns = [metric] if metric in run.names else [f"{model}/{metric}" for model in models(run)]
     if not of_all:
         columns = [name for name in columns if name in run.names]
-    rows = [row for row in run.rows if columns and all(name in row for name in columns)]
-    if not rows:
+    if not (rows := [row for row in run.rows if columns and all(name in row for name in columns)]):
         return None
     values = np.array([[row[name] for name in columns] for row in rows]).mean(axis=1)
     return Curve(np.array([row[ROUND] for row in rows]), values)
@@ -172,8 +170,7 @@ def choose_metric(
         if without := [run for run in read if run not in able]:
             raise ReportError(f"{_lacks(without[0], wanted, 1)} Choose one that all runs have, or leave this run out.")
         return wanted, read, left_out
-    shared = set.intersection(*map(_evaluated, read))
-    if not shared:
+    if not (shared := set.intersection(*map(_evaluated, read))):
         raise ReportError(_lacks(min(read, key=lambda run: len(_evaluated(run))), None, len(read)))
     return min(shared, key=_preference), read, left_out
 

@@ -203,8 +203,7 @@ def curves_section(contents: Contents) -> Section:
 
 def fairness_section(contents: Contents) -> Section:
     """How much clients differ, over rounds."""
-    able = [run for run in contents.runs if measures.spread(run, contents.metric)]
-    if not able:
+    if not (able := [run for run in contents.runs if measures.spread(run, contents.metric)]):
         return Section("Fairness", remark=SWITCH_ON["clients"])
     metric = measures.client_statistics(able[0], contents.metric)[0]
     found = [(run.name, measures.client_statistics(run, contents.metric)[1]) for run in contents.runs]

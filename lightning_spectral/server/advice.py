@@ -53,7 +53,6 @@ class FirstRounds:
         return {} if self.unreached is None else {"unreached": list(self.unreached)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them, in a resumed run."""
         self._unreached = sorted(state_dict["unreached"])
 
     def begin(self, half: ServerHalf, opened: Round, round_idx: int) -> None:

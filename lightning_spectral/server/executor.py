@@ -65,18 +65,14 @@ class SequentialExecutor(Executor):
     device: Device
 
     def agree(self, questions: Sequence[Handshake]) -> Iterator[Handshake | Upload]:
-        """Yield answers in the order of the questions."""
         return map(self.device.parties.answer, questions)
 
     def begin_round(self) -> None:
-        """Save the state of the global generators."""
         self.device.generators.save()
 
     def run(self, downloads: Iterable[Download]) -> Iterator[Upload]:
-        """Yield uploads in the order of the downloads."""
         return map(self.device.run, downloads)
 
     def end_round(self) -> None:
-        """Restore the global generators; the module is the server."""
         self.device.generators.restore()
         self.device.forms.give_back()  # if not even Ctrl-C in `run` let it

@@ -76,9 +76,7 @@ class Faults:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            answer = getattr(self, field.name)
-            if not isinstance(answer, Raise | LeaveOut):
-                check_is(field.name, answer, LeaveOut)
+            check_is(field.name, getattr(self, field.name), LeaveOut | Raise)
 
     def answer(self, reason: ExclusionReason) -> Raise | LeaveOut:
         """Return the policy for a client left out for this reason; ``"surplus"`` and ``"spent"`` never end the run."""

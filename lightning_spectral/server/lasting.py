@@ -95,9 +95,7 @@ class Kept:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values."""
         return dict(self.values)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore them."""
         self.values = dict(state_dict)

@@ -220,7 +220,6 @@ class BoundedMomentumSGD(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the server's parameters at the end of a round."""
         loss = closure() if closure is not None else None
         moved = [(p, p.grad, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if moved:
@@ -287,11 +286,9 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the server's parameters at the end of a round."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
+            if not (parameters := [p for p in group["params"] if p.grad is not None]):
                 continue
             for parameter in parameters:
                 if not (state := self.state[parameter]):

@@ -78,7 +78,6 @@ class Processes(Peers, Workers):
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace int64 tensors by their sums over processes, in place."""
         if self.size == 1:
             return
         buckets: list[list[Tensor]] = []  # of one message each

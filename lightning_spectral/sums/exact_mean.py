@@ -31,8 +31,7 @@ SMALL = 2**12  # values in a tensor up to which starting an operation takes long
 def largest_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Largest absolute value of each tensor, NaN if it holds one, 0 if it is empty, in one read from the device."""
     magnitudes = dict.fromkeys(tensors, 0.0)
-    filled = [name for name, tensor in tensors.items() if tensor.numel()]
-    if filled:
+    if filled := [name for name, tensor in tensors.items() if tensor.numel()]:
         # several times as fast on a CPU as the infinity norm of `torch._foreach_norm`, which is not vectorised there
         ends = [end for name in filled for end in torch.aminmax(tensors[name])]
         exact = [end if end.is_floating_point() else end.double() for end in ends]

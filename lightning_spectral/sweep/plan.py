@@ -77,8 +77,7 @@ def planned_runs(varied: Sequence[str], seeds: Sequence[int]) -> list[PlannedRun
         key = key.strip().removeprefix("--")
         if not key or not equals:
             raise SweepError(f"`--vary {text}`: expected key=value,value, as in `data.partitioner.alpha=0.3,10`")
-        values = [_with_capitals(key, value) for value in split_values(listed)]
-        if not values:
+        if not (values := [_with_capitals(key, value) for value in split_values(listed)]):
             raise SweepError(f"`--vary {text}` names no value, so there is nothing to run; name some, or leave it out")
         if key in settings:
             raise SweepError(f"`{key}` is varied twice; put all its values into one `--vary`")

@@ -521,8 +521,7 @@ class SampledTerms(AdapterAggregation):
 
     def __post_init__(self) -> None:
         check_is("strategy", self.strategy, ShardingStrategy)
-        if self.design is not None:
-            check_is("design", self.design, Design)
+        check_is("design", self.design, Design | None)
 
     def steps(self, is_mixed: bool) -> tuple[str, ...]:
         return () if is_mixed else ("B", "A")

@@ -254,12 +254,9 @@ class SpectralSharding(Algorithm):
         for strategy in values_of(self.strategy):
             check_is("strategy", strategy, ShardingStrategy)
         for design in values_of(self.design):
-            if design is not None:
-                check_is("design", design, Design)
-        if self.spectral_start is not None:
-            check_is("spectral_start", self.spectral_start, SpectralStart)
-        if self.aggregation is not None:
-            check_is("aggregation", self.aggregation, TermAggregation)
+            check_is("design", design, Design | None)
+        check_is("spectral_start", self.spectral_start, SpectralStart | None)
+        check_is("aggregation", self.aggregation, TermAggregation | None)
         check_layers(self.layers)
         if self.exclude and self.exclude != self._layer_choices.exclude:
             choices = LayerChoices(exclude=self.exclude)

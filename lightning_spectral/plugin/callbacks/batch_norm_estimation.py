@@ -78,8 +78,7 @@ class BatchNormEstimation(RoundCallback):
         if stage != "fit":
             return
         members = as_host(pl_module, "BatchNormEstimation acts after rounds").members.values()
-        found = [member.module for member in members if _tracked(member.module)]
-        if not found:
+        if not (found := [member.module for member in members if _tracked(member.module)]):
             raise ValueError(
                 "BatchNormEstimation finds no BatchNorm layer with averages, which `track_running_stats=False` and "
                 "`use_batch_statistics` remove; leave the callback out."

@@ -108,8 +108,7 @@ class RoundDashboard(RoundCallback):
                 split = report(one.partition, one.labels if one.partitioner.needs_labels else None)
                 with printed(None, 8.0, 3.0) as figure:
                     split.plot(figure.subplots())
-                name = f"{model}/pictures/partition" if model else "pictures/partition"
-                self._show(trainer, {name: _pixels(figure)})
+                self._show(trainer, {f"{model}/pictures/partition".lstrip("/"): _pixels(figure)})
 
     def on_round_start(self, trainer: pl.Trainer, pl_module: Any, opened: Any) -> None:
         if self._diagnostics.is_due(trainer.current_epoch):
@@ -269,8 +268,9 @@ def of_algorithm(observed: Observed, round_idx: int, figures: Mapping[str, Mappi
             "terms": len(layer.singular_values),
             "terms_visited": float(visited[name].double().mean()),
             "largest_singular_value": float(layer.singular_values.max()),
+            **figures.get(name, {}),
         }
-        rows.append({**row, **figures.get(name, {})})
+        rows.append(row)
     pictures: Shown = {"pictures/spectra": spectra_picture(layers)} if draws else {}
     return {**shown, "tables/layers": table(rows), **pictures}
 

@@ -227,9 +227,7 @@ class ClientTable(Tabular):
         named = any(row.name for row in self.rows)
         lines = [["client", *["name"] * named, "examples", *self.metrics]]
         for row in self.rows:
-            own = {
-                name: f"{value:.4g}{spans.get(name, {}).get(row.client_id, '')}" for name, value in row.metrics.items()
-            }
+            own = {n: f"{value:.4g}{spans.get(n, {}).get(row.client_id, '')}" for n, value in row.metrics.items()}
             cells = (own.get(name, "") for name in self.metrics)
             lines.append([str(row.client_id), *[row.name] * named, str(row.num_examples), *cells])
         fewest = sum(sorted(row.num_examples for row in self.rows)[: math.ceil(len(self.rows) / 10)])
@@ -275,8 +273,7 @@ class ClientEvaluation(RoundCallback):
         if stage == "predict":
             return
         host = as_host(pl_module, "ClientEvaluation needs federated clients")
-        evaluated = [name for name in host.members if host.data_of(name).held_out.num_assigned]
-        if not evaluated:
+        if not (evaluated := [name for name in host.members if host.data_of(name).held_out.num_assigned]):
             raise ValueError(
                 "ClientEvaluation finds no held-out examples; give the data a share to hold out: "
                 "FederatedDataModule(..., client_val_fraction=0.1)."

@@ -69,7 +69,6 @@ class LedgerRow(NamedTuple):
 
     @classmethod
     def of(cls, client: ClientOutcome, measured: bool) -> LedgerRow:
-        """The row of one client's outcome."""
         seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
         turn = client.round_idx, client.client_id, client.keep_ratio, client.downlink_bytes, client.uplink_bytes
         also = client.unit.model, measured, client.frozen_bytes, client.example_epsilon
@@ -80,12 +79,6 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
     """The turns of each round, in 8 bytes each, and 8 more with a virtual clock, or with privacy of examples.
 
     Turns differ in their clients, times and epsilons. All else takes few values together, which are kept once.
-
-    Example:
-        >>> turns, row = PackedTurns(), LedgerRow(3, client_id=7, keep_ratio=0.5, downlink_bytes=80, uplink_bytes=40)
-        >>> turns.add([row])
-        >>> turns[3] == [row], list(turns), PackedTurns(**turns.state_dict()) == turns
-        (True, [3], True)
     """
 
     COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds", "epsilons")
@@ -156,7 +149,6 @@ class PackedRows:
             yield dict(zip(names, islice(values, len(names)), strict=True))
 
     def add(self, rows: Iterable[Mapping[str, float]]) -> None:
-        """Add rows at the end."""
         for row in rows:
             self._names_of.append(self._names.setdefault(tuple(row), len(self._names)))
             self._values.extend(row.values())

@@ -383,6 +383,7 @@ if TYPE_CHECKING:
 
 _ROWS = 10
 _BARS = 100
+_NAMED = 40  # bars that have names beside each other
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,6 +443,8 @@ class PartitionReport(Tabular):
             axes.bar(range(len(shown)), column[:_BARS].numpy(), bottom=bottom.numpy(), width=1.0, label=label)
             bottom = bottom + column[:_BARS]
         axes.set(xlabel="client", ylabel="examples", xlim=(-0.5, len(shown) - 0.5))
+        if self.names and len(shown) <= _NAMED:
+            axes.set_xticks(range(len(shown)), self.names, rotation=45, ha="right")
         if self.histogram is not None and self.histogram.shape[1] <= 20:
             axes.legend(title="class", fontsize="x-small", loc="center left", bbox_to_anchor=(1.0, 0.5))
         return axes

@@ -34,6 +34,7 @@ from lightning_spectral.filters.example_privacy import ExampleEnd, ExampleLoop, 
 from lightning_spectral.functional.privacy import epsilon, grid_of, shortened
 from lightning_spectral.network.messages import Kind, Part, Start, digest_of, record_of, record_parts
 from lightning_spectral.network.objects import write_object
+from lightning_spectral.plugin.callbacks.dashboard import client_table
 from lightning_spectral.protocol.exchange import named_state
 from lightning_spectral.protocol.records import Download, Upload, WorkUnit
 from lightning_spectral.protocol.rng import SecretNormals
@@ -218,6 +219,9 @@ class Told(ls.RoundCallback):
     def on_round_end(self, trainer: Any, pl_module: Any, summary: Any) -> None:
         self.of |= {c.client_id: c.figures["example_epsilon"] for c in summary.averaged}
         self.left_out.append(dict(summary.left_out))
+        shown = client_table(summary, [])
+        column = [dict(zip(shown.columns, row, strict=True)).get("example_epsilon") for row in shown.rows]
+        assert column == [client.example_epsilon for client in summary.clients]
         assert all(math.isnan(client.loss) and not client.logged for client in summary.clients)
 
 

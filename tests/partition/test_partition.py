@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -382,5 +382,7 @@ def test_bars_stack_to_the_sizes(labels: torch.Tensor | None, tmp_path: Path) ->
 def test_plot_draws_on_the_axes_it_is_given() -> None:
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = figure.subplots()
-    assert report(PARTITION, SEVENS).plot(axes) is axes
+    named = replace(PARTITION, names=["Ulm", "Graz", "Bern", "Wien"])
+    assert report(named, SEVENS).plot(axes) is axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == named.names
     assert len(axes.patches) == 3 * 4

@@ -223,6 +223,7 @@ def client_table(
             "seconds": client.seconds,
             "virtual_seconds": client.virtual_seconds,
             "left_out": client.left_out or "",
+            **({} if client.example_epsilon is None else {"example_epsilon": client.example_epsilon}),
             **{title: values.get(client.client_id) for title, values in titles.items()},
         }
         for client in summary.clients

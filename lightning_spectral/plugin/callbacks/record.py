@@ -53,6 +53,7 @@ class LedgerRow(NamedTuple):
         measured: Whether it only measured something for a sampler before the round and sent back one number.
         frozen_bytes: Those of the bytes sent to it that are frozen parameters, which it did not have yet.
         example_epsilon: The epsilon of all its turns so far, with `ExamplePrivacy`; ``None`` without, or if left out.
+        name: The client's name; ``""`` if clients have only numbers.
     """
 
     round_idx: int
@@ -66,13 +67,14 @@ class LedgerRow(NamedTuple):
     measured: bool = False
     frozen_bytes: int = 0
     example_epsilon: float | None = None
+    name: str = ""
 
     @classmethod
-    def of(cls, client: ClientOutcome, measured: bool) -> LedgerRow:
+    def of(cls, client: ClientOutcome, measured: bool, names: Sequence[str] = ()) -> LedgerRow:
         seconds = None if math.isnan(client.virtual_seconds) else client.virtual_seconds
         turn = client.round_idx, client.client_id, client.keep_ratio, client.downlink_bytes, client.uplink_bytes
         also = client.unit.model, measured, client.frozen_bytes, client.example_epsilon
-        return cls(*turn, client.left_out, seconds, *also)
+        return cls(*turn, client.left_out, seconds, *also, *names[client.client_id : client.client_id + 1])
 
 
 class PackedTurns(Mapping[int, list[LedgerRow]]):
@@ -83,20 +85,23 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
 
     COLUMNS = ("rounds", "counts", "clients", "kind_of", "seconds", "epsilons")
 
-    def __init__(self, kinds: Iterable[Sequence[Any]] = (), **columns: Tensor) -> None:
+    def __init__(
+        self, kinds: Iterable[Sequence[Any]] = (), names: Iterable[tuple[int, str]] = (), **columns: Tensor
+    ) -> None:
         rounds, counts, clients, kind_of, *own = (columns.get(name, EMPTY).tolist() for name in self.COLUMNS)
         spans = zip(rounds, counts, accumulate(counts), strict=True)
         self._spans = {round_idx: (end - count, end) for round_idx, count, end in spans}  # of each round's turns
         self._clients, self._kind_of = array("i", clients), array("i", kind_of)
         self._own = [array("d", column) for column in own]  # NaN, or beyond the end, for none
-        self._kinds = {tuple(kind): index for index, kind in enumerate(kinds)}
+        self._kinds, self._names = {tuple(kind): index for index, kind in enumerate(kinds)}, dict(names)
 
     def __getitem__(self, round_idx: int) -> list[LedgerRow]:
         rows, kinds = [], [*self._kinds]
         for turn in range(*self._spans[round_idx]):
             kind = kinds[self._kind_of[turn]]
             at, epsilon = (next((n for n in own[turn : turn + 1] if not math.isnan(n)), None) for own in self._own)
-            rows.append(LedgerRow._make((round_idx, self._clients[turn], *kind[:4], at, *kind[4:], epsilon)))
+            client, name = self._clients[turn], self._names.get(self._clients[turn], "")
+            rows.append(LedgerRow._make((round_idx, client, *kind[:4], at, *kind[4:], epsilon, name)))
         return rows
 
     def __iter__(self) -> Iterator[int]:
@@ -113,6 +118,8 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
             assert end == turn, "turns are added round by round"
             self._spans[row.round_idx] = first, end + 1
             self._clients.append(row.client_id)
+            if row.name:
+                self._names[row.client_id] = row.name
             self._kind_of.append(self._kinds.setdefault((*row[2:6], *row[7:10]), len(self._kinds)))
             for column, number in zip(self._own, (row.virtual_seconds, row.example_epsilon), strict=True):
                 if number is not None:
@@ -123,7 +130,8 @@ class PackedTurns(Mapping[int, list[LedgerRow]]):
         """The arguments of an equal one: a few tensors, and the list of what turns have in common."""
         counts = array("i", (end - first for first, end in self._spans.values()))
         columns = array("q", self._spans), counts, self._clients, self._kind_of, *self._own
-        return {"kinds": [*self._kinds], **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
+        own = {"kinds": [*self._kinds], "names": [*self._names.items()]}
+        return {**own, **dict(zip(self.COLUMNS, map(_tensor, columns), strict=True))}
 
 
 class PackedRows:
@@ -200,7 +208,7 @@ class RoundHistory(RoundCallback):
 
     # -- the rows
 
-    def on_round_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, summary: RoundSummary) -> None:
+    def on_round_end(self, trainer: pl.Trainer, pl_module: Any, summary: RoundSummary) -> None:
         own = round_metrics(summary) | {name: entry.value for name, entry in logged_by_clients(summary).items()}
         last = self.rows[-1] if self.rows else {}
         if last.get("fl/round") != own["fl/round"] or own.keys() & last.keys() != {"fl/round"}:
@@ -208,8 +216,9 @@ class RoundHistory(RoundCallback):
         self.rows[-1].update(own)
         self._from_clients |= own.keys()
         if self.keeps_turns:
-            self.turns.add(LedgerRow.of(client, True) for client in summary.measured)
-            self.turns.add(LedgerRow.of(client, False) for client in summary.clients)
+            names = pl_module.data.held_out.names
+            self.turns.add(LedgerRow.of(client, True, names) for client in summary.measured)
+            self.turns.add(LedgerRow.of(client, False, names) for client in summary.clients)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._new.mark(trainer)

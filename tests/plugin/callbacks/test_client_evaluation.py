@@ -1,6 +1,7 @@
 """The server's model on each client's held-out examples: the figures, and that the run is unaffected."""
 
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,10 +88,15 @@ def test_figures_are_logged_for_callbacks_and_in_the_history(lit: Any, data: Any
     assert fitted.rows[0]["fl/clients/val_loss/mean"] != fitted.rows[1]["fl/clients/val_loss/mean"]
 
 
-def test_names_of_clients_are_in_the_table_and_the_checkpoint(lit: Any, toy: TensorDataset, fit: Fit) -> None:
+def test_names_of_clients_are_in_table_ledger_and_checkpoint(lit: Any, toy: Any, fit: Fit, tmp_path: Path) -> None:
     owners = ls.NaturalPartitioner(["Ulm"] * 40 + ["Graz"] * 80)
-    evaluation = ls.ClientEvaluation()
-    fit(lit, ls.FederatedDataModule(toy, owners, client_val_fraction=0.25), clients_per_round=2, callbacks=[evaluation])
+    data, evaluation = ls.FederatedDataModule(toy, owners, client_val_fraction=0.25), ls.ClientEvaluation()
+    run = fit(lit, data, clients_per_round=2, callbacks=[evaluation])
+    run.history.save(tmp_path / "rounds.jsonl")
+    history = ls.RoundHistory()
+    history.load_state_dict(run.history.state_dict())
+    for turns in (run.history.turns, ls.RoundHistory.load(tmp_path / "rounds.jsonl").turns, history.turns):
+        assert {(row.client_id, row.name) for row in turns[0]} == {(0, "Ulm"), (1, "Graz")}
     head, *rows, _, few = (row.split() for row in str(evaluation.table).splitlines())
     assert few[-2:] == ["as", "10."]
     assert head[:3] == ["client", "name", "examples"]

@@ -29,11 +29,15 @@ SIZES = (30, 24, 20, 17, 13, 12, 9, 8, 6, 5, 3, 3)
 BATCH_SIZE = 4
 
 
-def uneven_data(held_out: float = 0.0) -> ls.FederatedDataModule:
+def uneven_data(batch_size: Any = BATCH_SIZE, **options: Any) -> ls.FederatedDataModule:
     """Clients with 3 to 30 examples each, which train on all or some of them."""
     toy = toy_examples(sum(SIZES))
     partitioner = ls.NaturalPartitioner([client_id for client_id, size in enumerate(SIZES) for _ in range(size)])
-    return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=BATCH_SIZE, client_val_fraction=held_out)
+    return ls.FederatedDataModule(toy, partitioner, val=toy, batch_size=batch_size, **options)
+
+
+def noisy(example: Any, client: int) -> Any:
+    return example[0] + client / 10 * torch.randn(6), example[1]
 
 
 class WithLimits(LitMLP):
@@ -240,6 +244,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "robust": {"algorithm": SPECTRAL, "filters": [ls.Robust(ls.Median())], "rounds": 3},
     "a stranger's filter": {"filters": [ls.UsualUpdateNorm(0.9), Ternary(0.5)], "rounds": 3},
     "work divided": {"filters": [ls.FedNova()], "local_epochs": [1, 3] * 6, "module": WithBatchNorm, "rounds": 3},
+    "steps, batches and inputs by client, a share of the clients": {
+        "clients_per_round": 0.6,
+        "local_steps": {2: 0.5, 5: 0.5},
+        "data": {"batch_size": {2: 0.5, 5: 0.5}, "client_transform": noisy},
+        "rounds": 3,
+    },
     "largest changes": {"filters": [ls.TopK(0.1)], "rounds": 3},
     "stale updates": {"algorithm": ls.StaleUpdates(unseen="mean"), "rounds": 3},
     "private": {
@@ -287,7 +297,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "evaluation on clients": {
         "clients_per_round": 5,
-        "held_out": 0.3,
+        "data": {"client_val_fraction": 0.3},
         "trainer": {"callbacks": [ls.ClientEvaluation(clients=7)]},
     },
     "several models": {
@@ -332,7 +342,7 @@ def run(
     num_processes: int = 1,
     patience: float = 60.0,
     models: dict[str, ls.Algorithm] | None = None,
-    held_out: float = 0.0,
+    data: dict[str, Any] | None = None,
     dashboard: bool = False,
     **federation: Any,
 ) -> dict[str, Any]:
@@ -360,18 +370,18 @@ def run(
     )
     error, tested, model = None, None, None
     try:
-        data = uneven_data(held_out)
+        clients = uneven_data(**(data or {}))
         if loader:
-            data.val = torch.utils.data.DataLoader(data.train, batch_size=7)
+            clients.val = torch.utils.data.DataLoader(clients.train, batch_size=7)
         if models is not None:
-            model, data = several_models(models, seed)
+            model, clients = several_models(models, seed)
             lit = model
         else:
             who = {} if "participation" in federation else {"clients_per_round": 7}
             model = ls.FederatedModule(lit, seed=seed, **{**who, **federation})
-        runner.fit(model, data, ckpt_path=ckpt)
+        runner.fit(model, clients, ckpt_path=ckpt)
         if loader:
-            tested = runner.test(model, data.val, verbose=False)
+            tested = runner.test(model, clients.val, verbose=False)
     except Exception as caught:
         error = f"{type(caught).__name__}: {caught}"
     state = getattr(model, "state", None)  # the algorithm's; several models have theirs in `lit`

@@ -18,6 +18,12 @@ from lightning_spectral.errors import from_extra
 from lightning_spectral.partition.sizes import Sizes, check_sizes, client_shares
 from lightning_spectral.tables import Block, Tabular
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
+_ROWS, _BARS = 10, 100  # clients in the table of a report, and in its picture
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
@@ -244,22 +250,13 @@ class Partitioner(ABC):
 
 
 def check_one_per_example(argument: str, entries: Any) -> None:
-    """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a string as its letters.
-
-    Example:
-        >>> check_one_per_example("keys", "user")
-        Traceback (most recent call last):
-        TypeError: `keys` must list one entry per example, got 'user'; if it is a column, write keys=table['user'].
-    """
+    """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a text as its letters."""
     if isinstance(entries, str):
         remedy = f"; if it is a column, write {argument}=table[{entries!r}]"
         raise TypeError(f"`{argument}` must list one entry per example, got {entries!r}{remedy}.")
     if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Iterable):
         shown = f"a {type(entries).__name__}" if isinstance(entries, Mapping | set | frozenset) else repr(entries)
         raise TypeError(f"`{argument}` must list one entry per example, in the order of the data set, got {shown}.")
-
-
-Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
@@ -360,13 +357,6 @@ def _as_objects(keys: Keys) -> Sequence[Hashable]:
     if odd is not None:
         raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")
     return keys
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_ROWS = 10
-_BARS = 100
 
 
 @dataclass(frozen=True, eq=False)

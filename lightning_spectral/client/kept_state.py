@@ -28,6 +28,7 @@ from lightning_spectral.protocol.rng import derived_seed
 LEAVES = (str, bytes, int, float, complex, type, FunctionType, ModuleType, Tensor)
 OF_MODULES = ("_parameters", "_buffers", "_modules")  # dictionaries whose entries are read as attributes
 BACK = ("_trainer", "_fabric")  # of a LightningModule: they lead to everything
+_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
 
 
 def parts_of(whole: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -393,9 +394,6 @@ def _compared(module: nn.Module, without: Collection[str]) -> Iterator[tuple[str
             full = f"{path}.{name}" if path else name
             if not of_torch and full not in without:
                 yield full, _frozen(value, 6, package_of(module))
-
-
-_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), *OF_MODULES, "_compiled_call_impl", "log", "log_dict", "optimizers"})
 
 
 def _frozen(value: Any, depth: int, package: str) -> Any:

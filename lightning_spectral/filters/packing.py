@@ -186,11 +186,6 @@ class ErrorFeedback(DeviceEnd):
 
 @lru_cache(maxsize=4096)
 def saves(packing: Packing, dtype: torch.dtype, shape: torch.Size) -> bool:
-    """Whether packing makes a tensor smaller.
-
-    Example:
-        >>> [saves(TopK(0.4), torch.float32, torch.Size(shape)) for shape in ([2, 5], [1])]
-        [True, False]
-    """
+    """Whether packing makes a tensor smaller."""
     tensor = torch.zeros(shape, dtype=dtype)
     return dtype.is_floating_point and tensor.numel() > 0 and num_bytes(packing.pack(wide(tensor))) < tensor.nbytes

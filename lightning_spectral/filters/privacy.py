@@ -242,7 +242,6 @@ class PrivateEnd(ServerEnd):
 
     @cached_property
     def fit(self) -> PrivateFit:
-        """What the choice means for the clients of this fit."""
         who = self._choice, self._fit.active, int(self._fit.sizes().count_nonzero())
         return PrivateFit(*who, self._before, self._next_round)
 

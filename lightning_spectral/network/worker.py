@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
@@ -109,19 +109,15 @@ def _within(folder: Path) -> Iterator[None]:
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with ExitStack() as after:
+        after.callback(os.close, handle)
         found = os.fstat(handle)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(f"{folder} must be a folder that only this user can enter; remove it.")
         fcntl.flock(handle, fcntl.LOCK_EX)
-        before = os.getcwd()
+        after.callback(os.chdir, os.getcwd())
         os.fchdir(handle)
-        try:
-            yield
-        finally:
-            os.chdir(before)
-    finally:
-        os.close(handle)
+        yield
 
 
 def _found(job: Job) -> Connection | None:

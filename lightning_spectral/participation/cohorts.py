@@ -18,6 +18,9 @@ from lightning_spectral.protocol.per_client import Assigned
 from lightning_spectral.protocol.records import ClientOutcome, WorkUnit
 from lightning_spectral.protocol.rng import derived_generator
 
+MOST_PROCESSORS = 4096  # of a population for which joint probabilities are computed: their matrix takes 134 MB
+MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean
+
 
 @dataclass(frozen=True, eq=False)
 class ClientDirectory:
@@ -79,10 +82,6 @@ class ClientDirectory:
     def capacity_of(self, client_id: int) -> float:
         """Keep ratio of a client."""
         return float(self.capacities.of(client_id))
-
-
-MOST_PROCESSORS = 4096  # of a population for which joint probabilities are computed: their matrix takes 134 MB
-MARGIN = 4.0  # standard deviations of a Poisson variable by which a random cohort may be larger than its mean
 
 
 class SampledCohorts:

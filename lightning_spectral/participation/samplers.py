@@ -417,10 +417,6 @@ def draw_choices(probs: Tensor, design: Design | None, generator: torch.Generato
 
     Returns:
         Model of each processor, -1 for none, int64, shape ``(P,)``, and the active processors in the order drawn.
-
-    Example:
-        >>> draw_choices(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), None, torch.Generator())
-        (tensor([ 1, -1]), tensor([0]))
     """
     cumulative = probs.double().cumsum(1)
     if design is None:

@@ -103,10 +103,6 @@ def draw_class_counts(log_prior: Floats, supply: Ints, num_draws: int, rng: np.r
         supply: Examples of each class, shape ``(K,)``.
         num_draws: Labels to draw, at most the sum of ``supply``.
         rng: Source of randomness.
-
-    Example:
-        >>> draw_class_counts(np.log([0.5, 0.5]), np.array([1, 9]), 8, np.random.default_rng(0))
-        array([1, 7])
     """
     counts = np.zeros_like(supply)
     while missing := int(num_draws - counts.sum()):

@@ -19,6 +19,20 @@ from lightning_spectral.errors import from_extra, refuse_moved
 from lightning_spectral.partition.sizes import Sizes, check_sizes, client_shares
 from lightning_spectral.tables import Block, Tabular
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
+CALLED = MappingProxyType(  # names from elsewhere, and sizes, which only two partitioners take
+    {
+        "num_partitions": "num_clients=10",
+        "partition_by": "FederatedDataModule(..., labels=[...]), or nothing where the data set has them",
+        "num_classes_per_partition": "LabelsPerClient(num_clients=10, num_labels=2)",
+        "sizes": "IIDPartitioner(num_clients=10, sizes=[...]), or DirichletPartitioner, which has labels unequal too",
+    }
+)
+_ROWS, _BARS, _NAMED = 10, 100, 40  # clients in the table of a report, in its picture, and there with names
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Partition:
@@ -186,16 +200,6 @@ def hold_out(
     return training, replace(partition, indices=partition.indices[is_held_out], offsets=_offsets(counts))
 
 
-CALLED = MappingProxyType(  # names from elsewhere, and sizes, which only two partitioners take
-    {
-        "num_partitions": "num_clients=10",
-        "partition_by": "FederatedDataModule(..., labels=[...]), or nothing where the data set has them",
-        "num_classes_per_partition": "LabelsPerClient(num_clients=10, num_labels=2)",
-        "sizes": "IIDPartitioner(num_clients=10, sizes=[...]), or DirichletPartitioner, which has labels unequal too",
-    }
-)
-
-
 class Partitioner(ABC):
     """Base class of partitioners, which deal the examples of a data set to clients.
 
@@ -260,22 +264,13 @@ class Partitioner(ABC):
 
 
 def check_one_per_example(argument: str, entries: Any) -> None:
-    """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a string as its letters.
-
-    Example:
-        >>> check_one_per_example("keys", "user")
-        Traceback (most recent call last):
-        TypeError: `keys` must list one entry per example, got 'user'; if it is a column, write keys=table['user'].
-    """
+    """Raise ``TypeError`` for entries without an order: a mapping would be read as its keys, a text as its letters."""
     if isinstance(entries, str):
         remedy = f"; if it is a column, write {argument}=table[{entries!r}]"
         raise TypeError(f"`{argument}` must list one entry per example, got {entries!r}{remedy}.")
     if isinstance(entries, Mapping | set | frozenset | type) or not isinstance(entries, Iterable):
         shown = f"a {type(entries).__name__}" if isinstance(entries, Mapping | set | frozenset) else repr(entries)
         raise TypeError(f"`{argument}` must list one entry per example, in the order of the data set, got {shown}.")
-
-
-Keys = Sequence[Hashable] | Tensor | npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True)
@@ -376,14 +371,6 @@ def _as_objects(keys: Keys) -> Sequence[Hashable]:
     if odd is not None:
         raise ValueError(f"Keys must be hashable by value, got {odd!r}; pass a tensor, an array, or plain keys.")
     return keys
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_ROWS = 10
-_BARS = 100
-_NAMED = 40  # bars that have names beside each other
 
 
 @dataclass(frozen=True, eq=False)

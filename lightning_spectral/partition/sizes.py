@@ -74,11 +74,6 @@ def client_shares(sizes: Sizes, total: int, num_clients: int, generator: torch.G
     """Client ids in random order with their numbers of examples, at least 1, which sum to ``total``.
 
     They are in proportion to ``sizes``, by largest remainders; without, the first clients get an extra example.
-
-    Example:
-        >>> order, shares = client_shares([1.0, 1.0, 4.0, 0.001], 13, 4, torch.Generator())
-        >>> shares[order.argsort()]
-        tensor([2, 2, 8, 1])
     """
     order = torch.randperm(num_clients, generator=generator)
     if isinstance(sizes, SizeLaw):

@@ -24,6 +24,10 @@ from lightning_spectral.protocol.exchange import digest
 NOTHING_NEW = "federation_nothing_new"  # marks the checkpoint of a run that ended before it began
 DIGEST = "federation_digest"  # of the tensors in a checkpoint
 NEEDED = ("epoch", "global_step", "loops", "optimizer_states")
+ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
+HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+ARGUMENTS, OF_MODELS = "federation_arguments", "federation_models"
+OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
 
 class DamagedFile(Exception):
@@ -239,12 +243,6 @@ def _refusing(name: Any) -> Iterator[None]:
             f"{name} is empty or not a whole checkpoint: {error}; "
             "latest_checkpoint(folder) finds the last whole one of a folder."
         ) from error
-
-
-ModuleT = TypeVar("ModuleT", bound=pl.LightningModule)
-HPARAMS = pl.LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-ARGUMENTS, OF_MODELS = "federation_arguments", "federation_models"
-OF_THE_RUN = ("optimizer_states", "lr_schedulers", "loops", "callbacks")
 
 
 def write_hparams(checkpoint: dict[str, Any], module: pl.LightningModule) -> None:

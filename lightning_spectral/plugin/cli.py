@@ -39,6 +39,15 @@ from lightning_spectral.plugin.data import FederatedDataModule, MultiModelDataMo
 from lightning_spectral.plugin.hooks import FederatedHooks
 from lightning_spectral.plugin.module import FederatedModule, MultiModelModule
 
+# How lines of jsonargparse's messages begin that only say what it has tried.
+TRIED = (
+    *("Subtypes: ", "Errors:", "Given value", "Does not validate", "Problem with given class_path"),
+    *("Expected a path but", "Expected a <class 'NoneType'>", "Option 'models.", "Option 'modules."),
+)
+TYPE = "Expected a "  # a line for each that would do
+OWN = str(Path(__file__).parents[1]) + os.sep
+LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
+
 
 class FederatedCLI(LightningCLI):
     """LightningCLI for a federation of one model or of several; needs jsonargparse, the ``cli`` extra.
@@ -137,17 +146,6 @@ def _flat(arguments: Namespace | Mapping[str, Any], name: str = "model") -> dict
         parts = value.values() if isinstance(value, Mapping) else [value]  # one object, or several by name
         found |= _flat(value, inner) if any(isinstance(one, Namespace) for one in parts) else {inner: value}
     return found
-
-
-# How lines of jsonargparse's messages begin that only say what it has tried.
-TRIED = (
-    *("Subtypes: ", "Errors:", "Given value", "Does not validate", "Problem with given class_path"),
-    *("Expected a path but", "Expected a <class 'NoneType'>", "Option 'models.", "Option 'modules."),
-)
-TYPE = "Expected a "  # a line for each that would do
-
-OWN = str(Path(__file__).parents[1]) + os.sep
-LIGHTNING, JSONARGPARSE = (os.path.dirname(str(package.__file__)) + os.sep for package in (lightning, jsonargparse))
 
 
 class OneLineParser(LightningArgumentParser):

@@ -15,6 +15,10 @@ from lightning.pytorch.utilities.parsing import is_picklable
 from lightning_spectral.nn.plan.module_plan import ModulePlan
 from lightning_spectral.server.processes import Processes
 
+TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
+MAX_ITEMS = 8  # of a sequence that is shown item by item
+MAX_TEXT = 200
+
 
 class FixedArguments:
     """A base class that refuses new values for arguments that would be ignored, wholly or in part."""
@@ -46,11 +50,6 @@ class Hparams(AttributeDict):
                 f"The federation has no hyper-parameter {name!r}; those of your own module are "
                 "`pl_module.module.hparams`."
             ) from None
-
-
-TRAINER_SETTINGS = ("limit_train_batches", "overfit_batches", "precision")
-MAX_ITEMS = 8  # of a sequence that is shown item by item
-MAX_TEXT = 200
 
 
 def config_of(owner: object, names: Iterable[str]) -> dict[str, Any]:

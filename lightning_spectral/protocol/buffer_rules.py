@@ -19,6 +19,7 @@ Rule = Literal["mean", "min", "max", "server"]
 Rules = Mapping[str, Rule]
 Tensors = Mapping[str, Tensor]
 SIGNS: Mapping[str, int] = {"min": -1, "max": 1}
+_ASKED, _VALUES = "as asked", "by its initial values"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,9 +163,6 @@ def buffer_policies(module: nn.Module, rules: Rules | None = None) -> Iterator[t
     unit = set(unit_vectors(module))
     for name, buffer, rule, why in _decide(module, rules or {}, {}):
         yield name, tuple(buffer.shape), _policy(rule, why, name in unit)
-
-
-_ASKED, _VALUES = "as asked", "by its initial values"
 
 
 def _decide(

@@ -64,6 +64,8 @@ class WorkUnit(NamedTuple):
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]
+STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
+Profile = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -391,10 +393,6 @@ class LoggedValue:
 def num_bytes(tensors: Tensors) -> int:
     """Size of the values of some named tensors, in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-STAGES = ("refresh", "sample", "load", "train", "aggregate", "apply")
-Profile = Callable[[str], AbstractContextManager[Any]]
 
 
 @dataclass(eq=False)

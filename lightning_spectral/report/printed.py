@@ -45,24 +45,6 @@ DARK_STYLE = "\n".join(
 )
 INCHES, LEGEND_COLUMNS = 8.0, 3  # of a picture on a page
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
-
-
-class Look(NamedTuple):
-    """The look of one group in all figures."""
-
-    colour: str
-    marker: str
-    width: float
-
-
-BASELINE = Look(INK, "*", 1.6)  # what others are compared with
-
-
-def look(index: int) -> Look:
-    """Colour, marker and line width of the group at a position; thinner lines are drawn on top of wider ones."""
-    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
-
-
 INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor", "text.color")
 SETTINGS: Any = {  # matplotlib's
     **dict.fromkeys((*INKED, "xtick.color", "ytick.color"), INK),
@@ -80,6 +62,22 @@ SETTINGS: Any = {  # matplotlib's
     "svg.fonttype": "none",  # text stays text: it can be searched, and uses the reader's fonts
     "svg.hashsalt": "report",  # the same runs make the same file
 }
+
+
+class Look(NamedTuple):
+    """The look of one group in all figures."""
+
+    colour: str
+    marker: str
+    width: float
+
+
+BASELINE = Look(INK, "*", 1.6)  # what others are compared with
+
+
+def look(index: int) -> Look:
+    """Colour, marker and line width of the group at a position; thinner lines are drawn on top of wider ones."""
+    return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], WIDTHS[min(index, len(WIDTHS) - 1)])
 
 
 class NotebookFigure(Figure):

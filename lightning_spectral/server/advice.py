@@ -29,6 +29,7 @@ EARLY, LATE = range(5, 10), range(25, 30)  # rounds whose mean losses are compar
 FLAT = 0.9  # of the early loss
 HALF = 0.5  # of the first loss: below it a run has learned, and may have converged
 CLIP = "clip gradients with `local_hooks=[GradientClip(...)]`"
+NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
 
 
 class FirstRounds:
@@ -253,9 +254,6 @@ def smaller_updates(half: ServerHalf) -> str:
     """
     *first, last = ["Lower the learning rate", CLIP, *half.advice(Moment.LARGE_UPDATES)]
     return f"{', '.join(first)}, or {last}"
-
-
-NAMED = 3  # tensors that a message names; in a run that has diverged, all are broken
 
 
 def check_weights(server: nn.Module, round_idx: int, cause: Exception | None = None) -> None:

@@ -695,8 +695,7 @@ class Turn:
 
     def outcome(self, upload: Upload, left_out: ExclusionReason | None) -> ClientOutcome:
         """The outcome of the turn, given its upload and why that is left out of the average, if it is."""
-        sent = [] if self.download is None else [self.download]
-        sent += [download.with_everything() for download in sent if upload.missing]  # its device had lost some
+        sent = downloads_sent(self.download, upload)
         return ClientOutcome(
             round_idx=self.round_idx,
             unit=self.unit,
@@ -748,6 +747,13 @@ def uploads_of(executor: Executor, downloads: Iterable[Download]) -> Iterator[Up
     if again:
         for upload in uploads_of(executor, again):
             yield replace(upload, missing=missing.get(upload.unit.key, ()))
+
+
+def downloads_sent(download: Download | None, upload: Upload) -> list[Download]:
+    """The downloads that an upload answers: two if the device had lost frozen tensors, none if it was not asked."""
+    if download is None:
+        return []
+    return [download, download.with_everything()] if upload.missing else [download]
 
 
 @contextmanager

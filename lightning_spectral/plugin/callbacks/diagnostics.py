@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from statistics import fmean
 from typing import Any
 
@@ -156,22 +157,17 @@ class UpdateAlignment(RoundCallback):
         module = pl_module.module
         changes = [(p.detach() - before[n]).flatten() for n, p in module.named_parameters() if p.requires_grad]
         groups = [group for template in pl_module.templates for group in template.param_groups]
-        now = [dict(group) for group in groups]
-        for group, values in zip(groups, options, strict=True):
-            group.update(values)  # schedules have moved on to the next round
-        try:
-            with Forms(module, lambda module, capacity: None).client(1.0):  # the server again, in other memory
-                module.load_state_dict(before)
-                engine = pl_module.build_engine(module, FedAvg())
-                share = slice(engine.processes.rank, None, engine.processes.size)
-                try:
-                    engine.open_round(summary.round_idx, units).play(units[share])
-                    engine.close_round()
-                finally:
-                    engine.abandon_round()  # unless it was closed
-                theirs = -torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
-        finally:
-            for group, values in zip(groups, now, strict=True):
-                group.update(values)
+        with ExitStack() as after:
+            for group, values in zip(groups, options, strict=True):
+                after.callback(group.update, dict(group))
+                group.update(values)  # schedules have moved on to the next round
+            after.enter_context(Forms(module, lambda module, capacity: None).client(1.0))  # the server, in other memory
+            module.load_state_dict(before)
+            engine = pl_module.build_engine(module, FedAvg())
+            after.callback(engine.abandon_round)
+            share = slice(engine.processes.rank, None, engine.processes.size)
+            engine.open_round(summary.round_idx, units).play(units[share])
+            engine.close_round()
+            theirs = -torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).double()
         cosine = torch.nn.functional.cosine_similarity(torch.cat(changes).double(), theirs, dim=0)
         pl_module.log("fl/fedavg_alignment", cosine.double(), on_step=False, on_epoch=True, batch_size=1)

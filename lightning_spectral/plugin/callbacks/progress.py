@@ -58,7 +58,6 @@ class RoundProgressBar(TQDMProgressBar, RoundCallback):
             initial=self.trainer.current_epoch,
             position=2 * self.process_position,
             disable=self.is_disabled,
-            leave=True,
             dynamic_ncols=True,
             file=sys.stdout,
             smoothing=0,

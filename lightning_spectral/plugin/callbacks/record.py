@@ -319,9 +319,7 @@ class RoundHistory(RoundCallback):
     def save(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
         """Write the rows to a file of a fit without a logger, for `load` and ``python -m lightning_spectral report``.
 
-        Args:
-            path: The file; missing folders are created.
-            config: Settings that distinguish this run from others, such as ``{"keep_ratio": 0.2, "seed": 1}``.
+        Missing folders are created. Further settings, such as ``{"keep_ratio": 0.2}``, may distinguish this run.
         """
         own = check_is("config", {} if config is None else config, Mapping)
         self._write(Path(path), {**self.config, **own}, [*map(self._line, self.rows)])

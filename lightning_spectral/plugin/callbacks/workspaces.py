@@ -44,10 +44,6 @@ def run_view(metric: str, model: str = "", histograms: Sequence[str] = ()) -> Vi
         metric: A validation metric, as the model's module logs it, such as ``"val_acc"``.
         model: Which of several models; empty if there is only one.
         histograms: Histograms of `RoundDashboard` to show, such as ``"singular_values/net.2"``.
-
-    Example:
-        >>> print(run_view("val_acc")["sections"]["Accuracy"][1])
-        {'panel': 'lines', 'metrics': ['over_bytes/val_acc'], 'over': 'fl/bytes_total'}
     """
     own = f"{model}/" if model else ""
     sections = {

@@ -307,6 +307,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "a client fails": {"module": FailsForClient, "clients_per_round": 10},
     "the server's step fails, dense": {"server_optimizer": BREAKING},
     "the server's step fails, spectral": {"algorithm": SPECTRAL, "server_optimizer": BREAKING},
+    "a sum fails": {"filters": [ls.Attack("scale", 1e30, [2])], "clients_per_round": 12},
     "a callback fails": {"trainer": {"callbacks": [FailsInOneProcess()]}},
 }
 WITH_THREE = {

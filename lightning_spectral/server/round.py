@@ -531,13 +531,18 @@ class OpenRound:
 
     def add_up(self, processes: Peers) -> None:
         """Give every process what all of them have: all call this together."""
+        failure: RoundError | None = None
         for end in self.engine.inward:
             for arrival in end.gather(processes):
                 try:
                     self.arrive(arrival, past=end)
-                except (OverflowError, Unusable) as error:  # too late to leave it out
+                except (OverflowError, Unusable) as error:  # too late to leave it out, and too early to raise it
                     which = f"{named(arrival.receipt.unit)}, which {type(end).__name__} has let pass"
-                    raise RoundError(f"Round {self.round_idx}, {which}: {error}; lower the learning rate.") from error
+                    failure = RoundError(f"Round {self.round_idx}, {which}: {error}; lower the learning rate.")
+        if failure is not None and processes.size == 1:
+            raise failure
+        if self.engine.inward:
+            raise_everywhere(processes.gather(None if failure is None else str(failure)), failure, RoundError)
         if processes.size > 1 and not self.engine.is_private:  # which has added up with noise
             add_up(processes, self.algorithm_round.sums)  # a round without `sums` is played in a single process
 

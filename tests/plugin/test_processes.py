@@ -196,6 +196,12 @@ def test_broken_server_weights_end_every_process_alike(algorithm: str, num_proce
         assert "process" not in one["error"]
 
 
+def test_an_update_that_cannot_be_summed_ends_every_process_alike(results: Results) -> None:
+    errors = {re.sub(r" \(process [01]\)$", "", one["error"]) for n in (1, 2) for one in results("a sum fails", n)}
+    assert len(errors) == 1
+    assert errors.pop().startswith("RoundError: Round 0, client 2, which AttackEnd has let pass: ")
+
+
 @pytest.mark.parametrize("num_processes", TWO_AND_THREE)
 def test_an_error_outside_of_turns_leaves_nobody_waiting(num_processes: int, results: Results) -> None:
     *others, last = results("hung up", num_processes)
